@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from cute_kernels.tuning.linear import Format
 
 if TYPE_CHECKING:
     from bench.suites import Bench
+    from cute_kernels.runtime import KernelSpec
 
 OPTION_BATCHES = (1, 32)
 
@@ -96,6 +97,7 @@ def _linear(options: argparse.Namespace) -> int:
     peers = linear_peers.DENSE if options.no_peers else linear_peers.PEERS
     formats = options.format or [Format(bits) for bits in options.bits]
     layers = options.layers or (linear.SHARDS if options.shards else linear.LAYERS)
+    _make_ready(bench, partial(linear.specs, layers, rows, formats))
     try:
         linear.run(bench, layers, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
     except ValueError as error:
@@ -123,6 +125,7 @@ def _moe(options: argparse.Namespace) -> int:
         return _finish(bench.recorder, timed.text)
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
     peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
+    _make_ready(bench, partial(moe.specs, tokens=tokens))
     moe.run(bench, tokens=tokens, peers=peers)
     return _finish(bench.recorder, moe.text)
 
@@ -134,6 +137,7 @@ def _mla(options: argparse.Namespace) -> int:
     from bench import mla, mla_peers
 
     suites = mla_workloads.SUITES if options.suite == "all" else (options.suite,)
+    _make_ready(bench, lambda gpu: mla.specs(suites, bench.quick))
     mla.run(bench, suites, () if options.no_peers else mla_peers.PEERS)
     return _finish(bench.recorder, mla.text)
 
@@ -219,6 +223,15 @@ def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> B
     if recorder is None:
         return None
     return Bench(recorder, Protocol(samples=options.samples), quick=quick, say=_teller(recorder))
+
+
+def _make_ready(bench: Bench, specs: Callable[..., Iterable[KernelSpec]]) -> None:
+    """Loads what ``specs(gpu=name of this GPU)`` lists, before any of it is timed."""
+    import torch
+
+    from bench.kernels import make_ready
+
+    bench.attempt("kernels", lambda: make_ready(specs(gpu=torch.cuda.get_device_name()), bench.say))
 
 
 def _recorder(path: Path, resume: bool = False, **about: object) -> records.Recorder | None:

@@ -12,6 +12,7 @@ import torch
 from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import empty_launch, time_cold, time_graph_cold, time_host
+from bench.workloads import beside_rows, given_scale
 from cute_kernels.kv_cache import Llama3Scaling, Rope, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference
@@ -68,19 +69,18 @@ def make_call(shape: AppendShape, kv_format: str, device: str = "cuda") -> Appen
     generator = torch.Generator(device).manual_seed(0)
     heads = shape.num_q_heads + 2 * shape.num_kv_heads
     size = (shape.tokens, heads, shape.head_dim)
-    fused = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device)
+    form = format_of(kv_format)
+    dtype = torch.bfloat16 if form.is_coded else form.cache_dtype
+    fused = torch.randn(size, generator=generator, dtype=dtype, device=device)
     q, k, v = fused.split((shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
     decode = shape.suite == "decode"
     batch = shape.tokens if decode else PREFILL_REQUESTS
     new = shape.tokens // batch
     length = DECODE_LENGTH + 1 if decode else new
     max_pages = -(-length // PAGE_SIZE)
-    form = format_of(kv_format)
     cache = (batch * max_pages, PAGE_SIZE, shape.num_kv_heads, form.row_elements(shape.head_dim))
     table = torch.randperm(batch * max_pages, generator=generator, device=device).view(batch, max_pages)
-    scale = None
-    if form.given_scale is not None:
-        scale = torch.full((shape.num_kv_heads,), 4.0 / 127, device=device)
+    scale = given_scale(kv_format, shape.num_kv_heads, shape.head_dim, device)
     return AppendCall(
         k=k,
         v=v,
@@ -119,9 +119,10 @@ def check(call: AppendCall, append: Callable[[], object] | None = None) -> float
     assert q is not None
     errors = {"q": _error(call.q_out, q)}
     for name, form, scale in zip(("k_cache", "v_cache"), call.formats, (call.k_scale, call.v_scale), strict=True):
-        given = scale if scale is None else scale.view(-1, 1)
         rows, want = (
-            form.dequantize(getattr(of, name)[:SAMPLED_TOKENS], call.k.shape[2], torch.float32, given)
+            form.dequantize(
+                getattr(of, name)[:SAMPLED_TOKENS], call.k.shape[2], torch.float32, beside_rows(form, scale)
+            )
             for of in (call, wanted)
         )
         errors[name] = _error(rows, want)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from bench import latent_steps, steps
+from bench.kernels import make_ready
 from bench.report import aligned, in_markdown, number
 from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes, specs
 from bench.suites import Bench
 from bench.timing import capture
-from cute_kernels.runtime import arch_of, load_many
 
 MODELS = steps.MODELS | latent_steps.MODELS
 BATCHES = (1, 8, 32, 64, 256)
@@ -71,7 +71,7 @@ def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
     chosen = [point for point in not_recorded(chosen, bench.recorder.data["rows"]) if not _does_not_fit(bench, point)]
     gpu = torch.cuda.get_device_name()
     wanted = {spec: None for p in chosen for spec in specs(MODELS[p.model], p.case, p.shape.batch, gpu)}
-    bench.attempt("kernels", lambda: _load(list(wanted)))
+    bench.attempt("kernels", lambda: make_ready(wanted, bench.say))
     bench.recorder.set("bytes_per_us", bytes_per_us(bench))
     measure_in_time(bench, chosen, seconds, lambda point: measure(bench, point))
 
@@ -98,10 +98,6 @@ def measure_in_time(
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["case"], row["batch"], row["context"]
-
-
-def _load(wanted: list[Any]) -> None:
-    load_many(wanted, arch_of())
 
 
 def _does_not_fit(bench: Bench, point: Point) -> bool:

@@ -27,12 +27,12 @@ from unittest import mock
 import torch
 
 from bench.bars import TRANSFORMERS_HOST
+from bench.kernels import make_ready
 from bench.record import Recorder
 from bench.report import aligned, in_markdown, number
 from bench.steps import MODELS, Shape, Step, StepCase, specs
 from bench.timing import capture
 from cute_kernels import QuantizedLinear
-from cute_kernels.runtime import arch_of, load_many
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -217,9 +217,7 @@ def run(
     """Measures the cases one after the other and records them; then INT4 and BF16 caches at other batches."""
     batches, gpu = tuple(batches), torch.cuda.get_device_name()
     of_layers = [specs(MODELS["llama3-8b"], StepCase("w4", "int4_g4"), b, gpu) for b in (batch, *batches)]
-    load_many(
-        list(dict.fromkeys(itertools.chain(*of_layers))), arch_of()
-    )  # side by side, where they would wait in turn
+    make_ready(itertools.chain(*of_layers), say)
     model = make_model(layers)
     prompt = _prompt(batch, context)
     rows: list[dict[str, Any]] = []

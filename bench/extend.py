@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from bench import perplexity
+from bench.kernels import make_ready, needed_by
 from bench.peers import fa3_missing
 from bench.report import aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import Timing, time_cold_in_turn
+from bench.workloads import beside_rows, given_scale
 from cute_kernels import decode_attention, extend_attention, mixed_attention
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import format_of
@@ -26,7 +28,6 @@ FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1
 FP8_FORMAT, FP8_PRODUCTS = "e4m3_tensor", "e4m3_tensor, FP8 products"
 FA3_FP8 = "FA3 in FP8"
 HEAD_DIM, PAGE_SIZE = 128, 64
-TENSOR_SCALE = 4.5 / 448  # of standard normal numbers in E4M3
 FP8_TOLERANCE = 6e-2  # queries and probabilities keep 4 bits
 CHECKED_QUERIES = 64  # of the last request
 PIECE_PAGES = 512  # that are quantised at a time
@@ -110,10 +111,12 @@ class Inputs:
             caches = [cache.view(-1, page_size, *cache.shape[2:]) for cache in caches]
             table = (table[..., None] * parts + torch.arange(parts, device="cuda", dtype=torch.int32)).flatten(1)
         if form.is_coded:
-            scale = torch.tensor(TENSOR_SCALE, device="cuda") if form.given_scale == "tensor" else None
+            scale = given_scale(kv_format, self.shape.num_kv_heads, HEAD_DIM, "cuda")
             scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
             caches = [
-                torch.cat([form.quantize(piece.float(), scale) for piece in cache.split(PIECE_PAGES)])
+                torch.cat(
+                    [form.quantize(piece.float(), beside_rows(form, scale)) for piece in cache.split(PIECE_PAGES)]
+                )
                 for cache in caches
             ]
         arguments: dict[str, Any] = {
@@ -147,7 +150,7 @@ class Inputs:
         codes = [arguments[name].view(torch.uint8) for name in ("k_cache", "v_cache")]
         keys = {name: rows.view(torch.float8_e4m3fn) for name, rows in self._in_a_row(*codes).items()}
         scales = (self.shape.batch, self.shape.num_kv_heads)
-        unit, scale = (torch.full(scales, value, device=self.q.device) for value in (1.0, TENSOR_SCALE))
+        unit, scale = (torch.full(scales, value, device=self.q.device) for value in (1.0, float(arguments["k_scale"])))
         values = self._fa3_values() | keys | {"q": self.q.to(torch.float8_e4m3fn), "cu_seqlens_k": self._key_ends()}
         values |= {"q_descale": unit, "k_descale": scale, "v_descale": scale}
         for cut, splits in (("", 0), (", one split", 1)):
@@ -280,9 +283,10 @@ def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, 
     if FP8_FORMAT in formats:
         ours[FP8_PRODUCTS] = {"kv_format": FP8_FORMAT, "fp8_products": True}
     missing = fa3_missing()
-    for name, options in ours.items():
-        calls[name], arguments = inputs.call(**options)
-        errors[name] = _error(calls[name](), arguments)
+    given = {name: inputs.call(**options) for name, options in ours.items()}
+    make_ready(needed_by(call for call, _ in given.values()), bench.say)
+    for name, (call, arguments) in given.items():
+        calls[name], errors[name] = call, _error(call(), arguments)
         tolerance = FP8_TOLERANCE if name == FP8_PRODUCTS else TOLERANCE
         if not errors[name] <= tolerance:
             raise WrongOutput(f"{name}: relative error {errors[name]:.2e} to fp64, at most {tolerance:g}")

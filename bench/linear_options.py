@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.linear import CHECKED_ROWS, GPU
-from bench.options import Bar, Option, measure, run_cases
+from bench.options import Bar, Option, run_cases
 from bench.peers import relative_error
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
@@ -148,24 +148,25 @@ class LinearOptions:
         rows = left_to_next(self.x, norm, EPS, 0.0, parts)
         return Option(partial(quantized_linear, rows, copy_of(self.weight)), squares.nbytes, INPUT)
 
-    def check(self, options: dict[str, Option]) -> None:
-        """WrongOutput where a call's result is not the reference's in some of its rows."""
-        some = torch.linspace(0, self.layer.m - 1, min(self.layer.m, CHECKED_ROWS), device=self.device).long()
-        for name, option in options.items():
-            assert isinstance(option.call, partial)
-            (x, weight), arguments = option.call.args, dict(option.call.keywords)
-            arguments.pop("batch_invariant", None)
-            rows, norm = (x.normed() if isinstance(x, NormedRows) else x)[some], arguments.pop("norm", None)
-            result = option.call()
-            if isinstance(result, NormedRows):
-                result = result.rows
-            elif norm is not None:
-                rows = rms_norm(rows, norm)
-            if "residual" in arguments:
-                arguments["residual"] = arguments["residual"][some]
-            error = relative_error(result[some], linear_reference(rows, weight, **arguments).float())
-            if not error <= TOLERANCE:
-                raise WrongOutput(f"{name}: relative error {error:.2e}, at most {TOLERANCE:g}")
+
+def check(options: dict[str, Option]) -> None:
+    """WrongOutput where a call's result is not the reference's in some of its rows."""
+    for name, option in options.items():
+        assert isinstance(option.call, partial)
+        (x, weight), arguments = option.call.args, dict(option.call.keywords)
+        arguments.pop("batch_invariant", None)
+        x, norm = x.normed() if isinstance(x, NormedRows) else x, arguments.pop("norm", None)
+        some = torch.linspace(0, len(x) - 1, min(len(x), CHECKED_ROWS), device=x.device).long()
+        rows, result = x[some], option.call()
+        if isinstance(result, NormedRows):
+            result = result.rows
+        elif norm is not None:
+            rows = rms_norm(rows, norm)
+        if "residual" in arguments:
+            arguments["residual"] = arguments["residual"][some]
+        error = relative_error(result[some], linear_reference(rows, weight, **arguments).float())
+        if not error <= TOLERANCE:
+            raise WrongOutput(f"{name}: relative error {error:.2e}, at most {TOLERANCE:g}")
 
 
 def copy_of(weight: PackedWeight) -> PackedWeight:
@@ -209,11 +210,5 @@ def run(bench: Bench, forms: Iterable[Format], rows: Iterable[int] | None = None
         sizes = dict.fromkeys((layer.n, layer.k) for layer in layers)
         layers = [Layer(n, k, m) for n, k in sizes for m in rows]
     by_name = {form.name: form for form in forms}
-
-    def work(layer: Layer, name: str) -> dict[str, dict[str, Any]]:
-        of_layer = LinearOptions(layer, by_name[name])
-        options = of_layer.all()
-        of_layer.check(options)
-        return measure(bench, options)
-
-    run_cases(bench, [(layer, name) for layer in layers for name in by_name], work)
+    cases = [(layer, name) for layer in layers for name in by_name]
+    run_cases(bench, cases, lambda layer, name: LinearOptions(layer, by_name[name]).all(), check)

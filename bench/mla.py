@@ -28,10 +28,10 @@ FEW_ELEMENTS = 1e-5  # a share that may lie outside the tolerances without the t
 GRAPH_BATCHES = 2  # up to so many requests a launch's own cost shows: a graph is timed as well
 
 
-def specs(suites: Iterable[str] = SUITES) -> list[KernelSpec]:
+def specs(suites: Iterable[str] = SUITES, quick: bool = False) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
     suites, found = tuple(suites), dict[KernelSpec, None]()
-    for shape in shapes(suites):
+    for shape in shapes(suites, quick):
         config, _ = choose("sparse" if shape.topk else "paged", shape.kv_format, shape.head_dim, shape.work)
         found[MlaSpec(config)] = None
         found |= dict.fromkeys(combine_specs(config.layout.dtype))

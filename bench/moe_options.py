@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
-from bench.options import PLACES, READS, Bar, Option, measure, run_cases
+from bench.options import PLACES, READS, Bar, Option, run_cases
 from bench.peers import relative_error
 from bench.suites import Bench, WrongOutput
 from cute_kernels.moe import fused_moe
@@ -64,10 +64,5 @@ def check(options: dict[str, Option]) -> None:
 
 def run(bench: Bench, chosen: Iterable[MoeShape]) -> None:
     """A row for each shape under the record's key "options"."""
-
-    def work(shape: MoeShape, _: str) -> dict[str, dict[str, Any]]:
-        options = options_of(shape)
-        check(options)
-        return measure(bench, options)
-
-    run_cases(bench, [(shape, "w4g128-bf16") for shape in chosen], work)
+    cases = [(shape, "w4g128-bf16") for shape in chosen]
+    run_cases(bench, cases, lambda shape, _: options_of(shape), check)

@@ -7,14 +7,15 @@ plain one's. An option may take its own bytes at the rate of `BYTES_PER_US` and 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from bench import entry
+from bench import entry, kernels
 from bench.append import AppendShape, bind, make_call
 from bench.report import aligned, closing, number
 from bench.suites import Bench
@@ -23,6 +24,8 @@ from bench.workloads import DecodeInputs, DecodeShape, make_inputs
 from cute_kernels import append_and_decode
 from cute_kernels.kv_cache import CacheTransform, Rope
 from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.runtime import KernelSpec
 
 RUNS = 5
 BYTES_PER_US = 4.6e6  # what streaming kernels reach on an H200
@@ -70,6 +73,10 @@ class Option:
         return self.own_bytes / BYTES_PER_US + self.bar.allowed_us(plain_us)
 
 
+Make = Callable[[Any, str], dict[str, Option]]
+"""Of a shape and the name of a format."""
+
+
 def decode_shapes(batches: Iterable[int]) -> list[DecodeShape]:
     """Of Llama-3-8B's heads, 8k tokens a request in pages."""
     return [DecodeShape(batch, num_q_heads=32, num_kv_heads=8, page_size=PAGE_SIZE) for batch in batches]
@@ -104,7 +111,7 @@ def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
         "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), bar=PLACES),
         "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), bar=PLACES),
         "lse": Option(with_(return_lse=True)),
-        **_step_options(inputs),
+        **({} if format_of(format_pair(inputs.kv_format)[0]).in_blocks else _step_options(inputs)),
     }
 
 
@@ -251,32 +258,47 @@ def measure(bench: Bench, options: Mapping[str, Option]) -> dict[str, dict[str, 
 def run_decode(bench: Bench, batches: Iterable[int], formats: Iterable[str]) -> None:
     """A row for each shape and format under the record's key "options"."""
     formats = tuple(formats)
+    cases = [(paged_for(name, shape), name) for shape in decode_shapes(batches) for name in formats]
+    run_cases(bench, cases, lambda shape, name: decode_options(make_inputs(shape, name)))
 
-    def work(shape: DecodeShape, kv_format: str) -> dict[str, dict[str, Any]]:
-        return measure(bench, decode_options(make_inputs(shape, kv_format)))
 
-    run_cases(bench, [(shape, name) for shape in decode_shapes(batches) for name in formats], work)
+def paged_for(kv_format: str, shape: DecodeShape) -> DecodeShape:
+    """The shape in pages that hold whole blocks of a format."""
+    return replace(shape, page_size=max(shape.page_size, format_of(kv_format).block_tokens))
 
 
 def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str]) -> None:
     formats = tuple(formats)
-
-    def work(shape: AppendShape, kv_format: str) -> dict[str, dict[str, Any]]:
-        return measure(bench, append_options(shape, kv_format))
-
-    run_cases(bench, [(shape, name) for shape in chosen for name in formats], work)
+    run_cases(bench, [(shape, name) for shape in chosen for name in formats], append_options)
 
 
-def run_cases(bench: Bench, cases: Iterable[tuple[Any, str]], work: Callable[[Any, str], dict[str, Any]]) -> None:
-    """A row for each (shape, name of a format) of what ``work`` finds."""
+def run_cases(
+    bench: Bench, cases: Iterable[tuple[Any, str]], make: Make, check: Callable[[dict[str, Option]], None] | None = None
+) -> None:
+    """A row for each (shape, name of a format) of the options that ``make`` makes; their kernels are compiled first.
+
+    check: of the options of a case, raises WrongOutput where a result is not right.
+    """
     rows: list[dict[str, Any]] = []
+    cases = list(cases)
+    bench.attempt("kernels", lambda: kernels.make_ready(_kernels_of(cases, make), bench.say))
 
     def one(shape: Any, kv_format: str) -> None:
-        rows.append({"name": shape.name, "kv_format": kv_format, "options": work(shape, kv_format)})
+        options = make(shape, kv_format)
+        if check is not None:
+            check(options)
+        rows.append({"name": shape.name, "kv_format": kv_format, "options": measure(bench, options)})
         bench.recorder.set("options", rows)
 
     for shape, kv_format in cases:
         bench.attempt(f"options: {kv_format} {shape.name}", lambda s=shape, f=kv_format: one(s, f))
+
+
+def _kernels_of(cases: Iterable[tuple[Any, str]], make: Make) -> Iterator[KernelSpec]:
+    """Of the options of all cases that can be made; others say why when their turn comes."""
+    for case in cases:
+        with contextlib.suppress(Exception):
+            yield from kernels.needed_by(option.call for option in make(*case).values())
 
 
 def text(record: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from bench.entry import Entry
 from bench.floor import StreamingFloor
+from bench.kernels import told
 from bench.ladder import measure_ladder
 from bench.peers import PEERS, Peer, kernels_of, measure_peer, relative_error
 from bench.record import Recorder
@@ -53,10 +54,11 @@ class Bench:
         self.floor = self.make_floor(self.flush, self.protocol, quick=self.quick)
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Runs one measurement; a failure is recorded and the run goes on."""
+        """Runs one measurement; a failure is recorded and the run goes on. Says what a call has to compile."""
         begin = time.perf_counter()
         try:
-            work()
+            with told(self.say):
+                work()
             self.say(f"{what}: {time.perf_counter() - begin:.1f} s")
         except Exception as error:
             self.say(f"{what}: FAILED: {self.recorder.add_failure(what, error)[:300]}")

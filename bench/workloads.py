@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.kv_formats import KvFormat, format_of, format_pair
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
@@ -141,7 +141,7 @@ def make_inputs(
         shape.batch, shape.q_len, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device, generator=generator
     )
     options: dict[str, Any] = {}
-    scale = given_scale(shape, kv_format, device)
+    scale = given_scale(kv_format, shape.num_kv_heads, shape.head_dim, device)
     if scale is not None:
         options |= {"k_scale": scale, "v_scale": scale}
     size = (shape.batch, shape.seq_len)
@@ -161,14 +161,19 @@ def make_inputs(
     return DecodeInputs(shape, formats, q, k_cache, v_cache, seq_lens, options)
 
 
-def given_scale(shape: DecodeShape, kv_format: str, device: torch.device | str) -> torch.Tensor | None:
+def given_scale(kv_format: str, num_kv_heads: int, head_dim: int, device: torch.device | str) -> torch.Tensor | None:
     """What a format wants beside a cache of Gaussian values: up to 4 standard deviations are kept."""
     form = format_of(kv_format)
     if form.given_scale is None:
         return None
-    dims = {"tensor": (), "head": (shape.num_kv_heads,), "channel": (shape.num_kv_heads, shape.head_dim)}
+    dims = {"tensor": (), "head": (num_kv_heads,), "channel": (num_kv_heads, head_dim)}
     largest = 448.0 if kv_format.startswith("e4m3") else 127.0
     return torch.full(dims[form.given_scale], 4.0 / largest, device=device)
+
+
+def beside_rows(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A given scale as the format's own functions take it: one that rows [..., num_kv_heads, head_dim] broadcast."""
+    return scale[:, None] if scale is not None and form.given_scale == "head" else scale
 
 
 def _block_table(
@@ -200,5 +205,5 @@ def _make_cache(
     tokens = -(-max(1, chunk_rows // shape.num_kv_heads) // form.block_tokens) * form.block_tokens  # whole blocks
     for chunk in cache.view(-1, shape.num_kv_heads, row).split(tokens):
         values = torch.randn(*chunk.shape[:2], shape.head_dim, device=device, generator=generator)
-        chunk.copy_(form.quantize(values, scale))
+        chunk.copy_(form.quantize(values, beside_rows(form, scale)))
     return cache

@@ -6,7 +6,7 @@ from cute_kernels import (
 )
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
-from cute_kernels.extend import extend_attention, mixed_attention, pack_tree_mask
+from cute_kernels.extend import append_and_extend, extend_attention, mixed_attention, pack_tree_mask
 from cute_kernels.kv_cache import (
     KVCache,
     LinearScaling,
@@ -59,6 +59,7 @@ __all__ = [
     "YarnScaling",
     "__version__",
     "append_and_decode",
+    "append_and_extend",
     "append_kv",
     "append_mla",
     "decode_attention",

@@ -5,7 +5,7 @@ python examples/transformers_model.py
 """
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cute_kernels.integrations import transformers as ck
 
@@ -21,7 +21,7 @@ config = LlamaConfig(
     head_dim=64,
 )
 torch.manual_seed(0)
-model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
 prompt = torch.randint(0, 256, (2, 20), device=device)
 
 print(ck.accelerate(model, kv_format="int4_g4", weights="w4g128"))

@@ -88,15 +88,6 @@ def step_function(config: Any) -> Any:
 
 
 @functools.cache
-def fill_function(config: Any) -> Any:
-    """Of the kernel that fills blocks of keys."""
-    from cute_kernels.kv_cache.arguments import FILL
-    from cute_kernels.kv_cache.compile import fake_fill_tensors
-
-    return accepting(FILL, fake_fill_tensors(config, AddressSpace.generic))
-
-
-@functools.cache
 def append_function(config: Any) -> Any:
     from cute_kernels.kv_cache.arguments import append_arguments
     from cute_kernels.kv_cache.compile import fake_tensors

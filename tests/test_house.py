@@ -30,12 +30,6 @@ def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
                 yield path, node
 
 
-def name_of(base: ast.expr) -> str:
-    """Of a base class, without what it is subscripted with."""
-    found = base.value if isinstance(base, ast.Subscript) else base
-    return found.attr if isinstance(found, ast.Attribute) else getattr(found, "id", "")
-
-
 def test_a_stages_class_has_one_meaning():
     places = collections.defaultdict(list)
     for path, node in classes():

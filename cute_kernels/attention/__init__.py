@@ -140,7 +140,8 @@ def decode_attention(
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
             page_size, row].
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
-            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel").
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
+            on multiples of 16 bytes).
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
         window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them, as

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import shape_of
 from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
@@ -256,6 +257,16 @@ def _num_sms(device: torch.device) -> int:
     return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else DecodeProblem.num_sms
 
 
+def _check_columns(name: str, scale: GivenScale) -> None:
+    """Raises ValueError unless a head's scales lie side by side, from a multiple of 16 bytes on."""
+    apart = scale.head_stride * scale.tensor.element_size() % ALIGNMENT and scale.tensor.shape[0] > 1
+    if scale.channel_stride != 1 or apart:
+        raise ValueError(
+            f"{name}: got strides {scale.tensor.stride()} for shape {shape_of(scale.tensor)}, want a KV head's columns "
+            f"side by side, on multiples of {ALIGNMENT} bytes"
+        )
+
+
 def check_alignment(call: AttentionCall) -> None:
     """Raises ValueError for a tensor that the kernels cannot address."""
     tensors = {"q": (call.q, ALIGNMENT)}
@@ -265,7 +276,8 @@ def check_alignment(call: AttentionCall) -> None:
         tensors["k_tail"] = call.tail.rows, ALIGNMENT
     for name, operand in (("k", call.k), ("v", call.v)):
         tensors[f"{name}_cache"] = operand.cache, 4 if operand.form.has_header else ALIGNMENT
-        if operand.scale is not None and operand.scale.channel_stride:
+        if operand.scale is not None and operand.form.given_scale == "channel":
+            _check_columns(f"{name}_scale", operand.scale)
             tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, wanted) in tensors.items():
         if tensor.data_ptr() % wanted:

@@ -10,7 +10,7 @@ caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings
 | causal, window_size (left, right) | a window with right = 0 is causal; with causal right counts as 0 |
 | alibi_slopes | those of causal calls, fp32 [num_heads] |
 | lse [batch, num_heads, seqlen_q] | the transpose of lse [batch, seqlen_q, num_heads], as there |
-| q, k, v that are parts of a fused projection's result | copied first; caches are taken where they lie |
+| q, k, v that are parts of a fused projection's result | taken where they lie, as caches are |
 | num_splits, 0 to choose | the same, at most 32 |
 
 Refused, by their names: dropout, attention probabilities, slopes per request or without causal, windows that see later
@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.compat.names import renamed
 from cute_kernels.extend import extend_attention
 from cute_kernels.extend.ragged import ragged_attention
+from cute_kernels.runtime.plans import ALIGNMENT
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -75,10 +76,10 @@ def flash_attn_varlen_func(
     options = _options(causal, window_size, softcap, alibi_slopes)
     names = {"k_cache": "k", "v_cache": "v", "seq_lens": "cu_seqlens_k"}
     check_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
-    q = q.contiguous()
+    q = _rows_of(q)
     try:
         if block_table is None:
-            k, v = k.contiguous(), v.contiguous()
+            k, v = _rows_of(k), _rows_of(v)
             return ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)[0]
         return extend_attention(
             q,
@@ -148,7 +149,7 @@ def flash_attn_with_kvcache(
     names = {"cu_seqlens_q": "q", "seq_lens": "cache_seqlens"}
     try:
         out, lse = extend_attention(
-            q.contiguous().view(batch * seqlen_q, *q.shape[2:]),
+            _rows_of(q.reshape(batch * seqlen_q, *q.shape[2:])),
             k_cache,
             v_cache,
             cache_seqlens,
@@ -164,6 +165,15 @@ def flash_attn_with_kvcache(
         raise renamed(error, names) from None
     out = out.view(q.shape)
     return (out, lse.view(q.shape[:3]).transpose(1, 2)) if return_softmax_lse else out
+
+
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, head_dim] as the kernels take it: a token's heads together, wherever that is; else a copy."""
+    if x.dim() != 3:
+        return x  # which is refused
+    token, head, column = strides_of(x)
+    together = column == 1 and head == x.shape[2] and token >= x.shape[1] * head
+    return x if together and token * x.element_size() % ALIGNMENT == 0 else x.contiguous()
 
 
 def _format_of(q: torch.Tensor) -> Any:

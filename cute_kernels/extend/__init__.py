@@ -15,6 +15,7 @@ import torch
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.score_options import check_mapping
 from cute_kernels.extend import ops
+from cute_kernels.extend.appended import append_and_extend
 from cute_kernels.extend.mixed import mixed_attention
 from cute_kernels.extend.transformed import inputs_of, results_of
 from cute_kernels.extend.tree import pack_tree_mask
@@ -25,11 +26,11 @@ from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["extend_attention", "mixed_attention", "pack_tree_mask"]
+__all__ = ["append_and_extend", "extend_attention", "mixed_attention", "pack_tree_mask"]
 
 
-class ExtendOptions(TypedDict, total=False):
-    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+class AppendedOptions(TypedDict, total=False):
+    """Options of extend attention but for new tokens."""
 
     block_table: torch.Tensor | None
     cache_layout: CacheLayout
@@ -42,8 +43,6 @@ class ExtendOptions(TypedDict, total=False):
     transform: CacheTransform | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
-    new_k: torch.Tensor | None
-    new_v: torch.Tensor | None
     tree_mask: torch.Tensor | None
     num_splits: int | None
     sm_margin: int
@@ -52,6 +51,13 @@ class ExtendOptions(TypedDict, total=False):
     max_seq_len: int | None
     score_options: Mapping[str, torch.Tensor] | None
     out: torch.Tensor | None
+
+
+class ExtendOptions(AppendedOptions, total=False):
+    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
 
 
 @overload
@@ -135,7 +141,8 @@ def extend_attention(
 
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
-            80, 96, 128, 192 or 256.
+            80, 96, 128, 192 or 256. A query's heads lie together; queries may lie apart, on multiples of 16 bytes, as
+            parts of a fused projection's result do.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
             [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
             of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
@@ -144,9 +151,8 @@ def extend_attention(
         cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
             Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
-        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's, both of 16 bits or both of
-            codes. A "bf16" or "fp16" cache wants q in its dtype. Formats with scales per channel, and INT8 or FP8 with
-            several groups a row, are not read.
+        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's. A "bf16" or "fp16"
+            cache wants q in its dtype. "int4_channel32" is not read.
         block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -162,10 +168,12 @@ def extend_attention(
             result are those without it. By PyTorch's operations before and after the kernels; not with a softcap where
             K has a center.
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
-            or [num_kv_heads, 1] ("..._head").
-        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype,
-            contiguous. Given, a request's last q_len tokens are these, and the cache is read for the seq_lens[b] -
-            q_len before them alone, of which there may be none. A second launch merges both parts.
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
+            on multiples of 16 bytes).
+        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
+            contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
+            read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both
+            parts.
         tree_mask: int32 [total_q, words], contiguous: bit j % 32 of word j // 32 says whether a query sees new token j
             of its request, whose queries' own tokens are 0 to q_len - 1; older tokens are seen by all, and new ones
             that there is no word for by none. It takes causal's place, and goes with neither window_size nor
@@ -177,7 +185,8 @@ def extend_attention(
         unpack: whether the cache is made into rows of 16 bits first, once for all queries, in memory that the call
             takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
             there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
-            per row, whose results differ by its rounding. True: in any case.
+            per row, whose results differ by its rounding. True: in any case. Refused for INT8 with several groups a
+            row, and where K or V is of 16 bits alone.
         max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
             for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the

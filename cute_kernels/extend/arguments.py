@@ -1,16 +1,17 @@
 """What the kernels of extend attention are launched with: declared here, and nowhere else listed.
 
-Attention (`attention_arguments`): q, out [total_q, num_q_heads, head_dim]; caches [blocks, tokens, num_kv_heads, row],
-or [blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page with ``block_table``, else a request,
-or all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged: where each request's
-keys begin, [batch + 1]). The others are addresses and numbers, which cost the caller less than tensors:
+Attention (`attention_arguments`): q, out [total_q, num_q_heads, head_dim], of q the first stride may be free; caches
+[blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page
+with ``block_table``, else a request, or all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32
+[batch] (ragged: where each request's keys begin, [batch + 1]). The others are addresses and numbers, which cost the
+caller less than tensors:
 
     lse                  fp32 [total_q, num_q_heads], or 0
     other_out, other_lse as out and lse, what the result is merged with
     counter              a word, EMPTY before and after
     prefix_only          1 to leave out the queries' own tokens, else 0
     k_scale, v_scale     fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV head's to the
-                         next one's (0: one for all)
+                         next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes
     block_table          int32 [batch, max_pages]
     max_pages            of a request; of unpacked keys the tokens that a request may have
     sinks, alibi_slopes  fp32 [num_q_heads]

@@ -7,18 +7,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_tensors, overlaps, shape_of, strides_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import tensors_of
 from cute_kernels.extend.config import MAX_SPLITS
-from cute_kernels.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read
+from cute_kernels.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.kv_formats import names as format_names
 from cute_kernels.names import CacheLayout
+from cute_kernels.runtime.plans import ALIGNMENT
 
+PIECE = ALIGNMENT // 2  # elements: what copies take of a row at once
+MAX_ROW_STRIDE = 2**22  # elements from a token to the next one, beside a cache: those of a tile fit 32 bits
 MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
 
 
@@ -27,11 +30,11 @@ class ExtendCall:
     """One checked call.
 
     Attributes:
-        q: [total_q, num_q_heads, head_dim], contiguous.
+        q: [total_q, num_q_heads, head_dim], a query's heads side by side.
         cu_seqlens_q: int32 [batch + 1]: request b has the queries from the b-th to the one before the (b + 1)-th.
         base: everything else, as a call of decode attention has it; its q is there for its shape alone.
-        new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, contiguous; None where
-            they come from the cache.
+        new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, rows contiguous; None
+            where they come from the cache.
         tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
             their order says so.
         num_splits, sm_margin, unpack, max_seq_len, fp8_products: as given.
@@ -179,8 +182,8 @@ def make_call(
             raise ValueError(
                 f"kv_format: got {form.name} for {name}, want one of those that extend attention reads: {known}"
             )
-    if forms[0].is_coded != forms[1].is_coded:
-        raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
+    if unpack is True:
+        _check_unpack(forms)
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
@@ -241,6 +244,15 @@ def make_call(
         max_seq_len=max_seq_len,
         fp8_products=fp8_products,
     )
+
+
+def _check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
+    """Raises ValueError where a cache is to be unpacked and cannot be."""
+    reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
+    if forms[0].is_coded != forms[1].is_coded:
+        reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
+    if reason is not None:
+        raise ValueError(f"unpack: got True, want None or False: {reason}")
 
 
 def _check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
@@ -305,7 +317,7 @@ def _check_new(
         wanted = [q.shape[0], num_kv_heads, q.shape[2]]
         if shape_of(tensor) != wanted:
             raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {wanted}: a row for each query and KV head")
-        checks.check_contiguous(name, tensor)
+        check_rows(name, tensor)
     return new_k, new_v
 
 
@@ -320,7 +332,6 @@ def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
 
 def check_query(q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless q is what the kernels take."""
-    checks.check_contiguous("q", q)
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
     if q.dtype not in checks.Q_DTYPES:
@@ -329,6 +340,48 @@ def check_query(q: torch.Tensor) -> None:
         raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:
         raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
+    _check_query_strides(q)
+
+
+def row_stride(q: torch.Tensor) -> int | None:
+    """Elements from a query to the next one; None where queries lie side by side, or there is one of any stride."""
+    if q.dim() != 3:
+        return None  # which checks refuse
+    stride = q.stride(0)
+    if stride == q.shape[1] * q.shape[2] or (q.shape[0] < 2 and stride % PIECE):
+        return None
+    return stride
+
+
+def _check_query_strides(q: torch.Tensor) -> None:
+    """Raises ValueError unless the heads of a query lie together, wherever that is."""
+    if q.is_contiguous() or not q.numel():
+        return
+    query, head, column = strides_of(q)
+    if column != 1 or head != q.shape[2]:
+        raise ValueError(
+            f"q: got strides {q.stride()} for shape {shape_of(q)}, want the last two dimensions contiguous"
+        )
+    if query % PIECE:
+        raise ValueError(
+            f"q: got strides {q.stride()} for shape {shape_of(q)}, want queries on multiples of {ALIGNMENT} bytes"
+        )
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raises ValueError unless tensor maps can bring K or V of tokens beside a cache, [tokens, num_kv_heads, head_dim]:
+    contiguous rows on multiples of 16 bytes."""
+    if rows.is_contiguous() or not rows.numel():
+        return
+    found, strides = f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}", strides_of(rows)
+    if strides[2] != 1:
+        raise ValueError(f"{found}, want rows contiguous: a last stride of 1")
+    if any(stride % PIECE for stride in strides[:2]):
+        raise ValueError(f"{found}, want rows on multiples of {ALIGNMENT} bytes")
+    if overlaps(rows):
+        raise ValueError(f"{found}, want rows that do not overlap")
+    if strides[0] >= MAX_ROW_STRIDE:
+        raise ValueError(f"{found}, want tokens less than {MAX_ROW_STRIDE} elements apart")
 
 
 def check_device_values(call: ExtendCall) -> None:

@@ -145,14 +145,14 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     dtype = _element_type(config.q_dtype)
     total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
 
-    def cache(form):
-        if config.cache_type is None:
+    def cache(form, cache_type):
+        if cache_type is None:
             return _fake_cache(blocks, cutlass.Uint8, form.row_elements(config.head_dim), 4)
-        return _fake_cache(blocks, _element_type(config.cache_type), config.head_dim, 16)
+        return _fake_cache(blocks, _element_type(cache_type), config.head_dim, 16)
 
-    k_cache, v_cache = map(cache, config.formats)
+    k_cache, v_cache = map(cache, config.formats, config.cache_types)
     tensors = {
-        "q": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
+        "q": _fake_dense(dtype, (total_q, q_heads, config.head_dim), apart=config.strided_q),
         "k_cache": k_cache,
         "v_cache": v_cache,
         "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
@@ -175,12 +175,16 @@ def _element_type(name: str) -> Any:
     return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Uint8}[name]
 
 
-def _fake_dense(dtype: Any, shape: tuple[Any, ...]) -> Any:
-    """Without gaps; rows of 16 bits aligned to 16 bytes, integers to theirs."""
-    from cutlass.cute.runtime import make_fake_compact_tensor
+def _fake_dense(dtype: Any, shape: tuple[Any, ...], *, apart: bool = False) -> Any:
+    """Without gaps; rows of 16 bits aligned to 16 bytes, integers to theirs. apart: but for the first dimension."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-    order = tuple(reversed(range(len(shape))))
     align = 4 if dtype.width == 32 else 16
+    if apart:
+        strides = (cute.sym_int64(divisibility=align * 8 // dtype.width), shape[2], 1)
+        return make_fake_tensor(dtype, shape, stride=strides, assumed_align=align)
+    order = tuple(reversed(range(len(shape))))
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
 

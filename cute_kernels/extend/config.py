@@ -26,6 +26,7 @@ from cute_kernels.extend.policies import (
     REGISTERS,
     ROW_BYTES,
     SCALED_ROW_BYTES,
+    SIDE_BY_SIDE,
     SM_REGISTERS,
     TILE_ROWS,
     TILE_SCALE_BYTES,
@@ -39,13 +40,17 @@ from cute_kernels.extend.policies import (
     KeyRows,
     Keys,
     ProducerPipeline,
+    Queries,
     RaggedKeys,
     UnpackConfig,
     UnpackedKeys,
     cannot_multiply_fp8,
     cannot_read,
+    cannot_unpack,
     columns_of,
+    has_channel_scales,
     has_token_scale,
+    reader_of,
 )
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 
@@ -55,12 +60,12 @@ class ExtendConfig:
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values: one or two of them by tensor maps where keys come in 16 bits, all of them by decoding rows where
-    they are codes.
+    keys and values: one or two of them by tensor maps where these come in 16 bits, all of them by decoding rows where
+    they are codes; half of them the one and the other half the other where K and V differ in that.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`; both 16 bits, or both codes.
-            Of unpacked keys: what they were.
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`. Of unpacked keys: what they
+            were.
         q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
         head_dim: of q, K, V and out.
         pipeline: tiles, stages, warps.
@@ -70,6 +75,7 @@ class ExtendConfig:
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.key_rows`.
+        queries: how they lie.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -83,6 +89,12 @@ class ExtendConfig:
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
+    queries: Queries = SIDE_BY_SIDE
+
+    @property
+    def strided_q(self) -> bool:
+        """Whether queries lie apart."""
+        return self.queries.strided
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -158,13 +170,24 @@ class ExtendConfig:
 
     @property
     def coded(self) -> bool:
-        """Whether the cache holds codes."""
-        return self.formats[0].is_coded
+        """Whether the cache holds codes, of K or of V."""
+        return any(form.is_coded for form in self.formats)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether K or V is of 16 bits, and the other one of codes."""
+        return self.coded and not all(form.is_coded for form in self.formats)
 
     @property
     def decodes(self) -> bool:
-        """Whether producers decode rows; else K and V come in 16 bits."""
+        """Whether producers decode rows, of K or of V; else both come in 16 bits."""
         return self.coded and not self.unpacked
+
+    @property
+    def decoded(self) -> tuple[bool, bool]:
+        """Whether K's rows are decoded, and V's."""
+        k, v = (form.is_coded and not self.unpacked for form in self.formats)
+        return k, v
 
     @property
     def tile_warps(self) -> int:
@@ -189,16 +212,19 @@ class ExtendConfig:
         return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
 
     @property
-    def cache_type(self) -> str | None:
+    def cache_types(self) -> tuple[str | None, str | None]:
         """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
-        return None if self.decodes else self.operand_type
+        k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
+        return k, v
 
     @property
-    def operand_type(self) -> str:
-        """ "bf16", "fp16" or "e4m3": of all operands. Codes, as the numbers that they stand for, are exact in fp16."""
+    def operand_types(self) -> tuple[str, str]:
+        """ "bf16", "fp16" or "e4m3": of K's and V's operands, and so of queries and of probabilities. Codes, as the
+        numbers that they stand for, are exact in fp16."""
         if self.fp8 is not None:
-            return "e4m3"
-        return "fp16" if self.coded else self.q_dtype
+            return "e4m3", "e4m3"
+        k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
+        return k, v
 
     @property
     def operand_bytes(self) -> int:
@@ -211,14 +237,43 @@ class ExtendConfig:
         return ROW_BYTES // self.operand_bytes
 
     @property
-    def cache_bytes(self) -> int:
-        """Of an element of K and V as the kernel is given them."""
-        return 1 if self.decodes else self.operand_bytes
+    def cache_bytes(self) -> tuple[int, int]:
+        """Of an element of K and of V as the kernel is given them."""
+        k, v = (1 if own else self.operand_bytes for own in self.decoded)
+        return k, v
+
+    @property
+    def why_as_it_lies(self) -> str | None:
+        """Why nothing unpacks the cache, or None."""
+        if self.mixed:
+            return f"K in {self.k_format} and V in {self.v_format}, one of 16 bits and the other of codes"
+        return cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])
+
+    @property
+    def scale_words(self) -> tuple[int, int]:
+        """Registers of a lane with scales of a producer warp's rows of K, and of V; 0 where they have none."""
+        k, v = (
+            max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
+            for form in self.formats
+        )
+        return k, v
+
+    @property
+    def tile_fillers(self) -> tuple[int, int]:
+        """Warps that say of a tile of K, and of V, that it is there. K's say with it what V's tile is to be multiplied
+        with."""
+        k, v = (self.tile_warps if own else 1 for own in self.decoded)
+        return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
     @property
     def converts_queries(self) -> bool:
         """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
-        return self.coded and (self.q_dtype == "bf16" or self.fp8 is not None)
+        return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
+
+    @property
+    def channel_scales(self) -> tuple[bool, bool]:
+        """Whether K's and V's columns have scales: queries are multiplied with K's, the output with V's."""
+        return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
@@ -235,7 +290,7 @@ class ExtendConfig:
     @property
     def units(self) -> tuple[float, float]:
         """What K's and V's tiles are to be multiplied with to be numbers."""
-        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
+        k_unit, v_unit = (1.0 if reader is None else reader.unit for reader in map(reader_of, self.formats))
         return k_unit, v_unit
 
     @property
@@ -251,7 +306,7 @@ class ExtendConfig:
             return REGISTERS["unpacks", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
-        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
+        kinds = {reader.registers for reader in map(reader_of, self.formats) if reader is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
 
     @property
@@ -325,6 +380,7 @@ class ExtendConfig:
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
+        layout += "_strided_q" if self.strided_q else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -342,8 +398,8 @@ class ExtendConfig:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
             if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
                 return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
-        if self.formats[0].is_coded != self.formats[1].is_coded:
-            return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
+        if self.unpacked and (reason := self.why_as_it_lies) is not None:
+            return f"unpacked keys: {reason}"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:
@@ -390,6 +446,8 @@ class ExtendConfig:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
         if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != 2 * GROUP_TOKENS or self.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
+        if any(self.channel_scales):
+            return f"{self.tile_rows} tile_rows of caches with scales of channels"
         for form in self.formats:
             words = "" if form.extend is None else form.extend.words.rpartition(":")[2]
             groups = KEY_ROWS_GROUPS if words == "Int4Words" else (1,)

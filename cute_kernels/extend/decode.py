@@ -17,7 +17,7 @@ shift.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -25,13 +25,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import lane_max, neighbours
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
+from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale, reader_of
 from cute_kernels.extend.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.kv_formats import KvFormat, load_code
 
@@ -98,12 +98,12 @@ class RowShape(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scale: of a row of
-    bytes, by lane."""
+    """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scales: of rows of
+    bytes, as `CodedRows.scale_place` says."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
-    scale: RegisterTensor[Uint32]
+    scales: RegisterTensor[Uint32]
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,11 @@ class CodedRows:
     def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
         self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
         form = shape.formats[operand]
-        assert form.extend is not None  # `ExtendConfig.can_implement` has said so
-        self.decoder = load_code(form.extend.words)()
+        reader = reader_of(form)
+        assert reader is not None  # `ExtendConfig.can_implement` has said so
+        self.decoder = load_code(reader.words)()
         self.word_codes = WORD_BITS // form.code_bits
-        self.has_headers = form.extend.scales == "groups"
+        self.has_headers = reader.scales == "groups"
         self.looks_first, self.around = looks_first, around
         self.token_scale = has_token_scale(form)
         self.header_bytes = form.header_bytes
@@ -166,12 +167,15 @@ class CodedRows:
         self.group_words = self.real_units // form.num_groups
         self.warp_rows = shape.warp_rows
         self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
+        self.num_groups = form.num_groups if self.token_scale else 1
+        self.scale_rows = WARP_THREADS // self.num_groups  # whose scales all lanes hold a register of
+        self.scale_words = max(self.warp_rows // self.scale_rows, 1)
 
     def make(self) -> Held:
         return Held(
             cute.make_rmem_tensor(self.num_loads, Uint32),
             cute.make_rmem_tensor(self.num_loads if self.has_headers else 1, Uint32),
-            cute.make_rmem_tensor(1, Uint32),
+            cute.make_rmem_tensor(self.scale_words, Uint32),
         )
 
     @cute.jit
@@ -190,22 +194,41 @@ class CodedRows:
         else:
             self.load_words(held, rows, bases, low, count, lane)
         if const_expr(self.token_scale):
-            self.load_scales(held.scale, places, source, work, first_valid, block, warp, lane)
+            self.load_scales(held.scales, places, source, work, first_valid, block, warp, lane)
 
     @cute.jit
     def load_scales(self, scales, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Asks for the scales of a warp's rows of a block, a lane for one."""
+        """Asks for the scales of a warp's rows of a block."""
         rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
         bases = self.runs.bases(source, rows, places, work.head)
-        row = lane % self.warp_rows
-        base = bases[0]
-        for run in cutlass.range_constexpr(1, len(bases)):
-            base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
-        address = base + (row % self.runs.rows) * rows.token_bytes
-        scales[0] = load_word_below(row - low, count, address, around=self.around)
+        for k in cutlass.range_constexpr(self.scale_words):
+            row, group = self.scale_place(lane, k)
+            base = bases[0]
+            for run in cutlass.range_constexpr(1, len(bases)):
+                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
+            address = base + (row % self.runs.rows) * rows.token_bytes
+            if const_expr(self.num_groups > 1):
+                address = address + 4 * group
+            scales[k] = load_word_below(row - low, count, address, around=self.around)
+
+    def scale_place(self, lane, k: int) -> tuple[Any, Any]:
+        """(row, group) of a lane's ``k``-th scale, among those of the warp."""
+        if self.num_groups == 1:
+            return lane % self.warp_rows, 0
+        return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
+
+    def scale_of(self, scales, lane, k: int):
+        """The scale of a lane's word of load ``k``, which another lane may hold; scales: registers."""
+        row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
+        below, word = self.lane_place(lane)
+        if self.num_groups == 1:
+            return cute.arch.shuffle_sync(scales[0], below + row)
+        group = cutlass.min((word + part) // self.group_words, self.num_groups - 1)  # what follows is zeros
+        holder = group * self.scale_rows + (below + row % self.scale_rows)
+        return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
 
     def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
         """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
@@ -248,8 +271,8 @@ class TileWriter:
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
         # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
-        form = config.formats[operand].extend
-        self.rows = CodedRows(config, operand, looks_first=form is not None and form.scales == "groups")
+        reader = reader_of(config.formats[operand])
+        self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):
         """Byte offset in a tile of what a lane's first word becomes."""
@@ -266,27 +289,35 @@ class TileWriter:
         rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
-        exponent = self.exponent_of(held.scale, self.config.tile_scales[self.operand])
+        exponent = self.exponent_of(held.scales, self.config.scale_words[self.operand])
         if const_expr(self.operand == KEYS and any(self.config.tile_scales)):
-            values = self.exponent_of(value_scales, self.config.tile_scales[VALUES])
+            values = self.exponent_of(value_scales, self.config.scale_words[VALUES])
             self.tell(word_of(exponent, values), memory.scales_of(KEYS, stage) + warp * 4, lane)
-        scale = held.scale[0].bitcast(Float32) * power_of_2(-exponent)
-        scale = ptx.pack_f16x2(scale, scale)
+        scales = self.halves(held.scales, exponent)
         for k in cutlass.range_constexpr(self.rows.num_loads):
             row, part = k * WARP_THREADS // row_words, k * WARP_THREADS % row_words
             offset = row * wgmma_tiles.ROW_BYTES + part * word_codes // SLAB_COLUMNS * self.config.slab_bytes
             pairs = self.rows.numbers(held, k)
             if const_expr(self.rows.token_scale):
-                own = Uint32(cute.arch.shuffle_sync(scale, self.rows.lane_place(lane)[0] + row))
+                own = Uint32(self.rows.scale_of(scales, lane, k))
                 pairs = [ptx.mul_f16x2(pair, own) for pair in pairs]
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
 
+    def halves(self, scales, exponent) -> list[Any]:
+        """A lane's scales by a power of 2, each twice in fp16."""
+        found = []
+        for k in range(self.rows.scale_words):
+            scale = scales[k].bitcast(Float32) * power_of_2(-exponent)
+            found.append(ptx.pack_f16x2(scale, scale))
+        return found
+
     @cute.jit
-    def exponent_of(self, scales, is_scaled: cutlass.Constexpr):
-        """Of the power of 2 that a warp's rows have in common; scales: a lane's row's."""
+    def exponent_of(self, scales, count: cutlass.Constexpr):
+        """Of the power of 2 that a warp's rows have in common; scales: ``count`` of a lane, 0 where there are none."""
         exponent = Int32(0)
-        if const_expr(is_scaled):
-            exponent = exponent_beside(lane_max(Float32(scales[0].bitcast(Float32)), neighbours(WARP_THREADS)))
+        if const_expr(count > 0):
+            top = in_pairs(ptx.fmax, [Float32(scales[k].bitcast(Float32)) for k in range(count)])
+            exponent = exponent_beside(lane_max(top, neighbours(WARP_THREADS)))
         return exponent
 
     @cute.jit
@@ -301,7 +332,7 @@ class RowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config, self.runs = config, RowRuns(config)
-        self.writers = TileWriter(config, KEYS), TileWriter(config, VALUES)
+        self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""
@@ -332,7 +363,7 @@ class RowProducer:
     ):
         """K's or V's; warp: of those that do."""
         held, places = self.writers[operand].rows.make(), self.runs.make()
-        value_scales = cute.make_rmem_tensor(1, Uint32)
+        value_scales = cute.make_rmem_tensor(max(self.config.scale_words[VALUES], 1), Uint32)
         # Not what it is made of: registers are scarce.
         place = ptx.pinned(self.writers[operand].place(warp, lane))
         if span.begin < span.end:

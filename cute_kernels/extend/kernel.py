@@ -27,6 +27,7 @@ from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.memory import KeyRowsMemory
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
+from cute_kernels.extend.mixed_tiles import MixedProducer
 from cute_kernels.extend.multiply import Consumer, Features, Operands
 from cute_kernels.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS
 from cute_kernels.extend.tma_tiles import TmaTileProducer
@@ -62,16 +63,15 @@ class ExtendKernel:
             num_tiles=num_slots * kv_heads * given.num_splits,
             window=given.window,
         )
-        keys, values = (
-            Rows.of(tensor, config.cache_bytes, config.features.head_major) for tensor in (given.k_cache, given.v_cache)
-        )
+        caches = zip((given.k_cache, given.v_cache), config.cache_bytes, strict=True)
+        keys, values = (Rows.of(tensor, size, config.features.head_major) for tensor, size in caches)
         pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
         maps = self.producer.make_maps(given.k_cache, given.v_cache)
         source = Source(keys, values, pages, maps, given.tile_scales)
         self.kernel(
             shape,
             source if config.unpacks is None else SourceBeside.of(source, given, config.unpacks),
-            Operands.of(given),
+            Operands.of(given, config),
             Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
@@ -169,5 +169,13 @@ def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
     """Shared memory, what fills it and what multiplies."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    producer = RowProducer if config.decodes else TmaTileProducer if config.unpacks is None else ProducerBeside
-    return ExtendMemory, producer(config), Consumer(config)
+    return ExtendMemory, _producer(config), Consumer(config)
+
+
+def _producer(config: ExtendConfig) -> RowProducer | TmaTileProducer | MixedProducer:
+    """What fills tiles of queries' keys and values."""
+    if config.mixed:
+        return MixedProducer(config)
+    if config.decodes:
+        return RowProducer(config)
+    return TmaTileProducer(config) if config.unpacks is None else ProducerBeside(config)

@@ -89,9 +89,8 @@ class ExtendMemory:
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
-        fillers = self.config.tile_warps if self.config.decodes else 1
         for i in range(2 * self.config.num_stages):
-            cute.arch.mbarrier_init(self.full + i, fillers)
+            cute.arch.mbarrier_init(self.full + i, self.config.tile_fillers[i // self.config.num_stages])
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)

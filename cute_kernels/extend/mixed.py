@@ -8,7 +8,7 @@ Over codes both want all SMs, and the kernels run one after the other; docs/desi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from cute_kernels.extend.schedule import decode_sms
 from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.names import KvFormats
 from cute_kernels.runtime.gpu import GPU
+
+ResultT = TypeVar("ResultT")
 
 _streams: dict[int, torch.cuda.Stream] = {}
 OF_BOTH = ("block_table", "cache_layout", "softmax_scale", "window_size", "softcap", "sinks", "alibi_slopes", "k_scale")
@@ -110,7 +112,7 @@ def mixed_attention(
             decode()
             extend(margin or 0)
         else:
-            _side_by_side(q.device, decode, lambda: extend(margin))
+            side_by_side(q.device, decode, lambda: extend(margin))
     return out
 
 
@@ -173,8 +175,8 @@ def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, An
     return {"k_cache": k_cache[part], "v_cache": v_cache[part], **options}
 
 
-def _side_by_side(device: torch.device, decode: Callable[[], object], extend: Callable[[], object]) -> None:
-    """Decoding on a stream of its own, begun and waited for by the current one."""
+def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
+    """The result of ``first``, and ``beside`` on a stream of its own, begun and waited for by the current one."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:
@@ -182,7 +184,8 @@ def _side_by_side(device: torch.device, decode: Callable[[], object], extend: Ca
     current = torch.cuda.current_stream(index)
     side.wait_stream(current)
     # In this order: decoding would begin on all SMs and leave the prefill none to begin on.
-    extend()
+    result = first()
     with torch.cuda.stream(side):
-        decode()
+        beside()
     current.wait_stream(side)
+    return result

@@ -24,9 +24,9 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.extend.policies import MMA_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS, WORK_SLOTS
+from cute_kernels.extend.policies import MMA_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS, WORK_SLOTS, has_head_scale
 from cute_kernels.extend.products import Fp8Products, HalfProducts
-from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
+from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
 from cute_kernels.extend.results import ResultWriter
 from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
 from cute_kernels.extend.two_level import TwoLevelSums
@@ -62,13 +62,13 @@ class Features:
 class Operands:
     """What a launch gives consumers; addresses and numbers.
 
-    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: alike, what
-    the result is merged with, if it is; partials: fp32 [splits, total_q, num_q_heads, head_dim], then [splits, total_q,
-    num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats that are given one, ``*_scale_stride`` elements from a
-    KV head's to the next one's.
+    q, out: [total_q, num_q_heads, head_dim], q's as `queries.QueryRows` takes them; lse: fp32 [total_q, num_q_heads] or
+    0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits, total_q,
+    num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats that are
+    given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns side by side.
     """
 
-    q: Int64
+    q: Int64 | StridedQueries
     out: Int64
     lse: Int64
     other_out: Int64
@@ -81,9 +81,10 @@ class Operands:
     softmax_scale: Float32
 
     @classmethod
-    def of(cls, given) -> Operands:
+    def of(cls, given, config: ExtendConfig) -> Operands:
         """Of a launch's arguments."""
-        addresses = {"q": ptx.address(given.q), "out": ptx.address(given.out)}
+        q = StridedQueries.of(given.q) if config.strided_q else ptx.address(given.q)
+        addresses = {"q": q, "out": ptx.address(given.out)}
         others = (own.name for own in fields(cls) if own.name not in addresses)
         return cls(**addresses, **{name: getattr(given, name) for name in others})
 
@@ -97,7 +98,7 @@ class Consumer:
         self.worker = Worker(config, self.softmax.terms)
         self.products = HalfProducts(config) if config.fp8 is None else Fp8Products(config)
         self.two_level = None if config.fp8 is None else TwoLevelSums(config, self)
-        self.has_key_scale = config.formats[0].given_scale is not None
+        self.has_key_scale = has_head_scale(config.formats[0])
 
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
@@ -142,7 +143,7 @@ class Consumer:
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
         codes = memory.codes + group * self.config.query_code_bytes
-        self.loader.finish(tile, codes, query_scales, warp, lane)
+        self.loader.finish(operands, work, tile, codes, query_scales, warp, lane)
         self.sync_warpgroup(group)
         rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
         sums = wgmma_tiles.make_sums(self.config.columns)

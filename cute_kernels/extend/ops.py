@@ -11,7 +11,7 @@ from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.attention.checks import check_count, check_positive
 from cute_kernels.attention.score_options import flattened, restored
-from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
+from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call, row_stride
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
@@ -60,6 +60,7 @@ def _key(
         q.dtype,
         q.get_device(),
         q.data_ptr() % ALIGNMENT,
+        row_stride(q),
         identity(k_cache),
         identity(v_cache),
         identity(seq_lens),

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import CacheOperand
+from cute_kernels.attention.call import CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
-from cute_kernels.extend.call import ExtendCall
+from cute_kernels.extend.call import ExtendCall, row_stride
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM
+from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM, has_channel_scales
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
@@ -134,8 +134,8 @@ def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPla
     return ExtendPlan(
         ways=_ways_of(call, chosen, WAYS if config is None else WAYS_OF_A_CONFIG),
         device_index=device.index,
-        k_view=byte_view(base.k.cache) if chosen.decodes else None,
-        v_view=byte_view(base.v.cache) if chosen.decodes else None,
+        k_view=byte_view(base.k.cache) if chosen.decoded[0] else None,
+        v_view=byte_view(base.v.cache) if chosen.decoded[1] else None,
         copies_table=base.block_table is not None and not base.block_table.is_contiguous(),
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=_launch_of(call, others[0]) if others else None,
@@ -384,26 +384,41 @@ def problem_of(call: ExtendCall) -> ExtendProblem:
         page_tokens=max(size for size in PAGE_TOKENS if base.page_size % size == 0) if paged else 0,
         features=call.features,
         tree=call.tree_mask is not None,
+        strided_q=row_stride(call.q) is not None,
     )
 
 
 def check_alignment(call: ExtendCall) -> None:
     """Raises ValueError for a tensor that the kernels cannot address."""
-    coded = call.base.k.form.row_elements(0) or call.base.k.cache.element_size() == 1
-    wanted = 4 if coded else ALIGNMENT
-    tensors = {"q": (call.q, ALIGNMENT), "k_cache": (call.base.k.cache, wanted), "v_cache": (call.base.v.cache, wanted)}
+    operands = {"k": call.base.k, "v": call.base.v}
+    wanted = {name: 4 if operand.form.is_coded else ALIGNMENT for name, operand in operands.items()}
+    tensors = {"q": (call.q, ALIGNMENT)}
+    tensors |= {f"{name}_cache": (operand.cache, wanted[name]) for name, operand in operands.items()}
     if call.out is not None:
         tensors["out"] = call.out, ALIGNMENT
     if call.new is not None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
-    for name, operand in (("k_cache", call.base.k), ("v_cache", call.base.v)):
-        _check_strides(name, operand, wanted)
+    for name, operand in operands.items():
+        _check_strides(f"{name}_cache", operand, wanted[name])
+        if operand.scale is not None and has_channel_scales(operand.form):
+            _check_channels(f"{name}_scale", operand.scale)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
                 f"{alignment}, want it aligned to {alignment} bytes"
             )
+
+
+def _check_channels(name: str, scale: GivenScale) -> None:
+    """Raises ValueError unless the scales of a head's columns lie side by side, from a multiple of 16 bytes on."""
+    heads = scale.head_stride * scale.tensor.element_size() if scale.tensor.shape[0] > 1 else 0
+    past = scale.tensor.data_ptr() % ALIGNMENT
+    if scale.channel_stride != 1 or heads % ALIGNMENT or past:
+        raise ValueError(
+            f"{name}: got strides {scale.tensor.stride()}, {past} bytes past a multiple of {ALIGNMENT}, want a "
+            f"KV head's columns side by side, on multiples of {ALIGNMENT} bytes"
+        )
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, ExtendReader, KvFormat, format_of
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4
@@ -46,14 +46,46 @@ KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of a
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
+CHANNEL_READER = ExtendReader("cute_kernels.extend.decode:Int8Words", "outside")
+GROUPS_READER = ExtendReader("cute_kernels.extend.decode:Int8Words", "row", "int4")
+
+
+def reader_of(form: KvFormat) -> ExtendReader | None:
+    """How rows of a format become fp16 tiles; None if they do not. Scales of channels are none of a tile's: they meet
+    queries, and the output. INT8 rows with several groups have as many "row" scales."""
+    if form.extend is None and form.codes == "int8":
+        if has_channel_scales(form):
+            return CHANNEL_READER
+        return GROUPS_READER if form.has_header and not form.in_blocks else None
+    return form.extend
+
+
+def cannot_unpack(form: KvFormat) -> str | None:
+    """Why nothing makes rows of 16 bits of a format that the kernel reads, or None."""
+    if has_token_scale(form) and form.num_groups > 1:
+        return f"{form.name} has {form.num_groups} scales a row"
+    return None
+
+
+def has_channel_scales(form: KvFormat) -> bool:
+    """Whether every column of a KV head has an fp32 scale, beside the cache."""
+    return form.given_scale == "channel"
+
+
+def has_head_scale(form: KvFormat) -> bool:
+    """Whether all rows of a KV head have an fp32 scale in common, beside the cache."""
+    return form.given_scale in ("tensor", "head")
+
+
 def has_token_scale(form: KvFormat) -> bool:
-    """Whether every row has an fp32 scale, which is multiplied into its tile."""
-    return form.extend is not None and form.extend.scales == "row"
+    """Whether every row has an fp32 scale, or one for each of its groups, which is multiplied into its tile."""
+    reader = reader_of(form)
+    return reader is not None and reader.scales == "row"
 
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
-    if form.is_coded and form.extend is None:
+    if form.is_coded and reader_of(form) is None:
         return f"extend attention does not read {form.name} caches"
     return None
 
@@ -191,7 +223,7 @@ class UnpackConfig:
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
-            if (reason := cannot_read(form)) is not None:
+            if (reason := cannot_read(form) or cannot_unpack(form)) is not None:
                 return reason
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
@@ -221,6 +253,16 @@ class UnpackedKeys:
 
 
 Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
+
+
+@dataclass(frozen=True)
+class Queries:
+    """How queries lie: a query's heads together; strided: queries apart, as parts of a fused projection's rows do."""
+
+    strided: bool = False
+
+
+SIDE_BY_SIDE = Queries()
 
 
 @dataclass(frozen=True)

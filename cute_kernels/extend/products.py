@@ -21,16 +21,16 @@ class HalfProducts:
     """Of 16 bits."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.elements = config, of_name(config.operand_type)
+        self.config, (self.keys, self.values) = config, map(of_name, config.operand_types)
         self.packed_words = config.tile_tokens // 4  # of a thread's probabilities
 
     def score(self, scores, memory, group, stage) -> None:
         """Issues the scores of a block, to be committed."""
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
-        keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.elements.type)
+        keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.keys.type)
         place = memory.query_pointer + group * config.query_bytes
-        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.columns, self.elements.type)
+        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.columns, self.keys.type)
         wgmma_tiles.begin()
         steps = range(config.head_dim // MMA_K)  # what follows is zeros
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
@@ -39,16 +39,16 @@ class HalfProducts:
         """Issues sums += probabilities times the values of a block, to be committed."""
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.elements.type)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.values.type)
         layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // MMA_K))
-        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.elements.type), layout)
+        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.values.type), layout)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(sums, weights, values, config.columns, b_transposed=True)
 
     def pack(self, values, packed) -> None:
         """Probabilities as the A operand of the next product."""
         for i in range(0, self.config.tile_tokens // 2, 2):
-            packed[i // 2] = self.elements.pack(values[i], values[i + 1])
+            packed[i // 2] = self.values.pack(values[i], values[i + 1])
 
 
 class Fp8Products:

@@ -8,7 +8,8 @@ times a power of 2 that brings its greatest number below 2**8: numbers down to 2
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -24,6 +25,7 @@ from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_
 
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
+PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
@@ -34,15 +36,44 @@ def query_row(shape, work, row):
     return (work.q_start + place) * shape.num_q_heads + head, place, head
 
 
+@dataclass(frozen=True)
+class StridedQueries:
+    """Queries that lie apart, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+
+    base: Int64
+    token_bytes: Int64
+
+    @classmethod
+    def of(cls, q: cute.Tensor) -> StridedQueries:
+        """On the host."""
+        first, *_ = cast("tuple[int, ...]", q.stride)
+        return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
+
+
+class QueryRows:
+    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where they lie apart."""
+
+    def __init__(self, config: ExtendConfig):
+        self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
+
+    def address(self, shape, work, queries, row):
+        """Of a packed row that the request has."""
+        number, place, head = query_row(shape, work, row)
+        if not self.strided:
+            return queries + Int64(number) * self.row_bytes
+        own = queries.base + Int64(work.q_start + place) * queries.token_bytes
+        return own + Int64(head) * self.row_bytes
+
+
 class QueryLoader:
     """How queries come."""
 
     def __init__(self, config: ExtendConfig):
-        self.config = config
+        self.config, self.rows = config, QueryRows(config)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
-        self.top_exponent = TOP_EXPONENTS.get(config.operand_type, 0)
+        self.top_exponent = TOP_EXPONENTS.get(config.operand_types[0], 0)
         self.halves = of_name(config.q_dtype).halves
         self.step_rows = WARP_THREADS // self.row_pieces
         self.num_steps = WARP_ROWS // self.step_rows
@@ -58,14 +89,14 @@ class QueryLoader:
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
-    def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
+    def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
         have become zeros. tile: shared address of the warpgroup's queries."""
         for step in cutlass.range_constexpr(self.num_steps):
             row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
             exists = row < work.num_rows
-            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            address = queries + Int64(number) * self.row_bytes + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            address = address + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
             if const_expr(self.real_pieces < self.row_pieces):
                 exists = exists & (lane % self.row_pieces < self.real_pieces)
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
@@ -73,7 +104,7 @@ class QueryLoader:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def finish(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+    def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
         """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
@@ -81,10 +112,11 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
+            channels = self.channel_scales(operands, work, lane)
             for step in cutlass.range_constexpr(self.num_steps):
                 place = self.place(tile, warp, lane, step)
                 words = ptx.load_shared_vector(place, 0, 4)
-                converted, unit = self.convert(words)
+                converted, unit = self.convert(words, channels)
                 if const_expr(self.config.fp8 is None):
                     ptx.store_shared(place, 0, converted)
                 else:
@@ -94,9 +126,21 @@ class QueryLoader:
                     ptx.store_shared(scales + row * 4, 0, [unit])
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def convert(self, words) -> tuple[list[Any], Any]:
-        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that)."""
+    def channel_scales(self, operands, work, lane) -> list[Any] | None:
+        """Of the columns of a lane's pieces; None where they have none."""
+        if not self.config.channel_scales[0]:
+            return None
+        piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
+        first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
+        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
+        return [word.bitcast(Float32) for half in words for word in half]
+
+    def convert(self, words, channels: list[Any] | None = None) -> tuple[list[Any], Any]:
+        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that). channels: scales
+        that its columns are multiplied with first."""
         values = [half(word) for word in words for half in self.halves]
+        if channels is not None:
+            values = [value * scale for value, scale in zip(values, channels, strict=True)]
         top = Float32(0.0)
         for value in values:
             top = ptx.fmax(top, ptx.absolute(value))

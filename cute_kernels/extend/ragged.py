@@ -12,7 +12,7 @@ from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.extend import ops
-from cute_kernels.extend.call import ExtendCall, check_query
+from cute_kernels.extend.call import ExtendCall, check_query, check_rows
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_newer
 from cute_kernels.runtime.operator import launcher
@@ -114,7 +114,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> Ex
             raise TypeError(f"{name}: got dtype {rows.dtype}, want {q.dtype}, that of q")
         if rows.shape[2] != q.shape[2] or rows.shape != k.shape:
             raise ValueError(f"{name}: got shape {shape_of(rows)}, want {[*k.shape[:2], q.shape[2]]}, k's and q's")
-        checks.check_contiguous(name, rows)
+        check_rows(name, rows)
     wanted = ("causal", "window_size", "softcap", "sinks", "alibi_slopes")
     base = attention_call.make_call(
         q.new_empty((1, 1, *q.shape[1:])),

@@ -10,9 +10,10 @@ from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum, transpose_quad
+from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
-from cute_kernels.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS
+from cute_kernels.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
 from cute_kernels.extend.queries import WARP_ROWS, query_row
 from cute_kernels.extend.softmax import ROW_LANES, load_float, row_of
 
@@ -23,7 +24,7 @@ class ResultWriter:
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.elements = of_name(config.q_dtype)
-        self.has_value_scale = config.formats[1].given_scale is not None
+        self.has_value_scale = has_head_scale(config.formats[1])
 
     @cute.jit
     def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
@@ -38,16 +39,18 @@ class ResultWriter:
             total = lane_sum(rows.totals[i], ROW_LANES)
             reference = rows.references[i]
             if const_expr(self.config.merges):
-                self.write_row(operands, features, number, head, exists, reference, total, sums, unit, lane, i)
+                self.write_row(operands, features, work, number, head, exists, reference, total, sums, unit, lane, i)
             else:
                 if shape.splits.value == 1:
-                    self.write_row(operands, features, number, head, exists, reference, total, sums, unit, lane, i)
+                    self.write_row(
+                        operands, features, work, number, head, exists, reference, total, sums, unit, lane, i
+                    )
                 else:
                     self.write_part(shape, operands, work, number, exists, reference, total, sums, unit, lane, i)
 
     @cute.jit
     def write_row(
-        self, operands, features, number, head, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
+        self, operands, features, work, number, head, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
     ):
         """A row of the output: four lanes trade words until each has 16 bytes side by side."""
         config = self.config
@@ -72,7 +75,8 @@ class ResultWriter:
         address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
         pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
         for first in cutlass.range_constexpr(0, len(pairs), 4):
-            values = [sums[j + k] * factor for j in pairs[first : first + 4] for k in range(2)]
+            own = [(j, self.factors(operands, work, j, factor, lane)) for j in pairs[first : first + 4]]
+            values = [sums[j + k] * factors[k] for j, factors in own for k in range(2)]
             if const_expr(config.merges):
                 values = [a + b for a, b in zip(values, more[2 * first : 2 * first + 8], strict=True)]
             words = [self.elements.pack(values[k], values[k + 1]) for k in range(0, len(values), 2)]
@@ -101,7 +105,17 @@ class ResultWriter:
         for j in cutlass.range_constexpr(0, config.head_dim // 2, 2):
             if const_expr(row_of(j) == i):
                 if exists:
-                    ptx.store_global(address, [sums[j] * factor, sums[j + 1] * factor], offset=j // 4 * 32)
+                    own = self.factors(operands, work, j, factor, lane)
+                    ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
+
+    def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
+        """What a thread's ``j``-th accumulator and the next one, of the column beside it, are multiplied with: a row's
+        factor and their columns' scales."""
+        if not self.config.channel_scales[1]:
+            return [factor, factor]
+        first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2)
+        scales = ptx.load_global_words(operands.v_scale + first * 4, 4 * sum_place(j)[1], 2)
+        return [factor * scale.bitcast(Float32) for scale in scales]
 
     def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
         """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,

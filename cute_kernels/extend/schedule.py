@@ -16,10 +16,14 @@ from cute_kernels.extend.policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
+    Queries,
     RaggedKeys,
     UnpackConfig,
     UnpackedKeys,
     columns_of,
+    has_channel_scales,
+    has_head_scale,
+    reader_of,
 )
 from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
@@ -58,6 +62,7 @@ class ExtendProblem:
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: what the call asks for beyond softmax(q K^T) V.
         tree: whether a mask says which new tokens a query sees.
+        strided_q: whether queries lie apart.
     """
 
     head_dim: int
@@ -67,19 +72,22 @@ class ExtendProblem:
     page_tokens: int = 0
     features: Features = PLAIN
     tree: bool = False
+    strided_q: bool = False
 
 
 def choose(problem: ExtendProblem) -> ExtendConfig:
     """The configuration that serves a problem."""
+    formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
         v_format=kernel_format(problem.v_format),
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
-        pipeline=_pipeline(problem.head_dim, format_of(problem.k_format).is_coded),
+        pipeline=_pipeline(problem.head_dim, any(format_of(name).is_coded for name in formats)),
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
+        queries=Queries(problem.strided_q),
     )
 
 
@@ -95,6 +103,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
+        queries=config.queries,
     )
 
 
@@ -159,7 +168,7 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
-        dtype=config.operand_type,
+        dtype=config.operand_types[0],
         head_dim=config.head_dim,
         page_tokens=config.page_tokens,
         head_major=config.features.head_major,
@@ -199,12 +208,14 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 def _unpacked_as(form: KvFormat) -> str:
     """The first format whose unpacked rows are the same to attention."""
-    if form.extend is None:
+    if reader_of(form) is None:
         return form.name
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
-        reader = other.extend
-        return None if reader is None else (reader.scales, reader.unit, other.given_scale is None)
+        reader = reader_of(other)
+        return (
+            None if reader is None else (reader.scales, reader.unit, has_head_scale(other), has_channel_scales(other))
+        )
 
     return next((name for name, other in FORMATS.items() if meaning(other) == meaning(form)), form.name)
 
@@ -215,9 +226,9 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
-    kinds: list[str | int] = [form.extend.scales for form in config.formats if form.extend is not None]
+    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
-    if not rates:
+    if not rates or config.why_as_it_lies is not None:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
@@ -228,7 +239,8 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
     them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
+    readers = [reader for form in config.formats if (reader := reader_of(form)) is not None]
+    rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]
     if not rates:
         return None
     # Of a number of K or V: 2 FLOP for each query and head of its group.

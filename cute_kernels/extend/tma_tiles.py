@@ -27,7 +27,7 @@ class TmaTileProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.type = Uint8 if config.fp8 is not None else of_name(config.operand_type).type
+        self.types = [Uint8 if config.fp8 is not None else of_name(name).type for name in config.operand_types]
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
         self.tma_shape = (self.tma_rows, config.slab_columns)
@@ -38,12 +38,14 @@ class TmaTileProducer:
 
     def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """On the host: tensor maps with coordinates [token of a block, column, head, block]."""
-        return tuple(self._make_map(cache) for cache in (k_cache, v_cache))
+        caches = ((KEYS, k_cache), (VALUES, v_cache))
+        return tuple(self.make_map(operand, cache) for operand, cache in caches)
 
-    def _make_map(self, cache: cute.Tensor):
+    def make_map(self, operand: int, cache: cute.Tensor):
+        """Of K or of V."""
         modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
-        place = wgmma_tiles.tile_layout(*self.tma_shape, self.type)
+        place = wgmma_tiles.tile_layout(*self.tma_shape, self.types[operand])
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
     @cute.jit
@@ -116,7 +118,7 @@ class TmaTileProducer:
     ):
         """Asks for a whole tile."""
         barrier = memory.full + memory.barrier(operand, stage)
-        scaled = operand == KEYS and any(self.config.tile_scales)
+        scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
             if const_expr(scaled):
@@ -139,7 +141,7 @@ class TmaTileProducer:
                     atom,
                     0,
                     cute.make_layout(1),
-                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.type), 0, 2),
+                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.types[operand]), 0, 2),
                     cute.group_modes(tma_tiles, 0, 2),
                 )
                 cute.copy(atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=barrier)

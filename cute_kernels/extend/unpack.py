@@ -285,7 +285,7 @@ class UnpackKernel:
         with."""
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
-            top = lane_max(Float32(held.scale[0].bitcast(Float32)), neighbours(WARP_THREADS))
+            top = lane_max(Float32(held.scales[0].bitcast(Float32)), neighbours(WARP_THREADS))
             exponent = exponent_beside(self.greatest(top, tops, warp, lane))
         else:
             cute.arch.barrier()  # tops are used in turn: nobody may be two tiles ahead
@@ -322,7 +322,7 @@ class UnpackKernel:
             row, part = k * WARP_THREADS // rows.row_units, k * WARP_THREADS % rows.row_units
             words = rows.numbers(held, k)
             if const_expr(rows.token_scale):
-                scale = cute.arch.shuffle_sync(held.scale[0], below + row).bitcast(Float32) * factor
+                scale = cute.arch.shuffle_sync(held.scales[0], below + row).bitcast(Float32) * factor
                 words = [self.scaled(word, scale) for word in words]
             offset = row * self.row_bytes + part * rows.unit_bytes
             if const_expr(rows.real_units < rows.row_units):

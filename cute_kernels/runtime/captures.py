@@ -12,14 +12,15 @@ import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, NamedTuple, SupportsInt, TypeVar
 
 import torch
 
 _SEMAPHORE_BYTES = 64  # of a sem_t, at most
+_T = TypeVar("_T")
 
 
 class Capture(NamedTuple):
@@ -79,6 +80,41 @@ def nothing_collected() -> Iterator[None]:
         yield
     finally:
         _REST.end()
+
+
+def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
+    """A CUDA graph of what a function launches on a device, and what it returns.
+
+    Raises what the function raises, or what CUDA says of its launches. Torch is then as it was before: by itself it
+    would stay on the stream that it captured, draw no random numbers on this device any more, and keep memory.
+    """
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
+    cause: BaseException | None = None
+    with torch.cuda.device(device), nothing_collected():
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                try:
+                    outputs = function()
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # as torch did it, or of a device that is lost
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
+            with suppress(RuntimeError):
+                _let_random_numbers_be_drawn(device)
+            if cause is not None:
+                raise cause from None  # the end of a capture says only that something before it was wrong
+            raise
+    return graph, outputs
+
+
+def _let_random_numbers_be_drawn(device: torch.device) -> None:
+    """Behind a capture that failed, of which torch's generator believes that it goes on, until another one ends."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)
 
 
 def is_capturing() -> bool:

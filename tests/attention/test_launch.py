@@ -103,6 +103,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scales of heads": lambda: arguments("int8_head"),
     "scales of heads, apart": lambda: but(lambda a: {"k_scale": apart(a["k_scale"][:, None])}, "int8_head"),
     "scales of columns": lambda: arguments("int8_channel"),
+    "scales of columns, heads apart": lambda: but(lambda a: {"k_scale": padded(a["k_scale"], 4)}, "int8_channel"),
     "misaligned scales": lambda: but(lambda a: {"v_scale": offset(a["v_scale"], 4)}, "int8_channel"),
     "no scale": lambda: but(lambda a: {"k_scale": None}, "int8_tensor"),
     "splits": lambda: arguments() | {"num_splits": 3},
@@ -178,6 +179,20 @@ def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches):
     with calls_of(ops.make_call, ops.make_plan) as repeated:
         assert run(launches, given) == want
     assert not repeated
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_of_columns_that_do_not_lie_side_by_side_are_refused(name, launches):
+    """The kernel would read what lies behind each head's first one."""
+    given: dict[str, Any] = arguments("int8_channel")
+    scale = given[name]
+    for wrong in (scale.t().contiguous().t(), scale[:, :1].expand(scale.shape), padded(scale, 2)):
+        with pytest.raises(ValueError, match=f"{name}: got strides .* want a KV head's columns side by side"):
+            other: Arguments = given | {name: wrong}
+            decode_attention(**other)
+    assert not launches
+    run(launches, given | {name: padded(scale, 4)})
+    assert len(launches) == 1
 
 
 def test_results_are_new_and_contiguous(launches):

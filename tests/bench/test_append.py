@@ -10,6 +10,7 @@ from bench.__main__ import main
 from bench.append import AppendShape
 from bench.bars import judge
 from bench.suites import WrongOutput
+from cute_kernels.kv_formats import FORMATS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
@@ -34,7 +35,7 @@ def test_bytes_are_those_of_the_tensors(shape, kv_format):
     assert shape.num_bytes(kv_format) == dense + 2 * shape.tokens * shape.num_kv_heads * row_bytes
 
 
-@pytest.mark.parametrize("kv_format", append.FORMATS)
+@pytest.mark.parametrize("kv_format", FORMATS)
 def test_the_check_passes_what_is_right_and_notices_what_is_not(kv_format):
     call = append.make_call(AppendShape("decode", 3, 4, 2), kv_format, "cpu")
     assert append.check(call) < append.TOLERANCE

@@ -19,17 +19,12 @@ LAYER = Layer(128, 256, 3)
 
 
 @pytest.fixture(scope="module")
-def of_layer():
-    return LinearOptions(LAYER, Format(), "cpu")
+def options():
+    return LinearOptions(LAYER, Format(), "cpu").all()
 
 
-@pytest.fixture(scope="module")
-def options(of_layer):
-    return of_layer.all()
-
-
-def test_every_option_is_right_and_changes_the_result(of_layer, options):
-    of_layer.check(options)
+def test_every_option_is_right_and_changes_the_result(options):
+    linear_options.check(options)
     plain = options["plain"].call()
     for name, option in options.items():
         result = option.call()
@@ -69,7 +64,7 @@ def test_what_each_may_take(options):
     assert options["batch invariant"].bar == INVARIANT and options["bias and residual"].bar == RESIDUAL
 
 
-def test_a_wrong_result_is_not_timed(of_layer, options):
+def test_a_wrong_result_is_not_timed(options):
     call = options["bias"].call
 
     def twice(x, weight, bias):
@@ -77,7 +72,7 @@ def test_a_wrong_result_is_not_timed(of_layer, options):
 
     wrong = replace(options["bias"], call=partial(twice, *call.args, **call.keywords))
     with pytest.raises(WrongOutput, match="bias: relative error"):
-        of_layer.check({"bias": wrong})
+        linear_options.check({"bias": wrong})
 
 
 def test_kernels_that_are_timed_are_known_beforehand():

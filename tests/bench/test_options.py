@@ -10,6 +10,7 @@ from bench.append import AppendShape
 from bench.options import PLACES, Option
 from bench.timing import Clock, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
+from cute_kernels.kv_formats import CHANNEL_BLOCKS, FORMATS
 
 SHAPE = DecodeShape(2, seq_len=64, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 
@@ -42,6 +43,23 @@ def test_a_bias_brings_bytes_of_its_own(inputs):
     found = options.decode_options(inputs)
     assert found["attn_bias fp32"].own_bytes == 2 * found["attn_bias bf16"].own_bytes == 2 * 4 * 64 * 4
     assert found["attn_bias fp32 for all heads"].own_bytes == 2 * 64 * 4
+
+
+@pytest.mark.parametrize("kv_format", [*FORMATS, CHANNEL_BLOCKS.name])
+def test_options_of_every_format_that_the_command_takes_run(kv_format):
+    shape = options.paged_for(kv_format, SHAPE)
+    found = options.decode_options(make_inputs(shape, kv_format, device="cpu"))
+    for option in found.values():
+        option.call()
+    assert ("append_and_decode" in found) == (kv_format != CHANNEL_BLOCKS.name)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_options_of_appends_run_in_every_format(kv_format):
+    found = options.append_options(AppendShape("decode", 4, 4, 2), kv_format, "cpu")
+    for option in found.values():
+        option.call()
+    assert "append_and_decode, heads first" in found
 
 
 @pytest.mark.parametrize("suite", ["decode", "prefill"])

@@ -8,6 +8,7 @@ import pytest
 
 from bench import pages, report
 from bench.environment import ROOT
+from bench.record import RESULTS
 
 
 def test_the_readme_shows_the_records():
@@ -29,6 +30,13 @@ def test_the_page_of_keys_in_blocks_shows_its_record():
     text = (ROOT / "docs/design/channel_blocks.md").read_text()
     table = report.markdown(pages.load("channel_blocks"))
     assert report.filled(text, report.mark("main"), table) == text, "want `python -m bench table`"
+
+
+def test_every_record_is_named_by_a_page_or_a_program():
+    folders = [ROOT / name for name in ("docs", "bench", "tests")]
+    texts = [path.read_text() for folder in folders for kind in ("*.md", "*.py") for path in folder.rglob(kind)]
+    words = set(re.findall(r"[\w-]+", " ".join([*texts, pages.README.read_text()])))
+    assert {path.stem for path in RESULTS.glob("*.json")} - words == set()
 
 
 @pytest.mark.parametrize("mark", pages.PARTS)

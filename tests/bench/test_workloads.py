@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from bench import workloads
+from bench.entry import Entry
 from bench.floor import StreamingFloor
+from bench.peers import relative_error
+from bench.suites import TOLERANCE, reference_rows
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import CHANNEL_BLOCKS, FORMATS, format_of
 
 
 def test_cache_bytes_are_the_published_ones():
@@ -24,6 +27,15 @@ def test_other_shapes_exceed_l2_in_every_format_by_the_least_power_of_two():
     assert {(s.num_q_heads, s.num_kv_heads) for s in shapes} == {(8, 1), (64, 8), (32, 32)}
     assert {s.head_dim for s in shapes} == {64, 128, 256}
     assert min(s.seq_len for s in shapes) == 1024 and max(s.seq_len for s in shapes) == 131072
+
+
+@pytest.mark.parametrize("kv_format", [*FORMATS, CHANNEL_BLOCKS.name])
+def test_every_format_that_the_command_takes_has_inputs(kv_format):
+    inputs = make_inputs(DecodeShape(2, 64, 4, 2, 64, page_size=32), kv_format, device="cpu")
+    rows, want = reference_rows(inputs)
+    out = torch.full_like(inputs.q, torch.nan)
+    Entry().bind(inputs, out=out)()
+    assert relative_error(out[rows], want) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "fp16", "int4_g1", "int4_g8"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from cute_kernels.extend import extend_attention, ops, pack_tree_mask, plan
+from cute_kernels.extend import append_and_extend, extend_attention, ops, pack_tree_mask, plan
+from cute_kernels.extend.policies import has_channel_scales, has_token_scale
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import KvFormat, format_of
 from tests.attention import cases as decode_cases
@@ -20,7 +21,9 @@ ROUNDED_LSE_TOLERANCE = 1e-3  # of scores of some 5: keys are rounded to fp16
 TWICE_ROUNDED_LSE_TOLERANCE = 2.5e-3  # the same: rows' scales are, too, where the cache is read as it is
 FP8_TOLERANCE, FP8_LSE_TOLERANCE = 8e-2, 0.15  # queries and probabilities have 4 significant bits; of the worst score
 FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
-FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
+FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8", "int8_channel")
+UNPACKED = FORMATS
+FORMATS += ("int8_g2", "int8_g4", "int8_g8")  # which are read as they lie, however many queries there are
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,44 @@ def make_call(
     return call
 
 
+def fused(call: Call, pad: int = 0) -> Call:
+    """The same call, its q (and new tokens) parts of one tensor, as a fused projection makes them; what else this holds
+    is NaN. pad: elements between tokens."""
+    names = [name for name in ("new_k", "new_v") if name in call.options]
+    parts = [call.q, *(call.options[name] for name in names)]
+    counts, (total, _, dim) = [part.shape[1] for part in parts], call.q.shape
+    width = (sum(counts) + 2) * dim + pad
+    rows = torch.full((total, width), torch.nan, dtype=call.q.dtype, device=call.q.device)
+    views, first = [], dim
+    for part, count in zip(parts, counts, strict=True):
+        views.append(rows[:, first : first + count * dim].unflatten(1, (count, dim)))
+        views[-1].copy_(part)
+        first += count * dim
+    return replace(call, q=views[0], options=call.options | dict(zip(names, views[1:], strict=True)))
+
+
+def writable(call: Call) -> Call:
+    """The same call, pages for its new tokens, too."""
+    table = call.options.get("block_table")
+    if table is None:
+        return call
+    pages = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
+    k, v = (cache.new_zeros(table.numel(), *cache.shape[1:]) for cache in (call.k_cache, call.v_cache))
+    for mine, cache in ((k, call.k_cache), (v, call.v_cache)):
+        known = (table >= 0) & (table < len(cache))
+        mine[pages[known].long()] = cache[table[known].long()]
+    return replace(call, k_cache=k, v_cache=v, options=call.options | {"block_table": pages})
+
+
+def appended(call: Call, **more: Any) -> Any:
+    """`append_and_extend` of a call with new tokens."""
+    options = dict(call.options)
+    new = options.pop("new_k"), options.pop("new_v")
+    return append_and_extend(
+        call.q, *new, *call.tensors[1:], cu_seqlens_q=call.cu_seqlens_q, kv_format=call.kv_format, **(options | more)
+    )
+
+
 @contextmanager
 def unpacking_beside() -> Iterator[None]:
     """Calls that unpack their cache do so beside the products, however few queries they have."""
@@ -211,8 +252,9 @@ def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None,
 
 
 def _lse_tolerance(call: Call, keys: KvFormat) -> float:
+    if call.q.is_cuda and has_channel_scales(keys):
+        return ROUNDED_LSE_TOLERANCE  # queries are, once their columns' scales have met them
     if not call.q.is_cuda or not keys.has_header:
         return LSE_TOLERANCE
-    assert keys.extend is not None
-    twice = keys.extend.scales == "row" and call.options.get("unpack") is not True
+    twice = has_token_scale(keys) and call.options.get("unpack") is not True
     return TWICE_ROUNDED_LSE_TOLERANCE if twice else ROUNDED_LSE_TOLERANCE

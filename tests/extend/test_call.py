@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.extend import extend_attention, pack_tree_mask
-from tests.extend.cases import make_call
+from tests.extend.cases import fused, make_call
 
 CALL = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16)
 
@@ -25,11 +25,37 @@ def run(**changed):
 
 
 INT = torch.int32
+NEW = torch.zeros(5, 2, 64).bfloat16()
 WRONG = {
     "q with 4 dimensions": ({"q": CALL.q[None]}, ValueError, "q: got 4 dimensions, want 3"),
     "q in fp32": ({"q": CALL.q.float()}, TypeError, "q: got dtype torch.float32, want"),
     "q with a head_dim": ({"q": CALL.q[..., :32].contiguous()}, ValueError, "q: got head_dim 32, want one of 64"),
-    "q with gaps": ({"q": CALL.q.transpose(0, 1)}, ValueError, "q: got strides"),
+    "q, head by head": (
+        {"q": CALL.q.transpose(0, 1).contiguous().transpose(0, 1)},
+        ValueError,
+        "q: got strides .* want the last two dimensions contiguous",
+    ),
+    "q's columns apart": ({"q": CALL.q.repeat(1, 1, 2)[..., ::2]}, ValueError, "q: got strides .* want the last two"),
+    "q between pieces": (
+        {"q": torch.zeros(5, 8 * 64 + 4).bfloat16()[:, : 8 * 64].unflatten(1, (8, 64))},
+        ValueError,
+        "q: got strides .* want queries on multiples of 16 bytes",
+    ),
+    "new_k's columns apart": (
+        {"new_k": NEW.repeat(1, 1, 2)[..., ::2], "new_v": NEW},
+        ValueError,
+        "new_k: got strides .* want rows contiguous",
+    ),
+    "new_v between pieces": (
+        {"new_k": NEW, "new_v": torch.zeros(5, 2, 68).bfloat16()[..., :64]},
+        ValueError,
+        "new_v: got strides .* want rows on multiples of 16 bytes",
+    ),
+    "new_v of one row": (
+        {"new_k": NEW, "new_v": NEW[:1].expand(5, -1, -1)},
+        ValueError,
+        "new_v: got strides .* want rows that do not overlap",
+    ),
     "q's heads": ({"q": CALL.q[:, :5].contiguous()}, ValueError, "q: got 5 query heads, want a multiple"),
     "ends' size": (
         {"cu_seqlens_q": torch.tensor([0, 5], dtype=INT)},
@@ -58,8 +84,22 @@ WRONG = {
     ),
     "a window": ({"window_size": 0}, ValueError, "window_size: got 0, want None or an int"),
     "a cap": ({"softcap": -1.0}, ValueError, "softcap: got -1.0, want None or a positive"),
-    "a format": ({"kv_format": "int8_channel"}, ValueError, "kv_format: got int8_channel for k_cache, want one of"),
-    "a mixed pair": ({"kv_format": ("bf16", "int4_g1")}, ValueError, "kv_format: got .* both of 16 bits or both"),
+    "a format": (
+        {"kv_format": ("int4_channel32", "bf16")},
+        ValueError,
+        "kv_format: got int4_channel32 for k_cache, want one of",
+    ),
+    "a mixed pair unpacked": (
+        {"kv_format": ("bf16", "int4_g1"), "v_cache": torch.zeros(5, 16, 2, 36, dtype=torch.uint8), "unpack": True},
+        ValueError,
+        "unpack: got True, want None or False: K in bf16 and V in int4_g1",
+    ),
+    "rows of groups unpacked": (
+        {"kv_format": ("bf16", "int8_g2"), "v_cache": torch.zeros(5, 16, 2, 72, dtype=torch.uint8), "unpack": True},
+        ValueError,
+        "unpack: got True, want None or False: ",
+    ),
+    "a mixed pair's V": ({"kv_format": ("bf16", "int4_g1")}, (TypeError, ValueError), "v_cache: got"),
     "an out": ({"out": torch.empty(5, 8, 32, dtype=torch.bfloat16)}, ValueError, r"out: got shape \[5, 8, 32\]"),
     "V's rows": ({"v_cache": torch.zeros(5, 16, 2, 128).bfloat16()}, ValueError, "v_cache: got rows of head_dim 128"),
     "causal": ({"causal": 1}, TypeError, "causal: got 1, want True or False"),
@@ -124,7 +164,7 @@ def test_no_queries_and_no_requests():
 TREE = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16, tree=True, num_splits=2)
 
 
-@pytest.mark.parametrize("call", [CALL, TREE])
+@pytest.mark.parametrize("call", [CALL, TREE, fused(CALL), fused(make_call("int4_g1", [3, 2], [9, 12], new=True))])
 def test_it_can_be_traced(call):
     compiled = torch.compile(lambda q: extend_attention(q, *call.tensors[1:], **call.keywords), fullgraph=True)
     torch.testing.assert_close(compiled(call.q), call.run(), atol=0, rtol=0)
@@ -141,3 +181,13 @@ def test_the_operator_is_what_torch_wants(call):
 def test_only_booleans_are_packed(seen):
     with pytest.raises((TypeError, ValueError), match="seen: got"):
         pack_tree_mask(seen)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1"])
+def test_parts_of_a_fused_projection_are_taken(kv_format):
+    call = make_call(kv_format, [3, 2], [9, 12], new=True)
+    apart = fused(call)
+    assert not any(x.is_contiguous() for x in (apart.q, apart.options["new_k"], apart.options["new_v"]))
+    assert torch.equal(apart.run(), call.run())
+    out = apart.run()
+    assert out.is_contiguous(), "whatever q is"

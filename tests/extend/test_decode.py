@@ -78,7 +78,7 @@ class Tiles:
         work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
         memory = SimpleNamespace(tiles=Int32(0), tile=lambda operand, stage: Int32(0), scales_of=lambda *_: Int32(0))
         writer, runs, lane = Writer(self.config, operand), RowRuns(self.config), Int32(LANES)
-        held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)]
+        held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)] * 8
         runs.ask(places, source, work, Int32(BLOCK), warp)
         given = (places, source, work, Int32(FIRST), Int32(BLOCK), warp, lane)
         writer.rows.load(held, *given)
@@ -135,6 +135,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4_g4": ("int4_g4", {"page_size": 16}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
     "another pair": (("e4m3_tensor", "int8_token_head"), {}),
+    "int8_g2": ("int8_g2", {}),
+    "int8_g4, pages of 16": ("int8_g4", {"page_size": 16}),
+    "int8_g8, contiguous": ("int8_g8", {"page_size": None}),
+    "8 groups, head_dim 64": ("int8_g8", {"head_dim": 64}),
+    "2 groups, head_dim 80": ("int8_g2", {"head_dim": 80}),
+    "4 groups, head_dim 96": ("int8_g4", {"head_dim": 96}),
+    "8 groups, head_dim 192": ("int8_g8", {"head_dim": 192}),
+    "8 groups, head_dim 256": ("int8_g8", {"head_dim": 256}),
+    "V in groups": (("int4_g4", "int8_g4"), {}),
+    "K in groups": (("int8_g8", "e4m3_token_head"), {}),
     "head_dim 64": ("int8_token_head", {"head_dim": 64}),
     "head_dim 80": ("e4m3_token_head", {"head_dim": 80}),
     "head_dim 256": ("int8_token_head", {"head_dim": 256}),
@@ -147,12 +157,13 @@ def test_a_tile_is_what_the_cache_says(name):
     check(make_call(kv_format, [4], [300], **options))
 
 
+@pytest.mark.parametrize("kv_format, header", [("int8_token_head", 4), ("int8_g4", 16)])
 @pytest.mark.parametrize("power", [-45, -20, 20, 38])
-def test_rows_scales_may_be_of_any_size(power):
+def test_rows_scales_may_be_of_any_size(power, kv_format, header):
     """And K's of another one than V's."""
-    call = make_call("int8_token_head", [4], [300])
+    call = make_call(kv_format, [4], [300])
     for operand, cache in enumerate(call.caches):
-        cache[..., :4].view(torch.float32).mul_(2.0 ** (power if operand else -power))
+        cache[..., :header].view(torch.float32).mul_(2.0 ** (power if operand else -power))
     check(call)
 
 

@@ -16,6 +16,7 @@ from cute_kernels.extend.policies import COUNTER_WORDS
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
+    ExtendProblem,
     choose,
     key_rows_of,
     queries_to_unpack_beside,
@@ -418,3 +419,67 @@ def test_a_configuration_that_is_given_serves_all_calls(launches):
     tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
     ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
     assert columns_of(launches) == "causal"
+
+
+def extend(call: dict[str, Any]) -> torch.Tensor:
+    return extend_attention(**call)
+
+
+def test_queries_that_lie_apart_have_kernels_of_their_own(launches):
+    """And plans by how far apart, whatever their number."""
+    rows = torch.zeros(40, 4 + 2 * 2, 64).bfloat16()
+    for count in (6, 40, 1):
+        q = rows[:count, :4]
+        call = given(6) | {"q": q, "cu_seqlens_q": torch.tensor([0, 0, count], dtype=torch.int32)}
+        out = extend(call)
+        assert out.is_contiguous() and launches[-1].symbol.endswith("_strided_q")
+        assert launches[-1].arguments[0].data_ptr() == rows.data_ptr(), "no copy"
+    assert len(launches) == 3 and len(ops.launch.plans) == 1
+    extend_attention(**given(6))
+    assert not launches[-1].symbol.endswith("_strided_q") and len(ops.launch.plans) == 2
+    with pytest.raises(ValueError, match="q: got strides"):
+        extend(given(6) | {"q": torch.zeros(6, 260).bfloat16()[:, :256].unflatten(1, (4, 64))})
+
+
+def test_new_tokens_may_lie_apart(launches):
+    rows = torch.zeros(6, 4 + 2 * 2, 64).bfloat16()
+    q, k, v = rows.split((4, 2, 2), dim=1)
+    extend(given(6, new_k=k, new_v=v) | {"q": q})
+    older, newer = launches
+    assert older.symbol.endswith("_strided_q") and newer.symbol.endswith("_ragged_merges_strided_q")
+    assert [x.data_ptr() for x in newer.arguments[:3]] == [x.data_ptr() for x in (q, k, v)], "no copies"
+    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
+    out, _ = ragged.launch(q, k, v, bounds, bounds, None, ops.DEFAULTS)
+    assert out.is_contiguous() and launches[-1].symbol.endswith("_ragged_strided_q")
+    assert launches[-1].arguments[1].data_ptr() == k.data_ptr()
+
+
+@pytest.mark.parametrize("k_format, v_format", [("bf16", "int8_token_head"), ("int8_token_head", "bf16")])
+def test_where_k_or_v_is_of_16_bits_alone_both_are_read_as_they_lie(launches, k_format, v_format):
+    call: dict[str, Any] = coded(4000) | {"kv_format": (k_format, v_format)}
+    dense, codes = torch.zeros(2, 256, 2, 64).bfloat16(), call["k_cache"]
+    call |= {"k_cache": dense, "v_cache": codes} if k_format == "bf16" else {"k_cache": codes, "v_cache": dense}
+    extend_attention(**call)
+    (launch,) = launches
+    assert launch.symbol.startswith(f"extend_{k_format}_{v_format}_bf16_d64") and "unpacked" not in launch.symbol
+    for given_cache, cache in zip(launch.arguments[1:3], (call["k_cache"], call["v_cache"]), strict=True):
+        assert given_cache.data_ptr() == cache.data_ptr() and given_cache.dtype == cache.dtype
+    with pytest.raises(ValueError, match="unpack: got True"):
+        extend_attention(**call, unpack=True)
+
+
+FILLERS: dict[tuple[str, str], tuple[int, int]] = {
+    ("bf16", "bf16"): (1, 1),
+    ("int4_g4", "int4_g4"): (4, 4),
+    ("int8_tensor", "bf16"): (4, 1),
+}
+
+
+@pytest.mark.parametrize("formats", FILLERS)
+def test_who_says_that_a_tile_is_there(formats):
+    """Also K's warps of V's powers of 2, which come with K's tile."""
+    keys, values = formats
+    config = choose(ExtendProblem(128, keys, values, "bf16", 64))
+    assert config.tile_fillers == FILLERS[formats] and config.can_implement() is None
+    scaled = choose(ExtendProblem(128, "bf16", "int8_token_head", "bf16", 64))
+    assert scaled.tile_fillers == (4, 4) and scaled.scale_runs == 4 and scaled.operand_types == ("bf16", "fp16")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import format_of, format_pair
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
 
 Q_LENS, LENGTHS = [13, 0, 1, 6, 25, 3], [70, 5, 12, 6, 30, 0]
@@ -18,7 +18,7 @@ def naive(call: Call) -> torch.Tensor:
     """fp64 attention with a whole score matrix a request, of one head after the other."""
     out = torch.zeros(call.q.shape, dtype=torch.float64)
     keys, values = call.caches
-    form, (heads, dim) = format_of(call.kv_format), call.q.shape[1:]
+    forms, (heads, dim) = list(map(format_of, format_pair(call.kv_format))), call.q.shape[1:]
     group, ends = heads // keys.shape[2], call.cu_seqlens_q.tolist()
     table, window, cap = (call.options.get(name) for name in ("block_table", "window_size", "softcap"))
     scales = [call.options.get(name) for name in ("k_scale", "v_scale")]
@@ -32,7 +32,7 @@ def naive(call: Call) -> torch.Tensor:
         places = at % keys.shape[1]
         k, v = (
             form.dequantize(cache[pages, places], dim, torch.float64, scale)
-            for cache, scale in zip((keys, values), scales, strict=True)
+            for form, cache, scale in zip(forms, (keys, values), scales, strict=True)
         )
         for query, head in itertools.product(range(start, stop), range(heads)):
             position = length - stop + query
@@ -74,7 +74,7 @@ def naive(call: Call) -> torch.Tensor:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kv_format", ["bf16", "int8_tensor", "int4_g4"])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8_tensor", "int4_g4", "int8_channel", ("bf16", "int4_g4")], ids=str)
 def test_it_is_attention(kv_format, options):
     call = make_call(kv_format, Q_LENS, LENGTHS, head_dim=64, **{"page_size": 16, **options})
     torch.testing.assert_close(call.reference()[0], naive(call), atol=1e-9, rtol=1e-9)

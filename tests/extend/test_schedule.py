@@ -24,7 +24,7 @@ from cute_kernels.extend.schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from tests.extend.cases import FORMATS
+from tests.extend.cases import FORMATS, UNPACKED
 
 
 def slots_of(q_lens: list[int], group: int) -> list[tuple[int, int]]:
@@ -91,8 +91,9 @@ def test_what_cannot_be_is_said(monkeypatch):
     assert good.can_implement() is None
     for wrong, reason in (
         (ExtendConfig("bf16", "bf16", "fp16", 128), "q_dtype"),
-        (ExtendConfig("bf16", "int8_token_head", "bf16", 128), "one of 16 bits"),
-        (ExtendConfig("int8_channel", "int8_channel", "bf16", 128), "does not read int8_channel"),
+        (choose_unpacked(choose(ExtendProblem(128, "bf16", "int4_g4", "bf16")))[1], "one of 16 bits"),
+        (choose_unpacked(choose(ExtendProblem(128, "int8_g2", "int8_g2", "bf16")))[0], "2 scales a row"),
+        (ExtendConfig("int4_channel32", "int4_g4", "bf16", 128), "does not read int4_channel32"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
@@ -105,14 +106,14 @@ def test_what_cannot_be_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", UNPACKED)
 def test_every_format_can_be_unpacked(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 16, Features(causal=True, paged=True)))
     unpack, attention = choose_unpacked(config)
     assert (unpack.can_implement() is None) == (config.can_implement() is None), "narrow groups are not read at all"
     assert attention.can_implement() is None
-    assert attention.units == config.units and attention.operand_type == unpack.dtype
+    assert attention.units == config.units and attention.operand_types == (unpack.dtype, unpack.dtype)
     assert not attention.decodes and attention.tile_scales == unpack.tile_scales
 
 
@@ -120,13 +121,13 @@ def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
     causal = Features(causal=True, paged=True)
     kernels = {
         name: choose_unpacked(choose(ExtendProblem(128, name, name, "bf16", 64, causal)))[1]
-        for name in FORMATS
+        for name in UNPACKED
         if name != "fp16"
     }
     assert kernels["int8_token_head"] == kernels["e4m3_token_head"]
     assert kernels["int8_tensor"] == kernels["e4m3_tensor"] == kernels["e4m3_head"]
     assert kernels["int4_g1"] == kernels["int4_g8"]
-    assert len(set(kernels.values())) == 5, "and without any scale, and of 16 bits"
+    assert len(set(kernels.values())) == 6, "and with scales of channels, without any scale, and of 16 bits"
 
 
 @pytest.mark.parametrize(

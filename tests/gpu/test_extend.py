@@ -26,7 +26,8 @@ from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choo
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
-from tests.extend.cases import FORMATS, Call, assert_close, make_call, unpacking_beside
+from tests.extend import cases
+from tests.extend.cases import FORMATS, Call, appended, assert_close, fused, make_call, unpacking_beside, writable
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
 pytestmark = [pytest.mark.gpu]
@@ -35,6 +36,9 @@ CUDA = "cuda"
 # Work tiles of 128 rows, blocks of 128 keys: ends of all kinds, requests without queries, keys, or either.
 Q_LENS, LENGTHS = [130, 0, 1, 64, 257, 3, 0], [700, 5, 129, 64, 300, 0, 0]
 
+FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
+MIXED = [("bf16", "int4_g4"), ("bf16", "int8_token_head"), ("bf16", "int8_channel"), ("fp16", "e4m3_tensor")]
+MIXED += [("int8_token_head", "bf16"), ("int4_g4", "bf16"), ("e4m3_head", "fp16"), ("int8_channel", "bf16")]
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{f"{name}": (name, {}) for name in FORMATS},
     "pages of 16": ("bf16", {"page_size": 16}),
@@ -91,6 +95,32 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
+    **{f"{k}, {v}": ((k, v), {}) for k, v in MIXED},
+    "K of 16 bits, pages of 16": (("bf16", "int8_token_head"), {"page_size": 16, "num_splits": 3}),
+    "V of 16 bits, contiguous": (("e4m3_token_head", "bf16"), {"page_size": None, "group": 7}),
+    "K of 16 bits, all features": (("bf16", "e4m3_token_head"), {"cache_layout": "HND", **FEATURES}),
+    "V of 16 bits, new tokens": (("int4_g4", "bf16"), {"new": True, **FEATURES}),
+    "V of 16 bits, tree": (("int8_token_head", "bf16"), {"tree": True}),
+    "K of 16 bits, head_dim 80": (("bf16", "int4_g1"), {"head_dim": 80}),
+    "K of 16 bits, head_dim 256": (("bf16", "int8_token_head"), {"head_dim": 256}),
+    "V of 16 bits, head_dim 256": (("int8_token_head", "bf16"), {"head_dim": 256, "window_size": 100}),
+    "2 groups, all features": ("int8_g2", {"num_splits": 3, **FEATURES}),
+    "4 groups, head_dim 256": ("int8_g4", {"head_dim": 256}),
+    "8 groups, head_dim 64, HND": ("int8_g8", {"head_dim": 64, "cache_layout": "HND", "page_size": 48}),
+    "4 groups, head_dim 96, new tokens": ("int8_g4", {"head_dim": 96, "new": True}),
+    "8 groups, pages of 16": ("int8_g8", {"page_size": 16, "q_dtype": "fp16"}),
+    "K in groups": (("int8_g4", "int4_g4"), {"page_size": None}),
+    "V in groups, K of 16 bits": (("bf16", "int8_g2"), {}),
+    "channels, all features": (
+        "int8_channel",
+        {**FEATURES, "num_splits": 3},
+    ),
+    "channels, fp16 queries": ("int8_channel", {"q_dtype": "fp16", "group": 7}),
+    "channels, head_dim 80": ("int8_channel", {"head_dim": 80, "num_splits": 2}),
+    "channels, head_dim 256": ("int8_channel", {"head_dim": 256, "page_size": None}),
+    "channels, new tokens": ("int8_channel", {"new": True, "cache_layout": "HND"}),
+    "K's channels": (("int8_channel", "int4_g4"), {"page_size": 16}),
+    "V's channels": (("e4m3_token_head", "int8_channel"), {}),
 }
 FP8: dict[str, dict[str, Any]] = {
     "pages of 64": {},
@@ -106,9 +136,8 @@ FP8: dict[str, dict[str, Any]] = {
     "new tokens": {"new": True},
     "all features": {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
 }
-FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{name: (name, {}) for name in FORMATS},
+    **{name: (name, {}) for name in cases.UNPACKED},
     "pages of 16": ("bf16", {"page_size": 16}),
     "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
     "contiguous, codes": ("int8_token_head", {"page_size": None}),
@@ -130,6 +159,10 @@ UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # The others read the cache as it is, whatever the schedule says of so few queries.
 VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options) in VARIANTS.items()}
+FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
+FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
+FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
+FUSED += ("V of 16 bits, new tokens", "int8_channel", "channels, new tokens", "bf16, int8_token_head", "int4_g4, bf16")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
@@ -151,6 +184,7 @@ def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     # Lengths beyond every window: one that all tokens fit is left out of a kernel.
     calls = [variant(name, [1], [300], device="cpu") for name in VARIANTS]
+    calls += [fused(variant(name, [1], [300], device="cpu")) for name in FUSED]
     configs: dict[ExtendConfig, None] = {}
     unpacking: dict[UnpackConfig, None] = {}
     for call in calls:
@@ -184,6 +218,30 @@ def test_it_is_attention(name):
     assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_parts_of_a_fused_projection_give_the_same_bits(name):
+    """q, and new tokens, where a projection has put them: what lies between is NaN."""
+    call = variant(name)
+    want, want_lse = call.run(return_lse=True)
+    for pad in (0, 8):
+        apart, out = fused(call, pad), torch.full_like(want, torch.nan)
+        assert not apart.q.is_contiguous()
+        _, lse = apart.run(out=out, return_lse=True)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert_close(call, want, want_lse)
+
+
+@pytest.mark.parametrize("name", ["int4_g4, unpacked", "int8_token_head, unpacked"])
+def test_parts_of_a_fused_projection_where_warps_unpack(name, beside):
+    test_parts_of_a_fused_projection_give_the_same_bits(name)
+
+
+def test_a_graph_of_queries_that_lie_apart_serves_other_lengths():
+    name = "int8_token_head"
+    other = fused(variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5))
+    assert_a_graph_serves(fused(variant(name)), other)
+
+
 @pytest.mark.parametrize("name", [f"{name}, unpacked" for name, (form, _) in UNPACKED.items() if is_coded(form)])
 def test_it_is_attention_where_its_own_warps_unpack(name):
     """However few queries there are."""
@@ -195,6 +253,7 @@ def test_it_is_attention_where_its_own_warps_unpack(name):
     "name",
     [
         *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
+        *("bf16, int8_token_head", "int8_token_head, bf16", "int8_channel", "int8_g4"),
         *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
     ],
 )
@@ -221,6 +280,14 @@ def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     call = make_call(
         kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, unpack=unpack, device=CUDA
     )
+    call.q.zero_()
+    check(call)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 77)])
+@pytest.mark.parametrize("kv_format", [*MIXED, "int8_channel"], ids=str)
+def test_zero_scores_show_the_mask_of_mixed_pairs(kv_format, causal, window):
+    call = make_call(kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
     call.q.zero_()
     check(call)
 
@@ -323,6 +390,39 @@ def test_new_tokens_may_be_appended_meanwhile(name):
         assert torch.equal(found, want)
 
 
+APPENDED = ("new tokens, codes", "new tokens", "V of 16 bits, new tokens", "channels, new tokens")
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_new_tokens_are_appended_by_the_same_call(name):
+    """Also in a graph."""
+    call = fused(writable(variant(name)))
+    options, caches = call.options, (call.k_cache, call.v_cache)
+    want, blank = call.run(), [cache.clone() for cache in caches]
+    of_append = {each: options[each] for each in ("cache_layout", "k_scale", "v_scale") if each in options}
+    append_kv(
+        options["new_k"], options["new_v"], *caches, kv_format=call.kv_format, seq_lens=call.seq_lens,
+        cu_seqlens=call.cu_seqlens_q, block_table=options["block_table"], **of_append,
+    )  # fmt: skip
+    written, out = [cache.clone() for cache in caches], torch.full_like(want, torch.nan)
+
+    def check_one(run: Any) -> None:
+        for cache, rows in zip(caches, blank, strict=True):
+            cache.copy_(rows)
+        out.fill_(torch.nan)
+        run()
+        assert torch.equal(out, want)
+        for mine, rows in zip(caches, written, strict=True):
+            assert torch.equal(mine.view(torch.uint8), rows.view(torch.uint8)), "poison, too"
+
+    for _ in range(5):
+        check_one(lambda: appended(call, out=out))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        appended(call, out=out)
+    check_one(graph.replay)
+
+
 def test_a_full_mask_is_full():
     call = make_call("bf16", [64, 33], [70, 33], tree=True, device=CUDA)
     call.q.zero_()
@@ -357,13 +457,16 @@ def test_fewer_sms_give_the_same():
     assert torch.equal(call.run(num_splits=1), call.run(num_splits=1, sm_margin=130))
 
 
-@pytest.mark.parametrize("unpack", [False, True])
-def test_scales_far_from_one(unpack):
+SCALED = [("int8_token_head", False), ("int8_token_head", True), ("int8_g4", None)]
+
+
+@pytest.mark.parametrize("kv_format, unpack", SCALED)
+def test_scales_far_from_one(kv_format, unpack):
     """Rows' scales are fp32: neither tile nor probability may overflow or vanish in fp16."""
     for factor in (1e-6, 1e5):
-        call = make_call("int8_token_head", [70, 3], [300, 40], unpack=unpack, device=CUDA)
+        call = make_call(kv_format, [70, 3], [300, 40], unpack=unpack, device=CUDA)
         for cache in (call.k_cache, call.v_cache):
-            cache[..., :4].view(torch.float32).mul_(factor)
+            cache[..., : format_of(kv_format).header_bytes].view(torch.float32).mul_(factor)
         call.q.div_(factor)
         if factor > 1:
             call.q.mul_(0.5)

@@ -21,7 +21,7 @@ from cute_kernels.extend.plan import configs_of, lies_in_maps, make_plan, proble
 from cute_kernels.extend.schedule import choose, key_rows_of
 from cute_kernels.extend.ways import ExtendLaunch
 from cute_kernels.runtime.spec import KernelSpec
-from tests.extend.cases import Call, assert_close, make_call
+from tests.extend.cases import Call, assert_close, fused, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
 pytestmark = [pytest.mark.gpu]
@@ -69,6 +69,8 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "another pair": (("int4_g1", "e4m3_tensor"), {}),
 }
 
+FUSED = ("int8_token_head", "int4_g4", "e4m3_tensor")
+
 
 def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0, **more: Any) -> Call:
     kv_format, given = VARIANTS[name]
@@ -89,8 +91,9 @@ def config_of(call: Call, tile_rows: int = 72) -> ExtendConfig:
 def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     configs: dict[ExtendConfig, None] = {}
-    for name in VARIANTS:
-        call = variant(name, [1], [1], device="cpu")
+    calls = [(name, variant(name, [1], [1], device="cpu")) for name in VARIANTS]
+    calls += [(name, fused(variant(name, [1], [1], device="cpu"))) for name in FUSED]
+    for name, call in calls:
         checked = check_call(*call.tensors, **call.keywords)
         configs |= dict.fromkeys(configs_of(checked, config_of(call)))
         if name in PUBLIC:
@@ -122,6 +125,15 @@ def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     assert isinstance(launch, ExtendLaunch) and launch.config == config_of(call, tile_rows)
     out = check(call, tile_rows)
     assert torch.equal(call.run(), out)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_parts_of_a_fused_projection_give_the_same_bits(name):
+    call = variant(name)
+    apart = fused(call)
+    assert not apart.q.is_contiguous() and config_of(apart).strided_q
+    assert torch.equal(check(apart), check(call))
+    assert torch.equal(apart.run(), call.run()), "whichever kernel serves it"
 
 
 def test_a_plan_that_a_busy_stream_made_serves_another_one():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import KernelCache, aot, aot_build, arch_of, default_cache, native
+from cute_kernels.runtime.captures import graph_of
 from cute_kernels.runtime.memory import blank, empty_strided
 from tests.runtime.tiny import TinyConfig, TinySpec
 
@@ -79,3 +80,34 @@ def test_results_are_allocated_as_torch_does(shape: tuple[int, ...]):
     want = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     assert (made.shape, made.stride(), made.dtype, made.device) == (want.shape, want.stride(), want.dtype, want.device)
     assert made.is_contiguous() and not made.requires_grad
+
+
+def item_of_a_product(x: torch.Tensor) -> float:
+    return (x * 2).sum().item()
+
+
+def error_behind_a_product(x: torch.Tensor) -> None:
+    raise ValueError(f"operation not permitted: {(x * 2).shape}")
+
+
+@pytest.mark.parametrize("bad", [item_of_a_product, error_behind_a_product])
+def test_a_capture_that_fails_leaves_torch_as_it_was(bad):
+    device, aside = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    x, stream = torch.ones(4, device=device), torch.cuda.current_stream()
+    with pytest.raises((RuntimeError, ValueError), match="operation not permitted"):
+        graph_of(lambda: bad(x), device)
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(4, device=device).isfinite().all(), "drawn without a graph"
+
+    before = torch.cuda.memory_allocated()
+    used = torch.empty(1 << 26, dtype=torch.uint8, device=device)
+    used.record_stream(aside)
+    del used
+    torch.cuda.synchronize()
+    small = torch.empty(4, device=device)  # asks which blocks streams have done with
+    assert torch.cuda.memory_allocated() <= before + (1 << 20), small.shape
+
+    graph, product = graph_of(lambda: x * 3, device)
+    x.fill_(5)
+    graph.replay()
+    assert product.tolist() == [15.0] * 4

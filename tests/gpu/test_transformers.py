@@ -277,6 +277,18 @@ class NotTheLikeliest(LogitsProcessor):
         return scores.scatter(1, scores.argmax(-1, keepdim=True), float("-inf"))
 
 
+def test_steps_that_cannot_be_recorded_leave_sampling_as_it_is():
+    """A step of OPT's waits for the GPU. CUDA draws the same tokens as where no recording was tried."""
+    found = []
+    for records in (False, True):
+        model = same_tokens.build("opt")
+        ck.accelerate(model, kv_format="bf16", cuda_graphs=records)
+        torch.manual_seed(0)
+        found.append(generate(model, LEFT_PADDED, do_sample=True, max_new_tokens=12).sequences)
+    assert "capturing" in str(model.forward.reason)
+    assert torch.equal(*found)
+
+
 def test_memory_does_not_grow_with_recordings():
     """Each call records steps of its own: what libraries keep for a stream is kept once."""
     model, marks = build("llama"), []

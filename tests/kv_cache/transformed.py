@@ -9,8 +9,6 @@ import torch
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.call import AppendCall
 
-LOUD = 100.0  # times the rest: what channels of trained models reach
-
 
 def make_transform(
     num_kv_heads: int,

@@ -124,6 +124,13 @@ def extend() -> Call:
 
 
 @case
+def append_then_extend() -> Call:
+    call = {"q": numbers(5, 4, 64), "new_k": numbers(5, 2, 64), "new_v": numbers(5, 2, 64), **pages()}
+    call |= {"seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 3, 5), "block_table": table()}
+    return ck.append_and_extend, {**call, "sinks": torch.zeros(4), "softcap": 3.0, "out": numbers(5, 4, 64)}
+
+
+@case
 def extend_trees() -> Call:
     call = {"q": numbers(5, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 3, 5)}
     return ck.extend_attention, {**call, "block_table": table(), "tree_mask": words(5, 1)}

@@ -32,7 +32,14 @@ from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
-from cute_kernels.extend.policies import GROUP_TOKENS, MMA_THREADS, SLAB_COLUMNS, WARPGROUP_WARPS, WORK_SLOTS
+from cute_kernels.extend.policies import (
+    GROUP_TOKENS,
+    MMA_THREADS,
+    SLAB_COLUMNS,
+    WARPGROUP_WARPS,
+    WORK_SLOTS,
+    has_head_scale,
+)
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
 from cute_kernels.extend.work import END, Worker
@@ -205,7 +212,7 @@ class KeyRowsConsumer:
         """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
         multiplied."""
         scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
-        if self.config.formats[0].given_scale is not None:
+        if has_head_scale(self.config.formats[0]):
             scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
         return ptx.fmax(scale, Float32(MIN_SCORE_SCALE))
 

@@ -16,7 +16,7 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
 from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS
-from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
+from cute_kernels.extend.queries import TOP_EXPONENTS, QueryRows
 
 TOP_EXPONENT = TOP_EXPONENTS["fp16"]
 CONSUMERS = 5  # named barrier of all consumer warps
@@ -31,7 +31,7 @@ class QueryWriter:
     """Warp w brings rows w, w + 8, ... of a work tile."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, rows_of(config.formats[0])
+        self.config, self.rows, self.places = config, rows_of(config.formats[0]), QueryRows(config)
         self.halves = of_name(config.q_dtype).halves
         self.count = config.tile_rows // MMA_WARPS
 
@@ -68,8 +68,7 @@ class QueryWriter:
         for i in range(self.count):
             row = work.first_row + warp + MMA_WARPS * i
             exists = row < work.num_rows
-            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            address = queries + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)
+            address = self.places.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
             address = address + Int64(column * ELEMENT_BYTES)
             words = [ptx.load_global_words(address, k * distance * ELEMENT_BYTES, 1)[0] for k in range(2)]
             words = [cutlass.select_(exists, word, Uint32(0)) for word in words]

@@ -21,7 +21,7 @@ from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.queries import sync_consumers
 from cute_kernels.extend.multiply import WARPGROUP_THREADS
-from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS
+from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, has_head_scale
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import load_float
 
@@ -110,7 +110,7 @@ class KeyRowsResults:
         total = ptx.fma(totals[0], weights[0], totals[1] * weights[1])
         nothing = total == 0.0
         unit = Float32(config.units[1])
-        if const_expr(config.formats[1].given_scale is not None):
+        if const_expr(has_head_scale(config.formats[1])):
             unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
         denominator = total
         if shape.splits.value == 1:

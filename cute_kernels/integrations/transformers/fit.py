@@ -30,7 +30,7 @@ from cute_kernels.integrations.transformers.calibrate import Seen, attending, wa
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
 from cute_kernels.kv_formats import KvFormat, format_of
-from cute_kernels.runtime.captures import nothing_collected
+from cute_kernels.runtime.captures import graph_of
 
 _BETAS = (0.9, 0.98)
 _WARM_STEPS = 3  # before a step is recorded, as PyTorch's guide to CUDA graphs has it
@@ -163,9 +163,7 @@ class _Recorded:
 
     def _record(self, batch: Mapping[str, Any]) -> None:
         self.batch = {name: tensor.clone() for name, tensor in batch.items()}
-        self.graph = torch.cuda.CUDAGraph()
-        with nothing_collected(), torch.cuda.graph(self.graph):
-            self.loss = self.advance(self.batch)
+        self.graph, self.loss = graph_of(lambda: self.advance(self.batch), self.device)
 
 
 def _check_recordable(batches: Sequence[Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:

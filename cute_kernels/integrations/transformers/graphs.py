@@ -30,7 +30,7 @@ from cute_kernels.integrations.transformers.known_code import cache_in
 from cute_kernels.integrations.transformers.masks import recording
 from cute_kernels.integrations.transformers.merged import PartOfPair
 from cute_kernels.integrations.transformers.ropes import version_of
-from cute_kernels.runtime.captures import nothing_collected
+from cute_kernels.runtime.captures import graph_of
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str)
@@ -54,9 +54,7 @@ class CudaGraph:
     """A function as a CUDA graph."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), nothing_collected(), torch.cuda.graph(self.graph):
-            self.outputs = function()
+        self.graph, self.outputs = graph_of(function, device)
 
     def replay(self) -> None:
         """Runs it."""

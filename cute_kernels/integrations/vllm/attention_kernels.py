@@ -63,8 +63,8 @@ class Decodes:
 
 def can_extend(formats: Formats, head_size: int) -> bool:
     """Whether extend attention reads caches of these formats, K's and V's."""
-    if head_size not in HEAD_DIMS:
-        return False
+    if head_size not in HEAD_DIMS or formats.k.is_coded != formats.v.is_coded:
+        return False  # where one is of 16 bits alone, engines have them dequantised, as they have tested it
     return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
 
 
