@@ -29,14 +29,22 @@ from cute_kernels.extend.decode import CodedRows
 from cute_kernels.extend.loads import store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.multiply import FIRST_TURN
-from cute_kernels.extend.policies import MMA_WARPGROUPS, SLAB_COLUMNS, TILE_SCALE_BYTES, TILE_TOKENS, UnpackConfig
+from cute_kernels.extend.policies import (
+    ELEMENT_BYTES,
+    MMA_WARPGROUPS,
+    SLAB_COLUMNS,
+    TILE_SCALE_BYTES,
+    TILE_TOKENS,
+    UnpackConfig,
+)
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer
-from cute_kernels.extend.unpack import UnpackKernel, UnpackTarget, UnpackWork
+from cute_kernels.extend.unpack import DenseRows, UnpackKernel, UnpackTarget, UnpackWork
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_ROWS = WARP_THREADS  # a lane for the scale of each
+DENSE_ROWS = 16  # of a chunk of 16 bits, that a warp has registers for
 CHUNKS = TILE_TOKENS[SLAB_COLUMNS] // CHUNK_ROWS  # of a tile
 UNPACKING = FIRST_TURN + MMA_WARPGROUPS  # barrier of the warps that unpack
 
@@ -60,7 +68,8 @@ class SourceBeside(Source):
         blocks, rows = extents(given.k_codes), extents(given.k_cache)
         tokens = blocks[2] if config.head_major else blocks[1]
         codes = given.k_codes, given.v_codes
-        keys, values = (Rows.of(tensor, 1, config.head_major) for tensor in codes)
+        element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
+        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in codes)
         pages = Pages(given.block_table, given.table_pages, blocks[0], Divisor.of(tokens))
         progress = Progress(given.counter, rows[0], rows[1], rows[2] // config.tile_tokens)
         return SourceBeside(
@@ -120,10 +129,14 @@ class ChunkUnpacker:
         self.rows = tuple(self.rows_of(operand) for operand in (KEYS, VALUES))
         first, second = self.config.formats
         self.alike = first == second  # then code for one of K and V serves both
+        self.rounds = CHUNK_ROWS // self.rows[KEYS].warp_rows  # of a chunk: rows that a warp holds at a time
         self.scales = TileScale(self.config, KEYS), TileScale(self.config, VALUES)
 
-    def rows_of(self, operand: int) -> CodedRows:
-        return ChunkWords(ChunkRows.of(self.config), operand, looks_first=True, around=True)
+    def rows_of(self, operand: int) -> CodedRows | DenseRows:
+        shape = ChunkRows.of(self.config)
+        if self.config.formats[operand].is_coded:
+            return ChunkWords(shape, operand, looks_first=True, around=True)
+        return DenseRows(shape, operand)
 
     @cute.jit
     def run(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
@@ -230,8 +243,9 @@ class ChunkUnpacker:
         ticket = self.draw(source.progress, warp, lane)
         cache, target = self.of_operand(source.cache, is_key), source.target
         held, places = rows.make(), rows.runs.make()
-        rows.runs.ask(places, cache, work, block, part)
-        rows.load(held, places, cache, work, first_valid, block, part, lane)
+        first = part * self.rounds
+        rows.runs.ask(places, cache, work, block, first)
+        rows.load(held, places, cache, work, first_valid, block, first, lane)
         scales = self.scales[form].load(cache, work, first_valid, block, lane)
         source.progress.tell(told, lane)
         self.wait(held, rows)
@@ -245,13 +259,18 @@ class ChunkUnpacker:
         row = line * source.room + (block * config.tile_tokens + part * CHUNK_ROWS)
         tile = cutlass.select_(is_key, target.keys, target.values) + row * self.kernel.row_bytes
         self.kernel.store(rows, held, factor, tile, lane)
+        for i in cutlass.range_constexpr(1, self.rounds):
+            rows.runs.ask(places, cache, work, block, first + i)
+            rows.load(held, places, cache, work, first_valid, block, first + i, lane)
+            self.kernel.store(rows, held, factor, tile + i * rows.warp_rows * self.kernel.row_bytes, lane)
         return chunk
 
-    def wait(self, held, rows: CodedRows) -> None:
+    def wait(self, held, rows: CodedRows | DenseRows) -> None:
         """Until what was asked for last is there, and with it most of what was asked for before: for warps to decode at
         the same time, no result relies on it."""
-        for words in (held.words, held.headers)[: 1 + rows.has_headers]:
-            words[rows.num_loads - 1] = ptx.pinned(words[rows.num_loads - 1])
+        asked = [held.words] if isinstance(rows, DenseRows) or not rows.has_headers else [held.words, held.headers]
+        for words in asked:
+            words[rows.num_words - 1] = ptx.pinned(words[rows.num_words - 1])
 
     def of_operand(self, cache, is_key) -> Source:
         """Where both K and V are the one or the other."""
@@ -277,7 +296,8 @@ class ChunkRows:
 
     @staticmethod
     def of(config: UnpackConfig) -> ChunkRows:
-        return ChunkRows(config.formats, config.head_dim, config.columns, config.tile_tokens, config.page_tokens)
+        rows = CHUNK_ROWS if config.formats[0].is_coded else DENSE_ROWS
+        return ChunkRows(config.formats, config.head_dim, config.columns, config.tile_tokens, config.page_tokens, rows)
 
 
 class ChunkWords(CodedRows):
@@ -303,9 +323,13 @@ class TileScale:
     """The power of 2 of a tile of K or V: each warp that has a part of it looks at the scales of all its rows."""
 
     def __init__(self, config: UnpackConfig, operand: int):
-        self.operand, self.is_scaled = operand, config.tile_scales[operand]
+        self.config, self.operand, self.is_scaled = config, operand, config.tile_scales[operand]
         self.loads = config.tile_tokens // WARP_THREADS if self.is_scaled else 0
-        self.rows = CodedRows(ChunkRows.of(config), operand, around=True)
+
+    @property
+    def rows(self) -> CodedRows:
+        """Of a tile that has one."""
+        return CodedRows(ChunkRows.of(self.config), self.operand, around=True)
 
     @cute.jit
     def load(self, source, work, first_valid: Int32, block: Int32, lane: Int32):

@@ -125,7 +125,7 @@ def shipped_specs() -> list[KernelSpec]:
     many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
     beside = [own for config in many if (own := choose_beside(config)) is not None]
     unpacked = [choose_unpacked(config) for config in many]
-    few = [own for config in loading for own in choose_key_rows(config, mapped=True)]
+    few = [own for config in loading for own in choose_key_rows(config, mapped=True, tile_heads=2)]
     attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]
@@ -163,7 +163,8 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     if config.unpacks is not None:
         codes = [cute.sym_int() for _ in range(3)]
         for name, form in zip(("k_codes", "v_codes"), config.unpacks.formats, strict=True):
-            tensors[name] = _fake_cache(codes, cutlass.Uint8, form.row_elements(config.head_dim), 4)
+            row, coded = form.row_elements(config.head_dim), form.is_coded
+            tensors[name] = _fake_cache(codes, cutlass.Uint8 if coded else dtype, row, 4 if coded else 16)
     arguments = attention_arguments(config.features, beside)
     return arguments.compile(ExtendKernel(config).launch, tensors, arch, *options)
 

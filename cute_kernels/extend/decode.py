@@ -166,7 +166,7 @@ class CodedRows:
         self.real_units = shape.head_dim // self.word_codes
         self.group_words = self.real_units // form.num_groups
         self.warp_rows = shape.warp_rows
-        self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
+        self.num_loads = self.num_words = self.warp_rows * self.row_units // WARP_THREADS
         self.num_groups = form.num_groups if self.token_scale else 1
         self.scale_rows = WARP_THREADS // self.num_groups  # whose scales all lanes hold a register of
         self.scale_words = max(self.warp_rows // self.scale_rows, 1)

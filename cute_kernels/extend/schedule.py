@@ -10,6 +10,7 @@ from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.extend.config import MAX_SPLITS, ExtendConfig
 from cute_kernels.extend.policies import (
     ELEMENT_BYTES,
+    KEY_ROWS_HEAD_DIM,
     MOST_COLUMNS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -41,6 +42,9 @@ PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
 UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
+# Of 16 bits beside the products, which they take power and memory from: so that 1024 queries pay for pages of 16 and
+# 2048 for pages of 64, an H200.
+MOVED_BESIDE_BYTES_PER_US = 6.8e6
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -107,10 +111,19 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
+def heads_of_tile(num_kv_heads: int) -> int:
+    """KV heads of a work tile of key rows: two, where there are any two."""
+    return 2 - num_kv_heads % 2
+
+
+def key_rows_of(
+    config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
+) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
-    least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie.
+    tile_heads: of `heads_of_tile`."""
+    tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
+    least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
         by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
@@ -123,10 +136,10 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 
-def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
-    :func:`key_rows_of`."""
-    configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
+def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped,
+    tile_heads: as :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 
@@ -226,23 +239,30 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
+    return _queries_that_pay(config, batch, group, window, UNPACKED_BYTES_PER_US)
+
+
+def _queries_that_pay(
+    config: ExtendConfig, batch: int, group: int, window: int | None, bytes_per_us: float
+) -> int | None:
+    """As :func:`queries_to_unpack_for`, at so many bytes read and written a us."""
     kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
     if not rates or config.why_as_it_lies is not None:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
-    queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
+    queries = math.ceil(moved / bytes_per_us / saved)
     return None if window is not None and window < queries else queries * batch
 
 
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
-    them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
+    them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
     readers = [reader for form in config.formats if (reader := reader_of(form)) is not None]
+    if not readers:
+        return _queries_that_pay(config, batch, group, window, MOVED_BESIDE_BYTES_PER_US)
     rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]
-    if not rates:
-        return None
     # Of a number of K or V: 2 FLOP for each query and head of its group.
     queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
     return None if window is not None and window < queries else queries * batch
@@ -270,9 +290,12 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
     return -(-max_seq_len // tokens) * tokens
 
 
-def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS) -> int:
-    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head."""
-    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * num_kv_heads
+def count_tiles(
+    total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
+) -> int:
+    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head, or
+    for each ``tile_heads`` of them."""
+    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
 def choose_splits(
@@ -283,6 +306,7 @@ def choose_splits(
     max_seq_len: int,
     num_sms: int,
     tile_rows: int = TILE_ROWS,
+    tile_heads: int = 1,
 ) -> int:
     """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
 
@@ -292,8 +316,8 @@ def choose_splits(
     if not (total_q and batch):
         return 1
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
-    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads
-    blocks = -(-max_seq_len // BLOCK_TOKENS)
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads
+    blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
         """Of the busiest CTA, in blocks of keys."""

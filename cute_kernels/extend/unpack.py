@@ -33,7 +33,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.types import RegisterTensor, extents
 from cute_kernels.extend import fp8
-from cute_kernels.extend.decode import CodedRows, Places, RowRuns
+from cute_kernels.extend.decode import CodedRows, Places, RowRuns, RowShape
 from cute_kernels.extend.loads import load_piece_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UNPACK_WARPS, UnpackConfig
@@ -55,16 +55,18 @@ class HeldRows:
 class DenseRows:
     """K or V of a 16-bit cache: which pieces of 16 bytes are whose; as :class:`.decode.CodedRows`."""
 
-    def __init__(self, config: UnpackConfig, operand: int):
+    def __init__(self, config: RowShape, operand: int):
         self.config, self.operand, self.token_scale = config, operand, False
+        self.warp_rows = config.warp_rows
         self.row_units = config.columns * ELEMENT_BYTES // PIECE_BYTES
         self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
         self.unit_bytes = PIECE_BYTES
         self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
+        self.num_words = 4 * self.num_loads
         self.runs = RowRuns(config)
 
     def make(self) -> HeldRows:
-        return HeldRows(cute.make_rmem_tensor(4 * self.num_loads, Uint32))
+        return HeldRows(cute.make_rmem_tensor(self.num_words, Uint32))
 
     @cute.jit
     def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):

@@ -48,6 +48,13 @@ def beside_a_norm(
     return other if us < most else schedule
 
 
+def config_beside_a_norm(
+    problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
+) -> DeferredNormConfig | None:
+    """The kernel of a product on one side of a norm, that ``schedule`` serves by itself; None if it has none."""
+    return deferred(beside_a_norm(problem, schedule, kind), kind)
+
+
 def shipped_configs() -> list[DeferredNormConfig]:
     """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
     tables have them. Others compile on demand."""
@@ -55,7 +62,8 @@ def shipped_configs() -> list[DeferredNormConfig]:
     tables = (None, *shipped_tables())  # not a user's own: what ships is the same everywhere
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows, table in product(layers, SHIPPED_ROWS, tables):
-            config = deferred(chosen_by(LinearProblem(rows, n, k, k, integers(4), "bf16"), table), kind)
+            problem = LinearProblem(rows, n, k, k, integers(4), "bf16")
+            config = config_beside_a_norm(problem, chosen_by(problem, table), kind)
             if config is not None:
                 found[config] = None
     return list(found)

@@ -135,6 +135,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a third": (("int8_token_head", "int4_g4"), {}),
     "int8, window": ("int8_token_head", {"window_size": 40}),
     "head_dim 80": ("e5m2", {"head_dim": 80}),
+    "16 bits": ("bf16", {}),
+    "16 bits, pages of 16": ("bf16", {"page_size": 16}),
+    "16 bits, pages of 48, HND": ("bf16", {"page_size": 48, "cache_layout": "HND"}),
+    "16 bits, window": ("bf16", {"window_size": 40}),
+    "16 bits, head_dim 64": ("bf16", {"head_dim": 64, "page_size": 16}),
+    "16 bits, head_dim 80": ("bf16", {"head_dim": 80}),
     "window": ("int4_g4", {"window_size": 40}),
 }
 
@@ -215,10 +221,10 @@ def test_a_warp_waits_for_both_tiles_of_a_block(missing, known):
         assert int(np.asarray(near)[0]) >= 2, "blocks before the first are not looked at"
 
 
-def test_sixteen_bits_and_sums_without_room_are_unpacked_before():
+def test_where_sums_leave_no_room_keys_are_unpacked_before():
     features = Features(causal=True, paged=True)
-    for name, head_dim in (("bf16", 128), ("int4_g4", 256)):
-        assert choose_beside(choose(ExtendProblem(head_dim, name, name, "bf16", 64, features))) is None
-    for name in ("int4_g1", "int4_g4", "e4m3_tensor", "e5m2", "int8_token_head", "e4m3_token_head"):
+    for name in ("bf16", "int4_g4"):
+        assert choose_beside(choose(ExtendProblem(256, name, name, "bf16", 64, features))) is None
+    for name in ("bf16", "int4_g1", "int4_g4", "e4m3_tensor", "e5m2", "int8_token_head", "e4m3_token_head"):
         config = choose_beside(choose(ExtendProblem(128, name, name, "bf16", 64, features)))
         assert config is not None and config.takes_table and config.name.endswith(f"beside_{name}_p64")

@@ -21,6 +21,7 @@ from cute_kernels.extend.queries import WARP_ROWS, QueryLoader
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8
 from cute_kernels.extend.softmax import LOWEST, Rows, Softmax
 from simulator import LANES, Float32, Int32, Meanings, Uint32, Warp, running, stand_in
+from simulator.registers import elements, from_halves, halves
 
 WARPS = 4
 
@@ -35,7 +36,18 @@ class Machine(Warp):
     """A warp that rounds to E4M3."""
 
     def meanings(self) -> Meanings:
-        return replace(super().meanings(), modules={queries: {"pack_e4m3x4": self.pack_e4m3x4}})
+        own = {"tell": lambda _, power, address, lane: self.store_shared(address, 0, [power])}
+        return replace(super().meanings(), modules={queries: {"pack_e4m3x4": self.pack_e4m3x4}, QueryLoader: own})
+
+    def greater_magnitude(self, a: Any, b: Any, *, dtype: str) -> Any:
+        kind = "bf16" if dtype == "bf16" else "f16"
+        left, right = (np.abs(elements(word, kind)) for word in (a, b))
+        found = np.where(left >= right, halves(a), halves(b))
+        return from_halves(np.where(np.isnan(left) | np.isnan(right), np.uint16(0x7FFF), found))
+
+    def mul_bf16x2(self, a: Any, b: Any) -> Any:
+        product = torch.from_numpy(elements(a, "bf16") * elements(b, "bf16")).bfloat16().view(torch.int16)
+        return from_halves(np.where(product.view(torch.bfloat16).isnan(), 0x7FFF, product.numpy().view(np.uint16)))
 
     def pack_e4m3x4(self, values: list[Any]) -> Any:
         codes = torch.from_numpy(np.stack([np.broadcast_to(value, (32,)) for value in values], 1).astype(np.float32))
@@ -43,29 +55,58 @@ class Machine(Warp):
 
 
 def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes of queries [64, 128] as fp64, their rows' powers [64, 1])."""
+    """(operands that queries [64, 128] become as fp64, their rows' powers [64, 1])."""
     codes = config.query_bytes
-    machine = Machine(np.zeros(codes + config.query_code_bytes, np.uint8), np.zeros(16, np.uint8))
+    scales = codes + config.query_code_bytes
+    machine = Machine(np.zeros(scales + 4 * WARPGROUP_ROWS, np.uint8), np.zeros(16, np.uint8))
     row, piece = np.arange(WARPGROUP_ROWS)[:, None, None], np.arange(16)[None, :, None]
     places = piece // 8 * queries.SLAB_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16 + np.arange(16)
     machine.shared_memory[places] = q.view(torch.uint8).numpy().reshape(WARPGROUP_ROWS, 16, 16)
-    powers = torch.zeros(WARPGROUP_ROWS, 1, dtype=torch.float64)
     with running(machine):
-        loader, lane = QueryLoader(config), Int32(LANES)
-        for number in range(WARPS):
-            warp = Int32(number)
-            for step in range(loader.num_steps):
-                words = machine.load_shared_vector(loader.place(Int32(0), warp, lane, step), 0, 4)
-                packed, unit = loader.convert(words)
-                machine.store_shared(loader.code_place(Int32(codes), warp, lane, step), 0, packed)
-                first = number * WARP_ROWS + step * loader.step_rows
-                for below in range(loader.step_rows):  # all lanes of a row know of its power
-                    (power,) = np.unique(np.asarray(unit)[LANES // loader.row_pieces == below])
-                    powers[first + below] = float(power)
+        loader = QueryLoader(config)
+        for warp in range(WARPS):
+            loader.convert(Int32(0), Int32(codes), Int32(scales), Int32(warp), Int32(LANES))
+    powers = torch.from_numpy(machine.shared_memory[scales:].view(np.float32).astype(np.float64))[:, None]
+    if config.fp8 is None:
+        halves_of_rows = machine.shared_memory[places].reshape(WARPGROUP_ROWS, 256)
+        return torch.from_numpy(halves_of_rows).view(torch.float16).double(), powers
     column = np.arange(128)[None]
     row = row[:, 0]
     tile = machine.shared_memory[codes + row * 128 + (column // 16 ^ row % 8) * 16 + column % 16]
     return torch.from_numpy(tile).view(torch.float8_e4m3fn).double(), powers
+
+
+INTO_HALVES = choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+
+
+@pytest.mark.parametrize("least, greatest", [(-90, 25), (-90, 120), (29, 120)])
+def test_queries_in_bf16_become_fp16_of_the_same_numbers(least, greatest):
+    """Whether or not some row of a warp is beyond what one power of 2 in bf16 brings into fp16."""
+    exponents = torch.randint(least, greatest, (WARPGROUP_ROWS, 1)).float()
+    q = torch.rand(WARPGROUP_ROWS, 128).add_(1e-2).mul_(exponents.exp2()).mul_(torch.randn(64, 128).sign()).bfloat16()
+    q[5:7] = 0
+    q[6, :2] = torch.tensor([1.0, 2.0**-28])
+    found, powers = converted(INTO_HALVES, q)
+    top = found.abs().amax(1)
+    assert (top[:5] >= 2**14).all() and (top < 2**15).all() and (powers > 0).all()
+    assert torch.equal(found * powers, q.double())
+
+
+def test_tiny_queries_become_fp16():
+    q = torch.full((WARPGROUP_ROWS, 128), 2.0**-127).bfloat16()
+    found, powers = converted(INTO_HALVES, q)
+    assert torch.equal(found * powers, q.double())
+
+
+@pytest.mark.parametrize("other", [torch.inf, -torch.inf, torch.nan])
+def test_a_query_in_fp16_with_what_is_no_number_is_none(other):
+    q = torch.randn(WARPGROUP_ROWS, 128).bfloat16()
+    want = converted(INTO_HALVES, q)
+    rows = torch.zeros(WARPGROUP_ROWS, dtype=torch.bool)
+    q[3, 7], q[20, 0], rows[[3, 20]] = other, other, True
+    found = converted(INTO_HALVES, q)
+    assert found[0][rows].isnan().all()
+    assert all(torch.equal(one[~rows], other[~rows]) for one, other in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])

@@ -26,14 +26,14 @@ from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
-from cute_kernels.extend.plan import combine_spec, configs_of
-from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_key_rows, choose_unpacked
+from cute_kernels.extend.plan import combine_spec, configs_of, key_rows_for
+from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import config_for
 from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.deferred_choice import config_beside_a_norm
 from cute_kernels.linear.plan import MOST_ROWS, factored
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
@@ -188,10 +188,11 @@ class ExtendCase:
 
     def specs(self) -> list[KernelSpec]:
         call = self.call()
-        (config,) = configs_of(check_extend_call(*call.tensors, **call.keywords))
+        checked = check_extend_call(*call.tensors, **call.keywords)
+        (config,) = configs_of(checked)
         combine = [combine_spec(config)] if self.num_splits != 1 else []
         if self.num_splits is None:
-            return [*map(ExtendSpec, choose_key_rows(config)), *combine]
+            return [*map(ExtendSpec, key_rows_for(checked, config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
         if self.beside:
@@ -291,7 +292,8 @@ class DeferredNormCase:
         found: list[KernelSpec] = []
         sides: dict[DeferredKind, tuple[int, int]] = {GIVES: (self.hidden, self.k), TAKES: (self.n, self.hidden)}
         for kind, size in sides.items():
-            config = deferred(chosen(W4.problem(self.m, *size), GPU), kind)
+            problem = W4.problem(self.m, *size)
+            config = config_beside_a_norm(problem, chosen(problem, GPU), kind)
             assert config is not None, "the product's kernel is on no side of a norm"
             found.append(DeferredNormSpec(config))
         return found
@@ -495,6 +497,7 @@ EXTEND = {
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
     "extend-int8_token_head-beside": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True, beside=True),
     "extend-int4_g4-beside-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2, beside=True),
+    "extend-bf16-pages-of-16-beside": ExtendCase("bf16", *EXTEND_SHAPES, page_size=16, unpack=True, beside=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
