@@ -109,7 +109,7 @@ def test_parts_that_wait_for_one_another_are_neighbours_of_one_round(m, n, k, ru
                 work_tile = scheduler.work_tile(index)
                 done[work_tile.block, work_tile.m_tile, work_tile.begin : work_tile.end] += 1
                 if work_tile.splits > 1:
-                    assert index == indices[-1] and work_tile.splits == schedule.config.reduction.parts
+                    assert index == indices[-1] and work_tile.splits == schedule.splits
                     owners.setdefault((work_tile.block, work_tile.m_tile), []).append(cta)
         assert (done == 1).all()
         for ctas in owners.values():

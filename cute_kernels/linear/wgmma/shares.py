@@ -120,9 +120,13 @@ class ShareReduction:
         return other * self.partial_bytes + vector * VECTOR_STRIDE
 
 
-class SharesKernel(WgmmaKernel):
+class SharesKernel:
     """One compiled variant of a dense product whose CTAs have shares."""
 
     def __init__(self, config: WgmmaConfig):
-        super().__init__(config)
-        self.consumers.reduction = ShareReduction(config, self.epilogue, DensePlaces(config))
+        self.product = WgmmaKernel(config)
+        self.product.consumers.reduction = ShareReduction(config, self.product.epilogue, DensePlaces(config))
+
+    def launch(self, given, stream):
+        """As `WgmmaKernel.launch`."""
+        self.product.launch(given, stream)
