@@ -337,43 +337,21 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import (
-        accuracy_report,
-        e2e_steps,
-        e2e_transformers,
-        e2e_vllm,
-        linear,
-        mla,
-        model_accuracy_report,
-        moe,
-        report,
-        same_tokens,
-    )
+    from bench import report, tables
 
-    of_kind = {
-        "linear": (linear.markdown, report.MARK_LINEAR),
-        "mla": (mla.markdown, report.MARK_MLA),
-        "moe": (moe.markdown, report.MARK_MOE),
-        "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
-        "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
-        "e2e": (e2e_vllm.markdown, e2e_vllm.MARK),
-        "same_tokens": (same_tokens.markdown, same_tokens.MARK),
-    }
     record = options.result
-    if record.get("engine") == "transformers":
-        of_kind["e2e"] = e2e_transformers.TABLES.get(options.suite, e2e_transformers.TABLES["main"])
-    if record.get("engine") == "steps":
-        of_kind["e2e"] = (e2e_steps.markdown, e2e_steps.MARK)
-    of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)
-    markdown, mark = of_kind.get(str(record.get("kind")), of_suite)
     try:
-        table = markdown(record)
+        make, mark = tables.table_of(record, options.suite)
+        table = make(record)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if options.readme is None:
-        print(table, end="")
+        print(table.rstrip("\n"))
         return 0
+    if mark is None:
+        print(f"--readme: got a record of {record['kind']}, whose table no page holds; leave it out.", file=sys.stderr)
+        return 2
     try:
         options.readme.write_text(report.filled(options.readme.read_text(), mark, table))
     except (OSError, ValueError) as error:

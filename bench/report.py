@@ -138,7 +138,8 @@ def markdown(record: Record, suite: str = "main") -> str:
     """The suite as a Markdown table, one line per shape and format; for the README."""
     rows = by_format(row for row in record["rows"] if row["suite"] == suite and row.get("us"))
     if not rows:
-        raise ValueError(f"suite: got {suite!r}, want one that the record has measurements of")
+        known = ", ".join(dict.fromkeys(row["suite"] for row in record["rows"]))
+        raise ValueError(f"suite: got {suite!r}, want one that the record has measurements of: {known}")
     columns: list[Column] = [
         ("KV cache", lambda row: row["kv_format"]),
         ("batch" if suite == "main" else "shape", lambda row: _shape_cell(row, suite)),

@@ -125,7 +125,7 @@ def shipped_specs() -> list[KernelSpec]:
     many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
     beside = [own for config in many if (own := choose_beside(config)) is not None]
     unpacked = [choose_unpacked(config) for config in many]
-    few = [own for config in loading for own in choose_key_rows(config, mapped=True)]
+    few = [own for config in loading for own in choose_key_rows(config, mapped=True, tile_heads=2)]
     attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]

@@ -23,6 +23,7 @@ from cute_kernels.extend.policies import (
     MMA_WARPGROUPS,
     MMA_WARPS,
     MOST_COLUMNS,
+    PAIRED_ROW_BYTES,
     REGISTERS,
     ROW_BYTES,
     SCALED_ROW_BYTES,
@@ -102,13 +103,26 @@ class ExtendConfig:
         if self.tile_rows == TILE_ROWS:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
-        tokens = self.tile_tokens
-        return KeyRows(self.tile_rows, (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1]))
+        tokens = self.tile_tokens * (1 if self.paired else self.tile_heads)
+        tiles, apart = (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1])
+        return KeyRows(self.tile_rows, tiles, apart, self.tile_heads)
+
+    @property
+    def tile_heads(self) -> int:
+        """KV heads of a work tile: two of key rows, a warpgroup's each, whose tiles have half as many tokens."""
+        return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales. A row
+        of them touches two lines of the L2 cache, those of two heads three."""
+        behind = all(form.code_bits == 8 and form.header_bytes for form in self.formats)
+        return self.tile_heads == 2 and self.mapped and behind
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
         if form.code_bits == 8 and form.header_bytes:
-            return SCALED_ROW_BYTES, 0
+            return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         codes = self.head_dim * form.code_bits // 8
         if codes + form.header_bytes == HEADED_ROW_BYTES:
             return HEADED_ROW_BYTES, 0
@@ -444,8 +458,10 @@ class ExtendConfig:
             return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
         if not self.decodes or self.ragged or self.merges:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
-        if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != 2 * GROUP_TOKENS or self.producer_warps != 4:
+        if self.head_dim != KEY_ROWS_HEAD_DIM or self.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
+        if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
+            return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
         if any(self.channel_scales):
             return f"{self.tile_rows} tile_rows of caches with scales of channels"
         for form in self.formats:

@@ -15,8 +15,8 @@ import torch
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.ops import DEFAULTS
-from cute_kernels.extend.plan import ExtendPlan, check_alignment, lies_in_maps, lies_in_pieces, make_plan, problem_of
-from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, key_rows_for, lies_in_pieces, make_plan, problem_of
+from cute_kernels.extend.schedule import choose, decodes_with_key_rows
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
 
@@ -79,7 +79,7 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
     shape = (call.batch * call.q_len, call.num_q_heads, call.head_dim)
     checked = ExtendCall(call.q.contiguous().view(shape), call.seq_lens, call, None, None)
     config = decodes_with_key_rows(
-        choose_key_rows(choose(problem_of(checked)), lies_in_maps(checked)),
+        key_rows_for(checked, choose(problem_of(checked))),
         call.batch,
         call.q_len,
         call.num_q_heads,

@@ -26,6 +26,7 @@ from cute_kernels.extend.schedule import (
     choose_key_rows,
     choose_newer,
     choose_unpacked,
+    heads_of_tile,
     queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
@@ -243,7 +244,12 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         shape = call.q.shape[1], call.base.num_kv_heads, _num_sms(call)
         return Way(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
 
-    return [way(few) for few in choose_key_rows(config, lies_in_maps(call))]
+    return [way(few) for few in key_rows_for(call, config)]
+
+
+def key_rows_for(call: ExtendCall, config: ExtendConfig) -> list[ExtendConfig]:
+    """What may serve a call of few queries a request that ``config`` serves, for the fewest first."""
+    return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.base.num_kv_heads))
 
 
 def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -252,6 +258,11 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
             f"them, that begin at multiples of {ALIGNMENT} bytes"
+        )
+    if call.base.num_kv_heads % config.tile_heads:
+        raise ValueError(
+            f"k_cache, v_cache: got {call.base.num_kv_heads} KV heads: config {config.name} wants a multiple of "
+            f"{config.tile_heads}"
         )
     if config.mapped and not lies_in_maps(call):
         raise ValueError(
@@ -357,7 +368,8 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
-    specs += [ExtendSpec(few) for mapped in (True, False) for few in choose_key_rows(config, mapped)]
+    few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
+    specs += [ExtendSpec(own) for own in dict.fromkeys(few)]
     least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
     if least is not None and beside is not None:
         specs.append(ExtendSpec(beside))

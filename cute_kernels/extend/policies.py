@@ -38,7 +38,9 @@ UNPACK_WARPS = 8  # of a CTA, which share a tile
 UNPACK_CTAS_PER_SM = 4
 KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
 SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
+PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
+FLAG_BYTES = 16  # of a word for each warpgroup, there
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
@@ -271,14 +273,17 @@ class KeyRows:
 
     Attributes:
         tile_bytes: of K's codes and of V's. header_bytes: of what is in front of their rows, unless it lies with them.
+        heads: KV heads of a work tile.
     """
 
     tile_rows: int
     tile_bytes: tuple[int, int]
     header_bytes: tuple[int, int]
+    heads: int = 1
 
     @property
     def query_bytes(self) -> int:
+        """Of a head."""
         return self.tile_rows * KEY_ROWS_HEAD_DIM * ELEMENT_BYTES
 
     @property
@@ -299,7 +304,7 @@ class KeyRows:
     def fixed_bytes(self) -> int:
         """Beside tiles."""
         places = 2 * MMA_WARPGROUPS * self.probability_bytes
-        return self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS
+        return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
 
     @property
     def stage_bytes(self) -> int:

@@ -10,6 +10,7 @@ from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.extend.config import MAX_SPLITS, ExtendConfig
 from cute_kernels.extend.policies import (
     ELEMENT_BYTES,
+    KEY_ROWS_HEAD_DIM,
     MOST_COLUMNS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -110,10 +111,19 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
+def heads_of_tile(num_kv_heads: int) -> int:
+    """KV heads of a work tile of key rows: two, where there are any two."""
+    return 2 - num_kv_heads % 2
+
+
+def key_rows_of(
+    config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
+) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
-    least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie.
+    tile_heads: of `heads_of_tile`."""
+    tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
+    least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
         by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
@@ -126,10 +136,10 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 
-def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
-    :func:`key_rows_of`."""
-    configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
+def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped,
+    tile_heads: as :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 
@@ -280,9 +290,12 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
     return -(-max_seq_len // tokens) * tokens
 
 
-def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS) -> int:
-    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head."""
-    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * num_kv_heads
+def count_tiles(
+    total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
+) -> int:
+    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head, or
+    for each ``tile_heads`` of them."""
+    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
 def choose_splits(
@@ -293,6 +306,7 @@ def choose_splits(
     max_seq_len: int,
     num_sms: int,
     tile_rows: int = TILE_ROWS,
+    tile_heads: int = 1,
 ) -> int:
     """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
 
@@ -302,8 +316,8 @@ def choose_splits(
     if not (total_q and batch):
         return 1
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
-    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads
-    blocks = -(-max_seq_len // BLOCK_TOKENS)
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads
+    blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
         """Of the busiest CTA, in blocks of keys."""

@@ -116,7 +116,8 @@ class ExtendLaunch:
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
-        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, config.tile_rows) * splits
+        heads = self.num_kv_heads, config.tile_rows, config.tile_heads
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * splits
         table = options["block_table"] if config.takes_table else None
         mask = options["tree_mask"] if config.tree else None
         own, num_words = {}, COUNTER_WORDS
@@ -160,5 +161,5 @@ class ExtendLaunch:
         if self.num_splits is not None:
             return self.num_splits
         most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
-        heads, tile_rows = self.num_kv_heads, self.config.tile_rows
-        return choose_splits(q.shape[0], self.batch, q.shape[1], heads, most, self.num_sms, tile_rows)
+        tile = self.config.tile_rows, self.config.tile_heads
+        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms, *tile)

@@ -10,7 +10,7 @@ last queries of a request first, which see most keys. Who draws the last ticket 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -35,7 +35,7 @@ class ExtendSizes:
     Attributes:
         total_q: queries of all requests.
         batch, num_q_heads, max_seq_len: of the tensors.
-        group: query heads of a KV head. kv_heads: KV heads.
+        group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has.
         splits: parts that each work tile's keys are cut into.
         num_slots: of work tiles of a KV head; num_tiles: of all, each split counted.
         window: keys that a query sees, itself included.
@@ -90,6 +90,12 @@ class Work:
     @property
     def head(self):
         return self.part & ((1 << SPLIT_SHIFT) - 1)
+
+    def of_head(self, tile_heads: int, index) -> Work:
+        """The same of a head of several, where ``head`` counts tuples of them."""
+        if tile_heads == 1:
+            return self
+        return replace(self, part=self.part + self.head * (tile_heads - 1) + index)
 
     @property
     def split(self):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from bench import record as records
 from bench.__main__ import main
 
 
@@ -32,6 +33,27 @@ def test_table_and_plot_read_a_recorded_run(record, tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main(["table", str(path), "--suite", "none"]) == 2
     assert "suite: got 'none', want one that the record has" in capsys.readouterr().err
+
+
+RECORDS = [path for path in sorted(records.RESULTS.glob("*.json")) if path.name != "versions.json"]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_record_is_shown_or_refused_in_words(path, capsys):
+    """Studies are refused, and suites that a record has not."""
+    status, said = main(["table", str(path)]), capsys.readouterr()
+    if status == 0:
+        assert len(said.out.splitlines()) > 3 and not said.err
+    else:
+        assert status == 2 and said.err.startswith(("record: got", "suite: got")) and not said.out
+
+
+def test_a_table_that_no_page_holds_is_printed_alone(tmp_path, capsys):
+    path = records.RESULTS / "append_options.json"
+    assert main(["table", str(path)]) == 0
+    assert "K centred" in capsys.readouterr().out
+    assert main(["table", str(path), "--readme", str(tmp_path / "page.md")]) == 2
+    assert "no page holds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
 from cute_kernels.extend.policies import (
     GROUP_TOKENS,
     MMA_WARPS,
+    MOST_COLUMNS,
     SM_REGISTERS,
     UNPACK_CTAS_PER_SM,
     UNPACK_WARPS,
@@ -65,7 +66,7 @@ for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": F
 KEY_ROWS = {
     name: found
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
-    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), mapped=True))
+    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), MOST_COLUMNS, True, 2))
 }
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]), __file__)

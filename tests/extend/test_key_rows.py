@@ -57,16 +57,20 @@ class CopyingMachine(Machine):
 
 
 class Block:
-    """Block `BLOCK` of a call's K and V in shared memory, and the parts of a consumer that read it."""
+    """The block of a call's K and V from token 128 on in shared memory, and the parts of a consumer that read it.
 
-    def __init__(self, call: Call):
+    mapped: as rows lie that tensor maps bring. heads: of a work tile.
+    """
+
+    def __init__(self, call: Call, mapped: bool = False, heads: int = 1):
         keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), 72, mapped, heads)
         assert config is not None and config.can_implement() is None and config.key_rows is not None
-        self.config, self.shape = config, config.key_rows
+        self.config, self.shape, self.heads = config, config.key_rows, config.tile_heads
+        block = Int32(BLOCK * self.heads)
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
         at = np.cumsum([256, *(-(-len(piece) // 256) * 256 for piece in pieces)])
         memory = np.zeros(at[-1], np.uint8)
@@ -74,7 +78,7 @@ class Block:
             memory[start : start + len(piece)] = piece
         sizes = self.shape.tile_bytes
         self.queries = sum(sizes)
-        self.probabilities = self.queries + self.shape.query_bytes
+        self.probabilities = self.queries + self.heads * self.shape.query_bytes
         self.headers = self.probabilities + 4 * self.shape.probability_bytes
         self.shared = np.full(self.headers + sum(self.shape.header_bytes) + 16, 0xFF, np.uint8)
         self.machine = CopyingMachine(self.shared, memory)
@@ -96,17 +100,23 @@ class Block:
             )
             source: Any = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
             work: Any = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
-            self.source, self.work = source, work
+            self.source = source
             producer = RawRowProducer(config)
             for warp in range(config.producer_warps):
                 places = producer.runs.make()
-                producer.runs.ask(places, source, work, Int32(BLOCK), Int32(warp))
+                producer.runs.ask(places, source, work, block, Int32(warp % producer.of_head))
                 for tile in producer.tiles:
                     tile.by_tma = False  # tensor maps bring the same bytes: tests/gpu/test_key_rows.py
                     tile.copy(
-                        source, work, self.memory, Int32(FIRST), places, Int32(BLOCK), Int32(0), Int32(warp),
-                        Int32(LANES),
-                    )  # fmt: skip
+                        source, work, self.memory, Int32(FIRST), places, block, Int32(0), Int32(warp), Int32(LANES)
+                    )
+
+    def head(self, group: int) -> int:
+        """A warpgroup's."""
+        return HEAD if self.heads == 1 else HEAD * self.heads + group
+
+    def work_of(self, group: int) -> Any:
+        return stand_in(SimpleNamespace(request=Int32(0), head=Int32(self.head(group)), kv_stop=Int32(STOP)))
 
     def operand(self, start: int, columns: int) -> torch.Tensor:
         """A B operand [tile_rows, columns] in the 128-byte swizzle."""
@@ -126,15 +136,16 @@ class Block:
         return found
 
 
-def scales_of(block: Block, operand: int) -> np.ndarray:
-    """Of a tile's rows, where they meet scores and probabilities, as the lanes of the score warps load them."""
+def scales_of(block: Block, operand: int, group: int) -> np.ndarray:
+    """Of a warpgroup's rows, where they meet scores and probabilities, as the lanes of the score warps load them."""
     if not block.config.tile_scales[operand]:
-        return np.ones(128)
-    found = np.zeros(128)
+        return np.ones(GROUP_TOKENS)
+    found = np.zeros(GROUP_TOKENS)
     consumer = KeyRowsConsumer(block.config)
     with running(block.machine):
-        place = consumer.shifted(consumer.place_of(Int32(0), Int32(0), Int32(LANES), MAGIC), block.source, block.work)
-        for first in range(0, 128, 16):
+        start = consumer.place_of(Int32(group), Int32(0), Int32(LANES), MAGIC)
+        place = consumer.shifted(start, block.source, block.work_of(group))
+        for first in range(0, GROUP_TOKENS, 16):
             pair = consumer.load_scales(block.memory, place, operand, Int32(0), Int32(first + G))
             for half, scale in enumerate(pair):
                 found[first + G + 8 * half] = np.asarray(scale)
@@ -163,52 +174,76 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
     check_operands(make_call(kv_format, [4], [300], page_size=16, num_kv_heads=num_kv_heads))
 
 
-def check_operands(call: Call) -> None:
-    block = Block(call)
+@pytest.mark.parametrize("page_size", [16, 64, None])
+@pytest.mark.parametrize("num_kv_heads", [4, 8])
+@pytest.mark.parametrize("kv_format", ["int8_token_head", ("e4m3_token_head", "int8_token_head")], ids=str)
+def test_rows_of_two_heads_lie_one_behind_the_other(kv_format, num_kv_heads, page_size):
+    """Each is a warpgroup's."""
+    call = make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=num_kv_heads)
+    check_operands(call, mapped=True, heads=2)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, None])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+def test_each_warpgroup_has_a_head(kv_format, page_size):
+    check_operands(make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=6), heads=2)
+
+
+def check_operands(call: Call, mapped: bool = False, heads: int = 1) -> None:
+    block = Block(call, mapped, heads)
     q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
     with running(block.machine):
         writer = QueryWriter(block.config)
         column, distance = writer.rows.query_columns(LANES)
-        for warp in range(8):
+        for warp in range(writer.warps):
             own = [
-                [Float32(q[warp + 8 * i].float().numpy()[column + distance * (k // 2) + k % 2]) for k in range(4)]
+                [
+                    Float32(q[warp + writer.warps * i].float().numpy()[column + distance * (k // 2) + k % 2])
+                    for k in range(4)
+                ]
                 for i in range(writer.count)
             ]
             writer.store(own, Int32(block.queries), Int32(warp), Int32(LANES))
     queries = block.operand(block.queries, 128)
-    seen = slice(FIRST - 128, STOP - 128)
-    keys, values = (rows_of(form) for form in block.config.formats)
-    wanted_k, wanted_v = (wanted(call, operand, 0, STOP)[HEAD, 128:256] for operand in (KEYS, VALUES))
-    got_scores, got_values = np.zeros((128, len(q))), np.zeros((128, 128))
+    for group in range(2):
+        check_warpgroup(call, block, group, q, queries)
+
+
+def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queries: torch.Tensor) -> None:
+    """The 64 rows of K and of V that a warpgroup makes operands of."""
+    first = 128 if block.heads > 1 else 128 + GROUP_TOKENS * group
+    work = block.work_of(group)
+    seen = slice(max(FIRST - first, 0), min(STOP - first, GROUP_TOKENS))
+    keys, values = (rows_of(form, block.config.paired) for form in block.config.formats)
+    wanted_k, wanted_v = (
+        wanted(call, operand, 0, first + GROUP_TOKENS)[block.head(group), first:] for operand in (KEYS, VALUES)
+    )
+    got_scores, got_values = np.zeros((GROUP_TOKENS, len(q))), np.zeros((GROUP_TOKENS, 128))
     with running(block.machine):
-        for group in range(2):
-            for warp in range(4):
-                rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
-                shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
-                place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
-                words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
-                address = keys.header_start(block.memory, KEYS, 0, group)
-                headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-                got_scores[rows] = block.a_operand(keys.key_operands(words, headers, MAGIC)) @ queries.numpy().T
-                _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
-                place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
-                odd = odd + values.row_bytes
-                words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
-                address = values.header_start(block.memory, VALUES, 0, group)
-                headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
-                steps = [values.value_operands(words, headers, step, MAGIC) for step in range(4)]
-                for mma in range(2):
-                    a = block.a_operand([step[mma] for step in steps])
-                    columns = np.asarray(values.column(warp, np.arange(32), mma))
-                    for half in range(2):
-                        got_values[64 * group : 64 * group + 64, columns[4 * np.arange(8)] + half] = a[8 * half :][:8].T
-    got_scores = torch.from_numpy(got_scores * scales_of(block, KEYS)[:, None])
-    got_values = torch.from_numpy(got_values * scales_of(block, VALUES)[:, None])
-    scores = wanted_k @ q.double().T
-    assert (got_scores[seen] - scores[seen]).abs().max() <= 2e-3 * scores[seen].abs().max()
-    assert (got_values[seen] - wanted_v[seen]).abs().max() <= 2e-3 * wanted_v[seen].abs().max()
-    assert not got_scores[: seen.start].any() and not got_scores[seen.stop :].any(), "rows that nobody sees are zeros"
-    assert not got_values[: seen.start].any() and not got_values[seen.stop :].any(), "rows that nobody sees are zeros"
+        for warp in range(4):
+            shift, _, _ = keys.shifts(block.source.keys, work.head, Int32(LANES))
+            place = keys.key_place(Int32(warp), Int32(LANES)) + keys.group_place(group)
+            words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
+            address = keys.header_start(block.memory, KEYS, 0, group)
+            headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
+            scores = block.a_operand(keys.key_operands(words, headers, MAGIC)) @ queries.numpy().T
+            got_scores[16 * warp : 16 * warp + 16] = scores
+            _, shift, odd = values.shifts(block.source.values, work.head, Int32(LANES))
+            place = values.value_place(Int32(warp), Int32(LANES)) + values.group_place(group)
+            odd = odd + values.row_bytes
+            words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
+            address = values.header_start(block.memory, VALUES, 0, group)
+            headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
+            steps = [values.value_operands(words, headers, step, MAGIC) for step in range(4)]
+            for mma in range(2):
+                a = block.a_operand([step[mma] for step in steps])
+                columns = np.asarray(values.column(warp, np.arange(32), mma))
+                for half in range(2):
+                    got_values[:, columns[4 * np.arange(8)] + half] = a[8 * half :][:8].T
+    for found, want, operand in ((got_scores, wanted_k @ q.double().T, KEYS), (got_values, wanted_v, VALUES)):
+        got = torch.from_numpy(found * scales_of(block, operand, group)[:, None])
+        assert (got[seen] - want[seen]).abs().max() <= 2e-3 * want[seen].abs().max()
+        assert not got[: seen.start].any() and not got[seen.stop :].any(), "rows that nobody sees are zeros"
 
 
 @pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])

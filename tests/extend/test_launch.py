@@ -378,6 +378,21 @@ def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
         make_plan(checked, config)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 3, 5, 6])
+def test_a_work_tile_has_two_heads_unless_one_would_be_left_over(kv_heads, launches):
+    """Some heads of a wider cache, whose tokens begin at multiples of 16 bytes."""
+    call = narrow(6, "int8_token_head")
+    some = torch.zeros(BATCH, 256, 8, 132, dtype=torch.uint8)[:, :, :kv_heads]
+    call |= {"q": torch.zeros(BATCH * 6, 2 * kv_heads, 128).bfloat16(), "k_cache": some, "v_cache": some}
+    extend_attention(**call)
+    assert f"_t{128 if kv_heads % 2 else 64}r" in launches[0].symbol and "_mapped" in launches[0].symbol
+    checked = make_call(**call)
+    config = key_rows_of(choose(problem_of(checked)), mapped=True, tile_heads=2)
+    if kv_heads % 2:
+        with pytest.raises(ValueError, match=rf"got {kv_heads} KV heads: config .* wants a multiple of 2"):
+            make_plan(checked, config)
+
+
 @pytest.mark.parametrize("kv_format", ["e4m3_tensor", "int8_token_head"])
 def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, launches):
     call = narrow(6, kv_format)
@@ -420,10 +435,10 @@ def test_key_rows_take_trees_and_leave_new_tokens_to_another_launch(launches):
 
 
 def test_work_tiles_of_key_rows_are_counted_as_theirs(launches):
-    """72 rows each, of 35 queries of 2 heads, and one place more for each request."""
+    """72 rows of each of two KV heads, of 35 queries of 2 heads, and one place more for each request."""
     extend_attention(**narrow(35, batch=17, max_seq_len=100))
     found = by_name(ATTENTION, launches[0])
-    assert found["num_ctas"] == min((17 * 70 // 72 + 17) * 2 * found["num_splits"], 132) == 66
+    assert found["num_ctas"] == min((17 * 70 // 72 + 17) * found["num_splits"], 132) == 33
 
 
 def test_a_configuration_that_is_given_serves_all_calls(launches):

@@ -26,8 +26,8 @@ from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
-from cute_kernels.extend.plan import combine_spec, configs_of
-from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_key_rows, choose_unpacked
+from cute_kernels.extend.plan import combine_spec, configs_of, key_rows_for
+from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.layer_products.compile import LayerProductsSpec
@@ -188,10 +188,11 @@ class ExtendCase:
 
     def specs(self) -> list[KernelSpec]:
         call = self.call()
-        (config,) = configs_of(check_extend_call(*call.tensors, **call.keywords))
+        checked = check_extend_call(*call.tensors, **call.keywords)
+        (config,) = configs_of(checked)
         combine = [combine_spec(config)] if self.num_splits != 1 else []
         if self.num_splits is None:
-            return [*map(ExtendSpec, choose_key_rows(config)), *combine]
+            return [*map(ExtendSpec, key_rows_for(checked, config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
         if self.beside:

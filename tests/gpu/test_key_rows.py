@@ -18,7 +18,7 @@ from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.plan import configs_of, lies_in_maps, make_plan, problem_of
-from cute_kernels.extend.schedule import choose, key_rows_of
+from cute_kernels.extend.schedule import choose, heads_of_tile, key_rows_of
 from cute_kernels.extend.ways import ExtendLaunch
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, fused, make_call
@@ -83,7 +83,8 @@ def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed:
 def config_of(call: Call, tile_rows: int = 72) -> ExtendConfig:
     """Of a call's launch over the cache."""
     checked = check_call(*call.tensors, **call.keywords)
-    config = key_rows_of(choose(problem_of(checked)), tile_rows, lies_in_maps(checked))
+    heads = heads_of_tile(checked.base.num_kv_heads)
+    config = key_rows_of(choose(problem_of(checked)), tile_rows, lies_in_maps(checked), heads)
     assert config is not None
     return config
 

@@ -21,7 +21,7 @@ from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
-from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, SCALED_ROW_BYTES
+from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, PAIRED_ROW_BYTES, SCALED_ROW_BYTES
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16
@@ -75,6 +75,10 @@ class ByteRows:
 
     def __init__(self, codes):
         self.codes = codes
+
+    def group_place(self, group):
+        """Bytes from a tile to a warpgroup's rows."""
+        return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         """As :meth:`ScaledByteRows.shifts`: rows begin where they are to."""
@@ -189,9 +193,9 @@ class ScaledByteRows(ByteRows):
         even = shift(lane % 4 * 2)
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
-    def scale_place(self, row):
-        """Bytes from a tile to the scale of a row that is not shifted."""
-        return row * self.row_bytes
+    def scale_place(self, group, row):
+        """Bytes from a tile to the scale of a row of a warpgroup's that is not shifted."""
+        return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
 
@@ -231,6 +235,21 @@ class ScaledByteRows(ByteRows):
         return 32 * warp + 4 * (lane // 4) + 2 * mma
 
 
+class PairedByteRows(ScaledByteRows):
+    """The same of two neighbouring heads, one a warpgroup's: their rows of a token lie one behind the other, 68 words
+    from those of the next token. Tokens begin at multiples of 16 bytes, so that all are shifted alike."""
+
+    row_bytes = PAIRED_ROW_BYTES
+    heads = 2
+
+    def group_place(self, group):
+        return group * (SCALE_BYTES + HEAD_DIM)
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        shift = head // self.heads * (self.heads * (SCALE_BYTES + HEAD_DIM)) & (CHUNK_BYTES - 1)
+        return shift, shift, 0
+
+
 class NibbleRows:
     """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
 
@@ -243,6 +262,9 @@ class NibbleRows:
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         return 0, 0, 0
+
+    def group_place(self, group):
+        return group * (GROUP_TOKENS * self.row_bytes)
 
     @staticmethod
     def swizzle(row):
@@ -380,9 +402,9 @@ class HeadedNibbleRows(NibbleRows):
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
-def rows_of(form: KvFormat) -> ByteRows | NibbleRows:
-    """How rows of a format become operands."""
+def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
+    """How rows of a format become operands. paired: whether those of two heads lie together."""
     if form.codes not in BYTE_CODES:
         return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
-    kind = ScaledByteRows if form.header_bytes else ByteRows
+    kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
     return kind(BYTE_CODES[form.codes]())

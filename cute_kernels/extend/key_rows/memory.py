@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
-from cutlass._mlir.dialects import nvvm
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.policies import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
+from cute_kernels.extend.policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 
 TOP_BYTES = 4 * MMA_WARPS
 
@@ -25,6 +25,28 @@ def has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean
     return Boolean(nvvm.mbarrier_wait_parity(address, parity, kind, loc=loc, ip=ip))
 
 
+def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
+    """An instruction of 32-bit operands for lanes whose condition is not 0: a branch would keep others from being moved
+    across."""
+    values = [Int32(operand).ir_value(loc=loc, ip=ip) for operand in (condition, *operands)]
+    asm = f"{{ .reg .pred p; setp.ne.u32 p, $0, 0; @p {instruction} }}"
+    constraints = "r," * len(values) + "~{memory}"
+    llvm.inline_asm(None, values, asm, constraints, has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_if(condition, barrier: cute.Pointer, *, loc=None, ip=None) -> None:
+    """Arrives at an mbarrier."""
+    address = barrier.toint(loc=loc, ip=ip)
+    _if(condition, "mbarrier.arrive.shared::cta.b64 _, [$1];", [address], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_word_if(condition, address, word, *, loc=None, ip=None) -> None:
+    """Stores a word in shared memory."""
+    _if(condition, "st.shared.u32 [$1], $2;", [address, word], loc=loc, ip=ip)
+
+
 @dataclass(frozen=True)
 class KeyRowsMemory:
     """Pointers and addresses; a tile is found by its operand (KEYS or VALUES) and stage.
@@ -32,10 +54,10 @@ class KeyRowsMemory:
     Attributes:
         tile_pointer, tiles: raw codes of K's stages, then V's.
         headers: [stage][header words of K, then those of V][token], a word each.
-        queries: B operand [tile_rows, head_dim], by slabs of 64 columns.
+        queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
-        tops: fp32 [8], of each warp's queries.
+        tops: fp32 [8], of each warp's queries; then a word for each warpgroup, see `flag`.
         slots, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
         full, empty: by stage, of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
@@ -62,11 +84,11 @@ class KeyRowsMemory:
             smem.allocate(size, byte_alignment=alignment)
             for size, alignment in (
                 (config.num_stages * sum(shape.tile_bytes), 1024),
-                (shape.query_bytes, 1024),
+                (shape.heads * shape.query_bytes, 1024),
                 (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
                 (max(config.num_stages * sum(shape.header_bytes), 16), 16),
                 (shape.told_bytes, 16),
-                (TOP_BYTES, 16),
+                (TOP_BYTES + FLAG_BYTES, 16),
                 (WORK_SLOTS * WORK_BYTES, 16),
             )
         ]
@@ -103,6 +125,10 @@ class KeyRowsMemory:
     def has_arrived(self, stage, phase) -> Boolean:
         """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
         return has_completed(self.full + stage, phase)
+
+    def flag(self, group):
+        """Address of whether a warp of a warpgroup has probabilities that are too large, 0 or 1."""
+        return self.tops + TOP_BYTES + 4 * group
 
     def tile(self, operand: int, stage):
         """Address of a tile's codes."""

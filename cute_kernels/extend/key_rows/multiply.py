@@ -20,13 +20,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.score_terms import ScoreTerms
-from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
+from cute_kernels.extend.key_rows.memory import arrive_if, store_word_if
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
@@ -78,6 +79,7 @@ class Ahead:
         stage, phase: of the ring, of its tiles.
         missing: whether there is such a block, and its tiles had not arrived when asked.
         source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
+        start: where there the lane's keys lie.
     """
 
     codes: RegisterTensor[Uint32]
@@ -85,6 +87,7 @@ class Ahead:
     phase: Int32
     missing: Boolean
     source: Int32
+    start: Int32
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ class KeyRowsConsumer:
         self.config = config
         self.blocks = config.tile_rows // 8
         self.columns = 2 * self.blocks  # of a thread
-        self.keys, self.values = map(rows_of, config.formats)
+        self.heads = config.tile_heads
+        self.keys, self.values = (rows_of(form, config.paired) for form in config.formats)
         self.key_scale, self.value_scale = config.tile_scales
         self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
         self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
@@ -134,6 +138,7 @@ class KeyRowsConsumer:
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            work = work.of_head(self.heads, group)
             place = self.shifted(start, source, work)
             stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
             work = self.receive(memory, slot, slot_phase, lane)
@@ -147,8 +152,8 @@ class KeyRowsConsumer:
             group,
             warp,
             lane,
-            self.keys.key_place(warp, lane) + group * (GROUP_TOKENS * self.keys.row_bytes),
-            self.values.value_place(warp, lane) + group * (GROUP_TOKENS * self.values.row_bytes),
+            self.keys.key_place(warp, lane) + self.keys.group_place(group),
+            self.values.value_place(warp, lane) + self.values.group_place(group),
             last + matrix // 2 * (8 * wgmma.ROW_BYTES),
             last,
             (0, 0),
@@ -174,13 +179,11 @@ class KeyRowsConsumer:
     def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
         """One work tile; the ring's next stage and phase."""
         span = self.worker.span(shape, work)
-        from_fp16 = self.queries.write(
-            shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
-        )
+        from_fp16 = self.queries.write(shape, operands, work, memory, place.group, place.warp, place.lane)
         scale = self.score_scale(operands, work, from_fp16)
         sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
-        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(self.queries.tile(memory, place.group)))
         before = stage  # where the last values lie; none yet: some, times probabilities of zero
         if span.begin < span.end:
             cute.arch.mbarrier_wait(memory.full + stage, phase)
@@ -189,16 +192,17 @@ class KeyRowsConsumer:
             block = span.end - 1 - (i - span.begin)
             keys = self.make_keys(place, codes)
             values = self.fetch_values(memory, place, before)
+            masked = self.masked_word(features, work, span, block)
             self.await_turn(place.group)
             dots = self.start_scores(queries, keys)
             self.add_values(memory, sums, place, values)
             self.pass_turn(place.group)
-            if i > span.begin:
-                self.release(memory, before, place.lane)
+            done = cutlass.select_((place.lane == 0) & (i > span.begin), Int32(1), Int32(0))
+            arrive_if(done, memory.empty + before)
             before = stage
             stage, phase = advance(stage, phase, self.config.num_stages)
-            ahead = self.look_ahead(memory, codes, i + 1 < span.end, stage, phase, before)
-            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead)
+            ahead = self.look_ahead(memory, place, codes, i + 1 < span.end, stage, phase, before)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead, masked)
         if span.begin < span.end:
             self.add_values(memory, sums, place, self.fetch_values(memory, place, before))
             self.release(memory, before, place.lane)
@@ -238,9 +242,13 @@ class KeyRowsConsumer:
     def next_place(self, memory, sums, place):
         return self.own_probabilities(memory, place) + sums.probabilities[0]
 
+    def is_first(self, place):
+        """1 in a warpgroup's first thread."""
+        return cutlass.select_((place.warp == 0) & (place.lane == 0), Int32(1), Int32(0))
+
     @cute.jit
     def clear_probabilities(self, memory, sums, place):
-        """Zeros for the first turn, in which there is no block before."""
+        """Zeros for the first turn, in which there is no block before; nothing is too large yet."""
         start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
         size = self.shape.probability_bytes
         for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
@@ -249,6 +257,7 @@ class KeyRowsConsumer:
             else:
                 if (place.warp * WARP_THREADS + place.lane) * CHUNK_BYTES + offset < size:
                     ptx.store_shared_zero16(start, offset)
+        store_word_if(self.is_first(place), memory.flag(place.group), 0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
 
@@ -259,14 +268,15 @@ class KeyRowsConsumer:
         """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
         return self.keys.key_words + self.keys.key_header_words
 
-    def look_ahead(self, memory, codes, more, stage, phase, current) -> Ahead:
+    def look_ahead(self, memory, place, codes, more, stage, phase, current) -> Ahead:
         """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
         missing = more & ~memory.has_arrived(stage, phase)
-        return Ahead(codes, stage, phase, missing, cutlass.select_(more, stage, current))
+        source = cutlass.select_(more, stage, current)
+        return Ahead(codes, stage, phase, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
 
-    def fetch_keys(self, memory, place, codes, stage) -> None:
+    def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
         """Loads the codes of the warp's 16 tokens, and their headers."""
-        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage) if start is None else start)
         address = self.keys.header_start(memory, KEYS, stage, place.group)
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
         for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
@@ -349,36 +359,57 @@ class KeyRowsConsumer:
 
     @cute.jit
     def weigh(
-        self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32, ahead: Ahead
+        self,
+        shape,
+        features,
+        work,
+        span,
+        memory,
+        sums,
+        place,
+        scale,
+        dots,
+        block: Int32,
+        stage: Int32,
+        ahead: Ahead,
+        masked: Int32,
     ):
         """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
         block before have been behind the softmax. Codes of the keys that follow are loaded."""
-        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
+        row = place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
         found = wgmma.wait_for(dots, VALUE_GROUPS)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
             s[i] = found[i]
-        masked = self.worker.is_masked(work, span, block)
-        if const_expr(self.config.features.window):
-            # The last query is the first to lose sight of a key.
-            masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
-        if masked:
-            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + row)
+        if masked != 0:
+            first = block * self.config.tile_tokens
+            if const_expr(self.heads == 1):
+                first = first + place.group * GROUP_TOKENS
+            self.mask(shape, features, work, s, place, first + row)
         if const_expr(self.key_scale):
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
             lines = [scale, scale]
         self.share(memory, sums, place, s, lines, value_scales, ahead)
 
+    def masked_word(self, features, work, span, block):
+        """1 where some query may not see some key of a block."""
+        masked = self.worker.is_masked(work, span, block)
+        if self.config.features.window:
+            # The last query is the first to lose sight of a key.
+            masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
+        return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
+
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Those of the lane's two tokens; none where rows have none. They come while products run."""
+        """Those of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. They come while
+        products run."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
         assert isinstance(rows, ScaledByteRows)
-        address = memory.tile(operand, stage) + rows.scale_place(row) + place.scales[operand]
+        address = memory.tile(operand, stage) + rows.scale_place(place.group, row) + place.scales[operand]
         return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
 
     @cute.jit
@@ -413,23 +444,25 @@ class KeyRowsConsumer:
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
         self.wait_for(sums, [])
-        again = self.any_of_warpgroup(place, exceeds)
+        store_word_if(Int32(exceeds), memory.flag(place.group), 1)
+        again = self.any_of_warpgroup(memory, place)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
             self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
-            again = self.any_of_warpgroup(place, Int32(0))
+            again = self.any_of_warpgroup(memory, place)
         if ahead.missing:
             cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
-        self.fetch_keys(memory, place, ahead.codes, ahead.source)
+        self.fetch_keys(memory, place, ahead.codes, ahead.source, ahead.start)
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
-    def any_of_warpgroup(self, place, exceeds):
+    def any_of_warpgroup(self, memory, place):
         """Whether some thread's are too large; probabilities that were written before are where products see them."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+        return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
     def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
@@ -489,6 +522,7 @@ class KeyRowsConsumer:
             ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
         barrier = {"barrier_id": FIRST_WARPGROUP + place.group, "number_of_threads": WARPGROUP_THREADS}
         cute.arch.barrier(**barrier)
+        store_word_if(self.is_first(place), memory.flag(place.group), 0)
         for block in range(self.blocks):
             heard = [
                 ptx.load_shared_vector(told + 8 * (place.lane % 4), warp * row_bytes + 32 * block, 2)
