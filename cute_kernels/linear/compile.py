@@ -17,6 +17,7 @@ from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
+from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 from cute_kernels.runtime.spec import KernelSpec
 
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
@@ -56,6 +57,7 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
     from cute_kernels.linear.wgmma.long_compile import LongSpec
+    from cute_kernels.linear.wgmma.shares_compile import SharesSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
@@ -63,6 +65,8 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
         return ResidentSpec(config)
     if isinstance(config.mainloop, LongWgmma):
         return LongSpec(config)
+    if isinstance(config.mainloop, SharesWgmma):
+        return SharesSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

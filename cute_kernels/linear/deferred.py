@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import checks, ops
-from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.deferred_choice import beside_a_norm, deferred
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.launch import RowNorm
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
@@ -118,7 +118,7 @@ def deferred_plan_of(
     if dtype != torch.bfloat16 or (n if kind == GIVES else k) % STEP_N or not is_supported(device):
         return None
     problem = problem_of(m, n, k, form, dtype, device, False)
-    schedule = schedule_for(problem, GPU.name(device))
+    schedule = beside_a_norm(problem, schedule_for(problem, GPU.name(device)), kind)
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
         return None

@@ -6,11 +6,13 @@ from itertools import product
 
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import chosen_by
+from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.tuned import shipped_tables
 from cute_kernels.weight_formats import integers
 
+NORM_US = 1.5  # of a norm's launch, at least
 SHIPPED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 # (N, K) of Llama-3-8B's layers and of Llama-2-70B's shard on one of 8 GPUs, by their side of a norm.
 SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
@@ -33,6 +35,26 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Def
     return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
 
 
+def beside_a_norm(
+    problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
+) -> StreamSchedule | TileSchedule:
+    """The schedule of a product on one side of a norm, that ``schedule`` serves by itself: where this has no kernel
+    there, the fastest that has, if it takes less longer than the norm would. Of products whose tiles have times."""
+    if deferred(schedule, kind) is not None or not many.is_short(problem) or not isinstance(schedule, TileSchedule):
+        return schedule
+    most = many.expected_us(problem, schedule) + NORM_US
+    found = ((many.expected_us(problem, one), one) for one in many.tile_schedules(problem) if deferred(one, kind))
+    us, other = min(found, key=lambda one: one[0], default=(most, schedule))
+    return other if us < most else schedule
+
+
+def config_beside_a_norm(
+    problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
+) -> DeferredNormConfig | None:
+    """The kernel of a product on one side of a norm, that ``schedule`` serves by itself; None if it has none."""
+    return deferred(beside_a_norm(problem, schedule, kind), kind)
+
+
 def shipped_configs() -> list[DeferredNormConfig]:
     """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
     tables have them. Others compile on demand."""
@@ -40,7 +62,8 @@ def shipped_configs() -> list[DeferredNormConfig]:
     tables = (None, *shipped_tables())  # not a user's own: what ships is the same everywhere
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows, table in product(layers, SHIPPED_ROWS, tables):
-            config = deferred(chosen_by(LinearProblem(rows, n, k, k, integers(4), "bf16"), table), kind)
+            problem = LinearProblem(rows, n, k, k, integers(4), "bf16")
+            config = config_beside_a_norm(problem, chosen_by(problem, table), kind)
             if config is not None:
                 found[config] = None
     return list(found)

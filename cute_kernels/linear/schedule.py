@@ -19,7 +19,7 @@ from layouts.weights.hopper import TILE_N
 
 MAX_TOKENS = 32  # of a launch
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
-LAUNCH_US = 7.4  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
+LAUNCH_US = 8.0  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
 MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6

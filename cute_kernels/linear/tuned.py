@@ -122,9 +122,9 @@ def modelled(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     in_time = [
         tiles
         for tiles in fitted
-        if many.estimate_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_limbs_before else 0))
+        if many.expected_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_limbs_before else 0))
     ]
-    return min(in_time, key=lambda tiles: many.estimate_us(problem, tiles), default=schedule)
+    return min(in_time, key=lambda tiles: many.expected_us(problem, tiles), default=schedule)
 
 
 def worth_measuring(problem: LinearProblem) -> list[Candidate[StreamSchedule | TileSchedule]]:

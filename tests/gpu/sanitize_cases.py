@@ -33,7 +33,7 @@ from cute_kernels.kv_cache import Rope
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import config_for
 from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.deferred_choice import config_beside_a_norm
 from cute_kernels.linear.plan import MOST_ROWS, factored
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
@@ -292,7 +292,8 @@ class DeferredNormCase:
         found: list[KernelSpec] = []
         sides: dict[DeferredKind, tuple[int, int]] = {GIVES: (self.hidden, self.k), TAKES: (self.n, self.hidden)}
         for kind, size in sides.items():
-            config = deferred(chosen(W4.problem(self.m, *size), GPU), kind)
+            problem = W4.problem(self.m, *size)
+            config = config_beside_a_norm(problem, chosen(problem, GPU), kind)
             assert config is not None, "the product's kernel is on no side of a norm"
             found.append(DeferredNormSpec(config))
         return found

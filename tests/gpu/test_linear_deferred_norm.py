@@ -15,7 +15,7 @@ from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_l
 from cute_kernels.linear import deferred_ops
 from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.deferred import DeferredParts, leaves_norm
-from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.deferred_choice import config_beside_a_norm
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
@@ -51,8 +51,9 @@ def specs() -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for k, hidden, n, m in CASES:
         for kind, size in sides(k, hidden, n):
-            schedule = chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU)
-            config = deferred(schedule, kind)
+            problem = problem_of(m, *size, 4, torch.bfloat16, 128, False)
+            schedule = chosen(problem, GPU)
+            config = config_beside_a_norm(problem, schedule, kind)
             found[spec_of(schedule.config)] = None
             if config is not None:
                 found[DeferredNormSpec(config)] = None
@@ -67,7 +68,7 @@ def specs_of_others() -> list[KernelSpec]:
             for kind, size in sides(*OTHER_PAIR):
                 problem = problem_of(m, *size, bits, torch.bfloat16, group_size, zero_point)
                 schedule = chosen(problem, GPU)
-                config = deferred(schedule, kind)
+                config = config_beside_a_norm(problem, schedule, kind)
                 found |= dict.fromkeys(specs_of(schedule.config))
                 if config is not None:
                     found[DeferredNormSpec(config)] = None
@@ -151,7 +152,8 @@ def test_weights_of_other_formats_leave_norms_and_take_them(bits, group_size, ze
 def test_these_products_need_no_launch_between_them(pair, m):
     k, hidden, n = pair
     for kind, size in sides(k, hidden, n):
-        assert deferred(chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU), kind) is not None
+        problem = problem_of(m, *size, 4, torch.bfloat16, 128, False)
+        assert config_beside_a_norm(problem, chosen(problem, GPU), kind) is not None
     assert Pair(k, hidden, n, m).rows().deferred is not None
 
 

@@ -16,7 +16,7 @@ from vllm.config import get_current_vllm_config_or_none
 from cute_kernels.integrations.vllm import plugin, prepare
 from cute_kernels.layer_products.call import kernel_of, serves_rows
 from cute_kernels.layer_products.operator import may_serve
-from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.deferred_choice import config_beside_a_norm
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
@@ -133,7 +133,8 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     """
     index = torch.cuda.current_device()
     device, arch, gpu = torch.device("cuda", index), arch_of(index), GPU.name(index)
-    found = (deferred(chosen(replace(problem, m=m), gpu), kind) for m in rows.all())
+    problems = [replace(problem, m=m) for m in rows.all()]
+    found = (config_beside_a_norm(one, chosen(one, gpu), kind) for one in problems)
     specs = dict.fromkeys(DeferredNormSpec(config) for config in found if config is not None)
     can_compile = compiler_version() is not None
     prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])

@@ -9,7 +9,7 @@ when a GPU is measured, and what is compiled does not. Plain Python, no GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
@@ -17,6 +17,7 @@ from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
+from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.schedule import TileSchedule
@@ -25,7 +26,11 @@ CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
 SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
+SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
 K_BLOCK_CLOCKS = 90  # of each k block that is decoded
+# What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
+# one. So they are left where others are expected to take this much longer.
+ALL_CUT_US = 0.6
 MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
 MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last
 
@@ -41,12 +46,16 @@ class MainloopCost(Protocol):
         """Of a k block of a CTA's tile, the mean over tiles of rows."""
         ...
 
-    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         """Of the results of a whole tile, while nothing is multiplied."""
         ...
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
         """Of a part of a tile that is cut, with its reduction; k_block: of `k_block_clocks`."""
+        ...
+
+    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """What tiles that are all cut, and whose parts meet in memory, take besides and `part_clocks` leaves out."""
         ...
 
 
@@ -60,76 +69,118 @@ def bytes_per_clock(schedule: TileSchedule) -> float:
     return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
 
 
+class TileRates(NamedTuple):
+    """Clocks of decoded tiles, for each k16 step of a tile of 64 features unless something else is said.
+
+    Attributes:
+        decode, row: of decoding, however few rows; for each row.
+        mma, mma_row: of MMAs beside half a clock for each row, which is what the tensor cores take; for each row.
+        k_block: of each k block that is decoded.
+        work_tile, work_tile_acc: of a work tile's results; for each accumulator of a thread.
+        combine, combine_part: to exchange parts of K through the workspace, and each other part of each accumulator of
+            a thread.
+        join, join_acc: the same of a cluster that exchanges rows.
+        all_cut: what tiles that are all cut, whose parts meet in memory, take besides, as launches.
+        in_flight_gain: what two groups of MMAs in flight gain of a k block's time, without clusters.
+    """
+
+    decode: float
+    row: float
+    mma: float
+    mma_row: float = 0.0
+    k_block: float = K_BLOCK_CLOCKS
+    work_tile: float = 3100.0
+    work_tile_acc: float = 0.0
+    combine: float = 2100.0
+    combine_part: float = 46.0
+    join: float = 2800.0
+    join_acc: float = 40.0
+    all_cut: float = 0.0
+    in_flight_gain: float = 0.0
+
+
 class DecodedCost:
     """Of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
 
-    # Per k16 step of a tile: however few rows, by the bits of a code; for each row; MMAs beside those of its products.
-    decode: ClassVar[dict[int, float]] = {4: 29.5, 8: 32}
-    row, mma = 0.1, 14
-    # The same where codes are scaled as they are decoded;
-    scaled, scaled_row, scaled_mma = 20, 0.25, 10
-    # where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
-    interleaved, interleaved_row, row_scale = 30.5, 0.2, -5
+    # By the bits of a code.
+    rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
+    # Where codes are scaled as they are decoded; of 4 bits without zero points and short products, where no parts meet
+    # by DSMEM and bits may depend on the number of rows (tests/facts/linear_tiles.json).
+    scaled: ClassVar[TileRates] = TileRates(20, 0.25, 10, in_flight_gain=0.05)
+    scaled_tiles: ClassVar[TileRates] = TileRates(
+        decode=23, row=0.194, mma=5.7, mma_row=-0.056, k_block=31.5, work_tile=3940, work_tile_acc=13.5,
+        combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut=1700,
+    )  # fmt: skip
+    # Where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
+    interleaved, row_scale = TileRates(30.5, 0.2, 14), -5
     # What zero points take besides, where codes are scaled as they are decoded and where not; groups of less than a k
     # block.
     scaled_zero, zero, small_group = 6.5, 1, 3.5
     # The first of them with two groups of MMAs in flight in clusters whose parts meet by DSMEM.
     apart_zero = 4.5
-    # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs; what two
-    # groups of MMAs in flight gain where codes are scaled as they are decoded.
-    alone, in_flight_gain = 1.1, 0.05
+    # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs.
+    alone = 1.1
     # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
-    # tiles of a DSMEM reduction.
-    fill, dsmem_fill = 11, 8.5
-    # Of a work tile's results; where TMA stores, whose start takes more.
-    work_tile, tma_work_tile, tma_start = 3100, 2200, 1100
-    # To exchange parts of K through the workspace, and each other part of each accumulator of a thread.
-    combine, combine_part = 2100, 46
-    # The same of a cluster that exchanges rows; of DSMEM, and each row of a part beyond that of a second CTA.
-    join, join_acc, dsmem, dsmem_row = 2800, 40, 1500, 9
+    # tiles of a DSMEM reduction, and of those of clusters of four.
+    fill, dsmem_fill, wide_fill = 11, 8.5, 6
+    # What a work tile's results take less where TMA stores, whose start takes more.
+    tma_work_tile, tma_start = -900, 1100
+    # Of DSMEM, and each row of a part beyond that of a second CTA.
+    dsmem, dsmem_row = 1500, 9
+
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        if config.scales_codes:
+            plain = config.format.bits == 4 and not config.format.has_zeros
+            is_short = plain and problem.m in SHORT_ROWS and not problem.batch_invariant
+            return self.scaled_tiles if is_short and not config.dsmem_reduction else self.scaled
+        if config.k_warpgroups > 1 and config.format.bits == 4:
+            return self.interleaved
+        return self.rates[config.format.bits]
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return self.tma_start if schedule.config.store.by_tma else 0
 
+    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return 0.0 if self.rates_of(problem, config).all_cut else ALL_CUT_US
+
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config = schedule.config
-        fragments = config.block_tiles * config.k_block_steps
-        mma = self.scaled_mma if config.scales_codes else self.mma
-        decode, decode_row = self.decode_clocks(config)
+        fragments, rates = config.block_tiles * config.k_block_steps, self.rates_of(problem, config)
         tile_m = config.loop_m(present_parts(problem, config)) if config.dsmem_reduction else config.tile_m
-        tensor = fragments * (tile_m / 2 + mma) * (1 - MULTICAST_GAIN * (config.multicast > 1))
-        decoding = fragments * (decode + decode_row * tile_m)
+        mma = tile_m / 2 + rates.mma + rates.mma_row * tile_m
+        tensor = fragments * mma * (1 - MULTICAST_GAIN * (config.multicast > 1))
+        decoding = fragments * (self.decode_clocks(problem, config) + rates.row * tile_m)
         if config.k_warpgroups == 1:
-            decoding += K_BLOCK_CLOCKS  # all of which another warpgroup's products hide
+            decoding += rates.k_block  # all of which another warpgroup's products hide
         # Tiles of rows that run side by side read a weight from memory once.
         side_by_side = min(schedule.m_tiles, M_TILE_BAND)
         memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
-        k_block = max(tensor, decoding, memory) * self.overlap(config)
+        k_block = max(tensor, decoding, memory) * self.overlap(problem, config)
         missing = tile_m * schedule.m_tiles - problem.m  # rows of the last tile
         fill = self.dsmem_fill if config.dsmem_reduction else self.fill
+        fill = self.wide_fill if config.dsmem_reduction and config.cluster > 2 else fill
         filling = missing * fill * (config.block_k // TMA_TILE_K)
-        return k_block + max(filling - k_block, 0) / schedule.m_tiles
+        # Parts of a cluster wait for the slowest; else it is the mean over tiles of rows.
+        together = 1 if config.cluster > 1 and rates is self.scaled_tiles else schedule.m_tiles
+        return k_block + max(filling - k_block, 0) / together
 
-    def overlap(self, config: WgmmaConfig) -> float:
+    def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         """By what a k block takes longer or shorter, for how its MMAs overlap with decoding."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
-        gains = in_flight > 1 and config.scales_codes and config.cluster == 1  # in clusters it is in what was fitted
-        return 1 - self.in_flight_gain if gains else 1.0
+        gains = in_flight > 1 and config.cluster == 1  # in clusters it is in what was fitted
+        return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
 
-    def decode_clocks(self, config: WgmmaConfig) -> tuple[float, float]:
-        """Of decoding, for each k16 step of a tile: however few rows there are, and for each of them."""
-        decode, row = self.decode[config.format.bits], self.row
-        if config.scales_codes:
-            decode, row = self.scaled, self.scaled_row
-        elif config.k_warpgroups > 1 and config.format.bits == 4:
-            decode, row = self.interleaved + (0 if config.group_size else self.row_scale), self.interleaved_row
+    def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """Of decoding, for each k16 step of a tile, however few rows there are."""
+        rates = self.rates_of(problem, config)
+        decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
         if config.format.has_zeros:
             decode += self.zero_clocks(config)
         if config.k_block_groups > 1:
             decode += self.small_group
-        return decode * config.format.decode_cost, row
+        return decode * config.format.decode_cost
 
     def zero_clocks(self, config: WgmmaConfig) -> float:
         """Of zero points, for each k16 step of a tile."""
@@ -138,11 +189,14 @@ class DecodedCost:
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
         return self.apart_zero if config.dsmem_reduction and in_flight > 1 else self.scaled_zero
 
-    def work_tile_clocks(self, config: WgmmaConfig) -> float:
-        return self.tma_work_tile if config.store.by_tma else self.work_tile
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        rates = self.rates_of(problem, config)
+        stored = rates.work_tile + rates.work_tile_acc * config.thread_acc
+        return stored + (self.tma_work_tile if config.store.by_tma else 0)
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        config, results = schedule.config, self.work_tile_clocks(schedule.config)
+        config, results = schedule.config, self.work_tile_clocks(problem, schedule.config)
+        rates = self.rates_of(problem, config)
         if config.reduction.cuts_rows:
             k_block = self.k_block_clocks(problem, in_small_tiles(schedule))
             return schedule.k_blocks * k_block + results / config.row_parts
@@ -150,13 +204,30 @@ class DecodedCost:
         if config.dsmem_reduction:
             return products + results + self.dsmem + self.dsmem_row * config.tile_m * (config.cluster - 2)
         if config.cluster > 1:
-            return (
-                products
-                + results / config.cluster
-                + (self.join + self.join_acc * (config.cluster - 1) * config.own_m / 2)
-            )
+            join = rates.join + rates.join_acc * (config.cluster - 1) * config.own_m / 2
+            return products + results / config.cluster + join
         others = schedule.splits - 1
-        return products + results + (self.combine + self.combine_part * config.thread_acc * others if others else 0)
+        if not others:
+            return products + results
+        combine = rates.combine + rates.combine_part * config.thread_acc * others
+        return products + results + combine + (0 if schedule.whole else rates.all_cut)
+
+
+class SharesCost(DecodedCost):
+    """Of tiles whose parts of K are added up in shares: `SharesWgmma`."""
+
+    # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
+    share, share_acc = 510, 156
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        config, splits = schedule.config, schedule.splits
+        if splits == 1:
+            return super().part_clocks(problem, schedule, k_block)
+        sent = config.thread_acc * (splits - 1) / splits
+        exchange = (
+            self.share + self.share_acc * sent + (0 if schedule.whole else self.rates_of(problem, config).all_cut)
+        )
+        return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
 
 
 class LimbCost:
@@ -167,12 +238,17 @@ class LimbCost:
     """
 
     step, row, k_block = 10.8, 0.566, 110  # per k16 step of a tile, tensor cores included; for each row; of a k block
+    before_us = 0.2  # of parts that meet in memory, where tiles are all cut: others are taken at equal times
     row_share = 0.1  # of a row's bytes that take as long as the memory's
-    start = 5200  # of the launch that makes limbs, and of the way out of the last work tile
+    # Of the launch that makes limbs, and of the way out of the last work tile, by the rows of a tile.
+    start: ClassVar[dict[int, float]] = {8: 4500, 16: 5200, 32: 5200}
     combine, combine_part = 1300, 55  # as of `DecodedCost`
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return self.start
+        return self.start[schedule.config.tile_m]
+
+    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return ALL_CUT_US + self.before_us
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config = schedule.config
@@ -181,7 +257,7 @@ class LimbCost:
         stage_bytes = config.weight_stage_bytes + self.row_share * tile_m * config.x_stage_bytes / config.tile_m
         return max(decoding, stage_bytes / bytes_per_clock(schedule))
 
-    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         return 0.0
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
@@ -201,6 +277,7 @@ class ResidentCost:
     # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
     tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
     load = 9  # of a row's 128 inputs that warps load
+    limb = 20  # of a row's 128 inputs that TMA brings where k blocks are decoded ahead, shared by the warpgroups
     fill = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
     # Of a further chunk of K, whether its rows are loaded or not.
     chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}
@@ -215,14 +292,19 @@ class ResidentCost:
             chunks = self.chunk[mainloop.loads] * made / first
         missing = config.tile_m - problem.m
         rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
+        if mainloop.ahead and not mainloop.loads:
+            rows += self.limb / config.warpgroups * problem.m * made
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
+
+    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return 0.0  # they meet in the cluster
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """A tile has all rows that there are."""
         config = schedule.config
         return max(config.weight_stage_bytes / bytes_per_clock(schedule), self.tile[config.tile_m] * config.n_tiles)
 
-    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         return 0.0
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
@@ -231,8 +313,8 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), MmaSync: DecodedCost(), Limbs: LimbCost(),
-    ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), MmaSync: DecodedCost(),
+    Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 
 

@@ -73,7 +73,8 @@ def parts_of_k(problem: LinearProblem) -> int:
 
     problem: of any number of rows; all else decides, the number of SMs as well.
     """
-    problems = [replace(problem, m=m, batch_invariant=False) for m in ROWS]
+    # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
+    problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
     fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
 
     def worst(parts: int) -> float:

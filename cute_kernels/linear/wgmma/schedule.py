@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, START_CLOCKS, cost_of
+from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT_ROWS, START_CLOCKS, cost_of
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
     LIMB_GROUP,
@@ -37,6 +37,7 @@ from cute_kernels.linear.wgmma.results import (
     WorkspaceSplitK,
     dsmem,
 )
+from cute_kernels.linear.wgmma.shares_config import SharedSplitK, SharesWgmma
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
 from cute_kernels.weight_formats import integers
 
@@ -153,9 +154,22 @@ WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  #
 # Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, of which the one H200 that was measured
 # has places for 30 at once. A GPU whose GPCs hold fewer takes a second round.
 CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
-# What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
-# one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
-ALL_CUT_US, LIMBS_BEFORE_US = 0.6, 0.2
+# Of 64 or 192 features, so that some tile's number is just that of the SMs, or of whole rounds of them.
+ROUND_SHAPES = (
+    (112, 1, 3, 128, 1),
+    (96, 1, 3, 128, 1),
+    (80, 1, 3, 128, 1),
+    (128, 1, 3, 128, 2),
+    (96, 1, 3, 128, 2),
+    (64, 1, 3, 128, 2),
+    (48, 1, 2, 128, 2),
+    (128, 1, 1, 128, 1),
+    (112, 1, 1, 128, 1),
+    (96, 1, 1, 128, 1),
+    (64, 1, 1, 128, 1),
+)
+# Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
+SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -224,7 +238,7 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
-        us += ALL_CUT_US + (LIMBS_BEFORE_US if schedule.config.makes_limbs_before else 0.0)
+        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule.config)
     return us
 
 
@@ -258,12 +272,18 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
     if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
         return None
+    shares = config.reduction.parts if isinstance(config.reduction, SharedSplitK) else 1
+    if shares > 1 and splits not in (1, shares):
+        return None
     teams = problem.num_sms // config.multicast
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
         # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
         if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
+            return None
+        # Parts whose CTAs wait for one another are one round, so each CTA has one of them, the last that it does.
+        if shares > 1 and schedule.num_tiles_cut * splits > teams:
             return None
     return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
 
@@ -291,7 +311,7 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     cost = cost_of(config.mainloop)
     k_block = cost.k_block_clocks(problem, schedule)
-    clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(config))
+    clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config))
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * cost.part_clocks(problem, schedule, k_block)
     clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
     return (START_CLOCKS + cost.start_clocks(problem, schedule) + clocks) / CLOCKS_PER_US
@@ -300,10 +320,12 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
-    few_features = wide_shapes(problem) + crowded_shapes(problem)
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + few_features + lone_shapes(problem))
+    more = (
+        wide_shapes(problem) + crowded_shapes(problem) + (ROUND_SHAPES if is_short(problem) else lone_shapes(problem))
+    )
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
-    return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
+    return tiles + dsmem + share_configs(problem) + limb_configs(problem) + resident_configs(problem)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -337,6 +359,25 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
 
+def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles whose parts of K are added up in shares."""
+    if not is_short(problem):
+        return []
+    configs = (
+        of_format(
+            problem,
+            tile_m=tile_m,
+            warpgroups=warpgroups,
+            block_k=block_k,
+            mainloop=SharesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=SharedSplitK(parts),
+        )
+        for tile_m, warpgroups, block_k, parts in SHARE_SHAPES
+        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+    )
+    return implementable(configs)
+
+
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
     if problem.k_pad % DSMEM_BLOCK_K:
@@ -365,7 +406,9 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
-    found = (one for one in dsmem_configs(problem) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
+    # Fewer rows than half of a tile's take no longer.
+    rows = problem if problem.batch_invariant else replace(problem, m=max(problem.m, WIDE_TILE_M))
+    found = (one for one in dsmem_configs(rows) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
     interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
     wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
     wide = [*(full for one in wide for full in full_tiles(problem, one)), *wide]
@@ -397,6 +440,11 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 def is_plain(problem: LinearProblem) -> bool:
     """Whether weights and rows are of the kind that these choices were measured with."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
+
+
+def is_short(problem: LinearProblem) -> bool:
+    """The same of `ROUND_SHAPES` and `SHARE_SHAPES`."""
+    return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
@@ -489,6 +537,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))
     configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
+    configs |= dict.fromkeys(share_configs(LinearProblem(256, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
