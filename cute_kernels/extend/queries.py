@@ -195,7 +195,7 @@ class QueryLoader:
                 row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
                 ptx.store_shared(scales + row * 4, 0, [from_operand])
 
-    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Any]:
+    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Uint32], Float32]:
         """(a lane's piece times scales of its columns as fp16, what it is to be multiplied with: a power of 2)."""
         values = [half(word) for word in words for half in self.halves]
         values = [value * scale for value, scale in zip(values, channels, strict=True)]
