@@ -62,6 +62,7 @@ def test_queries_are_multiplied_with_their_columns_scales_and_rounded_once(head_
     with running(machine):
         loader = QueryLoader(config)
         channels = loader.channel_scales(operands, work, Int32(LANES))
+        packed: Any
         packed, unit = loader.convert_piece([Uint32(np.ascontiguousarray(pieces[:, i])) for i in range(4)], channels)
         found = np.stack([halves(word).view(np.float16) for word in packed], 1).reshape(32, 8).astype(np.float64)
         powers = np.broadcast_to(np.asarray(unit), (32,)).astype(np.float64)
