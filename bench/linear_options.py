@@ -57,9 +57,8 @@ class Layer:
 class LinearOptions:
     """The calls of one layer, each with one option, and with a copy of the weight of its own.
 
-    A weight that several calls share is read more often, and what makes L2 cold may leave it warmer than others. At ten
-    shapes the plain call took 0.1 to 0.7 us less in a run with the weight of seventeen others than in a run with one of
-    its own, zero points -0.3 to 0.2.
+    A weight that several calls share is read more often, and what makes L2 cold might leave it warmer than others. (It
+    does not: with shared weights the plain call took as long, docs/design/history/decode_step.md.)
 
     Args:
         layer, form: what is multiplied.
