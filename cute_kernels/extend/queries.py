@@ -86,6 +86,11 @@ class QueryLoader:
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
         return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
 
+    def code_place(self, codes, warp, lane, step: int):
+        """Shared address of what a lane's piece becomes in E4M3: half a piece."""
+        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
+
     @cute.jit
     def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
@@ -110,16 +115,16 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
-            if const_expr(self.config.channel_scales[0]):
-                self.convert_scaled(operands, work, tile, scales, warp, lane)
+            if const_expr(self.config.converts_by_piece):
+                self.convert_pieces(operands, work, tile, codes, scales, warp, lane)
             else:
-                self.convert(tile, codes, scales, warp, lane)
+                self.convert(tile, scales, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def convert(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """A warp's rows, which all of its lanes have asked for, become fp16, or E4M3, each times a power of 2. A lane
-        has half of a row: its greatest number takes one shuffle, and all pieces are converted together."""
+    def convert(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows, which all of its lanes have asked for, become fp16, each times a power of 2. A lane has half
+        of a row: its greatest number takes one shuffle, and all pieces are converted together."""
         cute.arch.sync_warp()
         row, half = lane % WARP_ROWS, lane // WARP_ROWS
         own = (warp * WARP_ROWS + row) * wgmma_tiles.ROW_BYTES
@@ -131,17 +136,10 @@ class QueryLoader:
                 words[4 * j + i] = piece[i]
         top = in_pairs(self.greater, [words[i] for i in range(4 * self.own_pieces)])
         top = self.greater(top, cute.arch.shuffle_sync_bfly(top, WARP_ROWS))
-        if const_expr(self.config.fp8 is None):
-            from_operand = self.make_halves(words, top)
-            for j in cutlass.range_constexpr(self.own_pieces):
-                piece = [words[4 * j + i] for i in range(4)]
-                ptx.store_shared(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, piece)
-        else:
-            to_operand, from_operand = self.power(top)
-            place = codes + own + (row % 8 ^ half * 4) * wgmma_tiles.PIECE_BYTES
-            for j in cutlass.range_constexpr(self.own_pieces // 2):
-                piece = self.make_codes([words[8 * j + i] for i in range(8)], to_operand)
-                ptx.store_shared(place ^ (j * wgmma_tiles.PIECE_BYTES), 0, piece)
+        from_operand = self.make_halves(words, top)
+        for j in cutlass.range_constexpr(self.own_pieces):
+            piece = [words[4 * j + i] for i in range(4)]
+            ptx.store_shared(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, piece)
         self.tell(from_operand, scales + (warp * WARP_ROWS + row) * 4, lane)
 
     def own_place(self, row, half):
@@ -184,24 +182,47 @@ class QueryLoader:
         return numbers.from_bits(Uint32(exponent - TOP_EXPONENTS["fp16"]) << Uint32(23))
 
     @cute.jit
-    def convert_scaled(self, operands, work, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """A warp's rows, times scales of their columns, become fp16, piece by piece."""
-        channels = self.channel_scales(operands, work, lane)
+    def convert_pieces(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows become fp16, or E4M3, each times a power of 2, piece by piece; times scales of K's columns, if
+        these have any."""
+        channels: list[Float32] = []
+        if const_expr(self.config.channel_scales[0]):
+            channels = self.channel_scales(operands, work, lane)
         for step in cutlass.range_constexpr(self.num_steps):
             place = self.place(tile, warp, lane, step)
             words, from_operand = self.convert_piece(ptx.load_shared_vector(place, 0, 4), channels)
-            ptx.store_shared(place, 0, words)
-            if lane % self.row_pieces == 0:
-                row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
-                ptx.store_shared(scales + row * 4, 0, [from_operand])
+            if const_expr(self.config.fp8 is None):
+                ptx.store_shared(place, 0, words)
+            else:
+                ptx.store_shared(self.code_place(codes, warp, lane, step), 0, words)
+            self.tell_of_piece(from_operand, scales, warp, lane, step)
 
-    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Uint32], Float32]:
-        """(a lane's piece times scales of its columns as fp16, what it is to be multiplied with: a power of 2)."""
+    @cute.jit
+    def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: int):
+        """Who multiplies, of the power of 2 of a lane's row."""
+        if lane % self.row_pieces == 0:
+            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+            ptx.store_shared(scales + row * 4, 0, [from_operand])
+
+    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
+        """(a lane's piece, times scales of its columns if there are any, as fp16 or E4M3, what it is to be multiplied
+        with: a power of 2)."""
         values = [half(word) for word in words for half in self.halves]
-        values = [value * scale for value, scale in zip(values, channels, strict=True)]
-        top = in_pairs(ptx.fmax, [ptx.absolute(value) for value in values])
-        to_operand, from_operand = self.powers_of(lane_max(top, neighbours(self.row_pieces)), TOP_EXPONENTS["fp16"])
+        if channels:
+            values = [value * scale for value, scale in zip(values, channels, strict=True)]
+            top = in_pairs(ptx.fmax, [ptx.absolute(value) for value in values])
+        else:
+            top = Float32(0.0)  # in turn: one register
+            for value in values:
+                top = ptx.fmax(top, ptx.absolute(value))
+        top = lane_max(top, neighbours(self.row_pieces))
+        to_operand, from_operand = self.powers_of(top)
+        if self.config.fp8 is not None:
+            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
+            to_operand = to_operand + (top - top)
         scaled = [value * to_operand for value in values]
+        if self.config.fp8 is not None:
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
 
     def channel_scales(self, operands, work, lane) -> list[Float32]:
@@ -211,21 +232,10 @@ class QueryLoader:
         words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
         return [word.bitcast(Float32) for half in words for word in half]
 
-    def powers_of(self, top: Float32, wanted: int) -> tuple[Float32, Float32]:
-        """(the power of 2 that brings a row whose greatest number is ``top`` to an exponent, its reciprocal)."""
+    def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
+        """(the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
+        wanted = TOP_EXPONENTS["fp16" if self.config.fp8 is None else "e4m3"]
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
         to_operand = numbers.from_bits(Uint32((127 + wanted - exponent) << 23))
         return to_operand, numbers.from_bits(Uint32((127 - wanted + exponent) << 23))
-
-    def power(self, top: Uint32) -> tuple[Float32, Float32]:
-        """(the power of 2 that makes E4M3 of a row, its reciprocal); top: the row's greatest numbers."""
-        greatest = ptx.fmax(*(ptx.absolute(half(top)) for half in self.halves))
-        to_operand, from_operand = self.powers_of(greatest, TOP_EXPONENTS["e4m3"])
-        # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
-        return to_operand + (greatest - greatest), from_operand
-
-    def make_codes(self, words, to_operand: Float32) -> list[Any]:
-        """Numbers times a power of 2, as E4M3."""
-        scaled = [half(word) * to_operand for word in words for half in self.halves]
-        return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)]

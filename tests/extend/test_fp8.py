@@ -36,8 +36,16 @@ class Machine(Warp):
     """A warp that rounds to E4M3."""
 
     def meanings(self) -> Meanings:
-        own = {"tell": lambda _, power, address, lane: self.store_shared(address, 0, [power])}
+        own = {
+            "tell": lambda _, power, address, lane: self.store_shared(address, 0, [power]),
+            "tell_of_piece": lambda loader, *given: self.tell_of_piece(loader, *given),
+        }
         return replace(super().meanings(), modules={queries: {"pack_e4m3x4": self.pack_e4m3x4}, QueryLoader: own})
+
+    def tell_of_piece(self, loader: QueryLoader, power: Any, scales: Any, warp: Any, lane: Any, step: Any) -> None:
+        """By all lanes of a row, who know the same."""
+        row = warp * WARP_ROWS + step * loader.step_rows + lane // loader.row_pieces
+        self.store_shared(scales + row * 4, 0, [power])
 
     def greater_magnitude(self, a: Any, b: Any, *, dtype: str) -> Any:
         kind = "bf16" if dtype == "bf16" else "f16"
@@ -65,7 +73,11 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     with running(machine):
         loader = QueryLoader(config)
         for warp in range(WARPS):
-            loader.convert(Int32(0), Int32(codes), Int32(scales), Int32(warp), Int32(LANES))
+            if config.converts_by_piece:
+                places_of = Int32(0), Int32(codes), Int32(scales)
+                loader.convert_pieces(None, None, *places_of, Int32(warp), Int32(LANES))
+            else:
+                loader.convert(Int32(0), Int32(scales), Int32(warp), Int32(LANES))
     powers = torch.from_numpy(machine.shared_memory[scales:].view(np.float32).astype(np.float64))[:, None]
     if config.fp8 is None:
         halves_of_rows = machine.shared_memory[places].reshape(WARPGROUP_ROWS, 256)
