@@ -476,7 +476,7 @@ LAYERS = {
     "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
     "linear-limbs-zeros-8-rows": LinearCase(28672, 4096, 8, Format(4, 128, True, "bf16")),
     "linear-limbs-groups": LinearCase(4096, 4096, 8, Format(4, 32, False, "bf16")),
-    "linear-mma-sync": LinearCase(256, 4096, 1, Format(4, 32, True, "fp16")),
+    "linear-mma-sync": LinearCase(64, 8192, 2, Format(4, 32, True, "fp16")),
     "linear-zeros-turns": LinearCase(2048, 2048, 16, Format(4, 32, True, "fp16")),
     "linear-w8": LinearCase(2048, 2048, 16, Format(8, 128, False, "bf16")),
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
@@ -521,7 +521,7 @@ DEFERRED = {
     "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
     "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 128),
     "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
-    "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
+    "deferred-norm-parts": DeferredNormCase(768, 256, 200, 65),
     "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320, 1),
 }
 NORMS = {

@@ -394,10 +394,11 @@ def test_a_fit_is_recorded_on_its_models_gpu_whichever_is_the_current_one(monkey
     stands_in = {
         "device": on,
         "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "current_stream": lambda *_: stream,
         "stream": lambda _: nullcontext(),
         "CUDAGraph": lambda: graph,
-        "graph": lambda _: nullcontext(seen.append(("record", now[-1]))),
+        "graph": lambda _, pool: nullcontext(seen.append(("record", now[-1]))),
+        "graph_pool_handle": lambda: (0, 1),
     }
     for name, one in stands_in.items():
         monkeypatch.setattr(torch.cuda, name, one)
