@@ -30,6 +30,7 @@ from tests.gpu.sanitize_cases import (
     LayerProductsCase,
     LinearCase,
     NormCase,
+    SharesCase,
     StepCase,
 )
 
@@ -46,6 +47,7 @@ KINDS = {
     "values transposed for them": r"extend_unpack_e4m3\w*e4m3",
     "keys times queries, 40 rows": r"extend_int4_g4\w*_q40",
     "keys times queries, 72 rows": r"extend_e4m3_tensor\w*_q72",
+    "keys times queries of two heads, rows behind scales": r"extend_int8_token_head\w*_q72",
     "limbs that stay, rows loaded": "resident32loads",
     "limbs that stay, rows by TMA": "resident32$",
     "blocks of seven tiles": "resident16less1$",
@@ -61,6 +63,8 @@ KINDS = {
     "mma.sync": "linear_w4fp16_g32z_m8",
     "8 bits": "linear_wgmma_w8",
     "many rows": "m256n64x2",
+    "rows of x in shares, parts of unequal length": r"m96n64x2\w*_shares3$",
+    "rows of x in shares behind whole tiles": r"m128n64x2\w*_shares8$",
     "experts' work ranges": "ranges1",
     "runs of entries of sixteen rows": "m16n128k128w2e3",
     "assignments as they are": "assigned1",
@@ -102,6 +106,7 @@ def test_every_kind_of_kernel_is_run(pattern: str):
 
 SMALL = {
     "linear": LinearCase(200, 256, 3),
+    "shares": SharesCase(200, 2048, 100),
     "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
     "norm in a product": FactoredCase(200, 256, 1, NORMED),
@@ -125,6 +130,7 @@ def test_references_pass(case: Case):
 
 WRONG_RESULTS = [
     (SMALL["linear"], "quantized_linear"),
+    (SMALL["shares"], "quantized_linear"),
     (SMALL["norm in a product"], "quantized_linear"),
     (SMALL["input scale in a product"], "quantized_linear"),
     (SMALL["deferred norm"], "quantized_linear"),

@@ -32,9 +32,9 @@ from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import config_for
-from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.deferred_choice import config_beside_a_norm
-from cute_kernels.linear.plan import MOST_ROWS, factored
+from cute_kernels.linear.plan import ACTIVATIONS, MOST_ROWS, OUT_KINDS, factored, make_tile_plan
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
@@ -42,6 +42,8 @@ from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
 from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.linear.wgmma.schedule import TileSchedule, tile_schedules
+from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
@@ -236,6 +238,40 @@ class LinearCase:
             quantized_linear(x, packed, out=out, batch_invariant=self.batch_invariant)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
+class SharesCase:
+    """As `LinearCase`, by every schedule in which each CTA that has a part of K adds up a share of the rows."""
+
+    n: int
+    k: int
+    m: int
+
+    def schedules(self) -> list[TileSchedule]:
+        found = tile_schedules(W4.problem(self.m, self.n, self.k))
+        return [one for one in found if isinstance(one.config.mainloop, SharesWgmma) and one.splits > 1]
+
+    def specs(self) -> list[KernelSpec]:
+        return [spec_of(schedule.config) for schedule in self.schedules()]
+
+    def run(self, device: str = "cuda") -> str:
+        weights = make_weights(self.n, self.k, W4, device)
+        packed = pack(weights)
+        x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
+        wanted = x.float() @ weights.dense.float().T
+        addresses = (packed.codes.data_ptr(), packed.scales.data_ptr(), 0, 0, 0)
+        for schedule in self.schedules():
+            for _ in range(CALLS):
+                out = torch.full_like(wanted, torch.nan)
+                if device == "cpu":
+                    quantized_linear(x, packed, out=out)
+                else:
+                    plan = make_tile_plan(schedule, self.m, torch.cuda.current_device())
+                    plan.run(x, (*addresses, out.data_ptr()), self.n, ACTIVATIONS[None], OUT_KINDS[out.dtype])
+                error = relative_error(out, wanted)
+                assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
@@ -482,6 +518,9 @@ LAYERS = {
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
+    "linear-shares": LinearCase(8512, 2048, 256),
+    "linear-shares-all-cut": SharesCase(1000, 2048, 250),
+    "linear-shares-few-rows": SharesCase(1000, 2176, 100),
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
 EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
@@ -503,6 +542,7 @@ EXTEND = {
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
     "extend-e4m3_tensor-key-rows": ExtendCase("e4m3_tensor", *MORE_QUERIES, num_splits=None),
     "extend-int4_g4-key-rows": ExtendCase("int4_g4", *FEW_QUERIES, num_splits=None),
+    "extend-int8_token_head-key-rows": ExtendCase("int8_token_head", *MORE_QUERIES, num_splits=None),
 }
 FACTORED = {
     "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),
