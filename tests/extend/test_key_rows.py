@@ -30,8 +30,8 @@ from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
 HEAD, BLOCK = 1, 1
 FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
-MAGIC = (Uint32(0x60006000), Uint32(0x50005000))
 G, T = np.arange(32) // 4, np.arange(32) % 4
+MAGIC = (Uint32(0x60006000), Uint32(0x50005000), Uint32(np.where(G % 2, 0x7632, 0x5410)))
 
 
 class CopyingMachine(Machine):
@@ -176,7 +176,11 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
 
 @pytest.mark.parametrize("page_size", [16, 64, None])
 @pytest.mark.parametrize("num_kv_heads", [4, 8])
-@pytest.mark.parametrize("kv_format", ["int8_token_head", ("e4m3_token_head", "int8_token_head")], ids=str)
+@pytest.mark.parametrize(
+    "kv_format",
+    ["int8_token_head", ("e4m3_token_head", "int8_token_head"), "int4_g1", ("int4_g1", "e4m3_token_head")],
+    ids=str,
+)
 def test_rows_of_two_heads_lie_one_behind_the_other(kv_format, num_kv_heads, page_size):
     """Each is a warpgroup's."""
     call = make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=num_kv_heads)
@@ -224,7 +228,7 @@ def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queri
             shift, _, _ = keys.shifts(block.source.keys, work.head, Int32(LANES))
             place = keys.key_place(Int32(warp), Int32(LANES)) + keys.group_place(group)
             words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
-            address = keys.header_start(block.memory, KEYS, 0, group)
+            address = keys.header_start(block.memory, KEYS, 0, group) + shift
             headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
             scores = block.a_operand(keys.key_operands(words, headers, MAGIC)) @ queries.numpy().T
             got_scores[16 * warp : 16 * warp + 16] = scores
@@ -232,7 +236,7 @@ def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queri
             place = values.value_place(Int32(warp), Int32(LANES)) + values.group_place(group)
             odd = odd + values.row_bytes
             words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
-            address = values.header_start(block.memory, VALUES, 0, group)
+            address = values.header_start(block.memory, VALUES, 0, group) + shift
             headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
             steps = [values.value_operands(words, headers, step, MAGIC) for step in range(4)]
             for mma in range(2):

@@ -21,7 +21,13 @@ from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
-from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, PAIRED_ROW_BYTES, SCALED_ROW_BYTES
+from cute_kernels.extend.policies import (
+    GROUP_TOKENS,
+    HEADED_ROW_BYTES,
+    PAIRED_NIBBLE_ROW_BYTES,
+    PAIRED_ROW_BYTES,
+    SCALED_ROW_BYTES,
+)
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16
@@ -34,13 +40,14 @@ MAGIC = (LOW_NIBBLES[1], HIGH_NIBBLES[1])
 HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
-def magic_of(number) -> tuple[Uint32, Uint32]:
-    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant.
+def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
+    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant. Then
+    which halves of two words a lane takes, of `PairedNibbleRows`.
 
     number: one of no more than 31 bits.
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
-    return low, high
+    return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
 
 
 class Int8Codes:
@@ -334,12 +341,17 @@ class NibbleRows:
         own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
         return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
 
+    def value_word(self, words, index: int, magic):
+        """Of 8 tokens."""
+        return words[index]
+
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for index in (2 * step, 2 * step + 1):
             even, odd = headers[index]
             scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
-            pairs.append(self.numbers(words[index], magic, *self.made(scales, shifts)))
+            word = self.value_word(words, index, magic)
+            pairs.append(self.numbers(word, magic, *self.made(scales, shifts)))
         low, high = pairs
         return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
 
@@ -399,12 +411,74 @@ class HeadedNibbleRows(NibbleRows):
         return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
 
 
+class PairedNibbleRows(NibbleRows):
+    """Of one group, those of two neighbouring heads, one a warpgroup's: rows of 68 bytes one behind the other, which
+    begin at a multiple of 4, and tokens at one of 16. Too shifted for ldmatrix: lanes load words, 36 from a row to the
+    next one."""
+
+    row_bytes = PAIRED_NIBBLE_ROW_BYTES
+    shifted = headed = True
+    heads, head_bytes = 2, SCALE_BYTES + HEAD_DIM // 2
+
+    def __init__(self):
+        super().__init__(1)
+
+    @staticmethod
+    def swizzle(row):
+        return row * 0
+
+    def group_place(self, group):
+        return group * self.head_bytes
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        shift = head // self.heads * (self.heads * self.head_bytes) & (CHUNK_BYTES - 1)
+        return shift, shift, 0
+
+    def header_start(self, memory, operand: int, stage, group):
+        return memory.tile(operand, stage) + self.group_place(group)
+
+    def key_place(self, warp, lane):
+        return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
+            for chunk in range(HEAD_DIM // 2 // CHUNK_BYTES)
+            for half in range(2)
+        ]
+
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+        return [[ptx.load_shared(own, 8 * i * self.row_bytes) for i in range(2)]]
+
+    def value_place(self, warp, lane):
+        return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Of two neighbouring lanes' columns, of one token each."""
+        return [
+            ptx.load_shared(start, first * self.row_bytes)
+            for first in range(0, tokens, 8)
+            for start in (address, address + odd)
+        ]
+
+    def value_word(self, words, index: int, magic):
+        """The lane's two bytes of both tokens."""
+        return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
+
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+        own = address + lane % 4 * 2 * self.row_bytes
+        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+
+
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
     """How rows of a format become operands. paired: whether those of two heads lie together."""
     if form.codes not in BYTE_CODES:
+        if paired:
+            return PairedNibbleRows()
         return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
     kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
     return kind(BYTE_CODES[form.codes]())

@@ -106,7 +106,7 @@ class Lane:
     last_probabilities: Int32
     scales: tuple[Any, Any]
     next_value: Index
-    magic: tuple[Uint32, Uint32]
+    magic: tuple[Uint32, Uint32, Uint32]
 
 
 class KeyRowsConsumer:
@@ -130,11 +130,10 @@ class KeyRowsConsumer:
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
-        if const_expr(self.config.ping_pong):
-            if group == 1:
-                self.pass_turn(group)
+        if group == 1:
+            self.pass_turn(group)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        start = self.place_of(group, warp, lane, magic_of(shape.batch))
+        start = self.place_of(group, warp, lane, magic_of(shape.batch, lane))
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
@@ -277,7 +276,7 @@ class KeyRowsConsumer:
     def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
         """Loads the codes of the warp's 16 tokens, and their headers."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage) if start is None else start)
-        address = self.keys.header_start(memory, KEYS, stage, place.group)
+        address = self.keys.header_start(memory, KEYS, stage, place.group) + place.scales[KEYS]
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
         for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
             codes[index] = word
@@ -293,7 +292,7 @@ class KeyRowsConsumer:
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
         """Codes and headers of the last block's values. They become operands behind the products of keys."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
-        address = self.values.header_start(memory, VALUES, stage, place.group)
+        address = self.values.header_start(memory, VALUES, stage, place.group) + place.scales[VALUES]
         return words, self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -544,9 +543,7 @@ class KeyRowsConsumer:
 
     def await_turn(self, group) -> None:
         """Waits until the other warpgroup has issued its products."""
-        if self.config.ping_pong:
-            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
     def pass_turn(self, group) -> None:
-        if self.config.ping_pong:
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)
