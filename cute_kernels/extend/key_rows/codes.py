@@ -18,6 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import ptx
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
@@ -48,6 +50,14 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
     return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
+
+
+@dsl_user_op
+def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
+    """Either half of a word, 0 or 1, in both. As a move, which the instructions that multiply with it do themselves."""
+    own = ("low", "high")[half]
+    asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
+    return Uint32(llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip))
 
 
 class Int8Codes:
@@ -110,11 +120,15 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group) -> Any:
-        """Address of the headers of a tile's tokens of a warpgroup: none."""
+    def header_start(self, memory, operand: int, stage) -> Any:
+        """What `key_header_place` and `value_header_place` are counted from: nothing."""
         return 0
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
+    def key_header_place(self, group, warp, lane) -> Any:
+        """Bytes to the headers of a lane's tokens."""
+        return 0
+
+    def load_key_headers(self, address) -> list[Any]:
         """Nothing: a scale meets scores and probabilities."""
         return []
 
@@ -141,7 +155,10 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def value_header_place(self, group, warp, lane) -> Any:
+        return 0
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
         return []
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
@@ -303,20 +320,19 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.header(operand, stage) + group * (4 * GROUP_TOKENS)
+    def header_start(self, memory, operand: int, stage):
+        return memory.header(operand, stage)
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        """[group][row half] of the lane's two tokens. address: of the tile's, of the warpgroup's first token."""
-        own = address + 4 * (warp * WARP_TOKENS + lane // 4)
+    def key_header_place(self, group, warp, lane):
+        return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
+
+    def load_key_headers(self, address) -> list[Any]:
+        """[group][row half] of the lane's two tokens."""
         groups = HEAD_DIM // 32 // self.group_chunks
-        return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
+        return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        made = [
-            [self.made(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
-            for rows in headers
-        ]
+        made = [[self.made(twice(word, 0), twice(word, 1)) for word in rows] for rows in headers]
         steps = []
         for chunk in range(4):
             low, high = (
@@ -336,10 +352,12 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def value_header_place(self, group, warp, lane):
+        return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
         """[8 tokens][token of the lane's two]."""
-        own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
-        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
+        return [ptx.load_shared_vector(address, 4 * first, 2) for first in range(0, tokens, 8)]
 
     def value_word(self, words, index: int, magic):
         """Of 8 tokens."""
@@ -394,38 +412,39 @@ class HeadedNibbleRows(NibbleRows):
             for word in ptx.load_matrix_x4(address, chunk * CHUNK_BYTES, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.tile(operand, stage) + group * (GROUP_TOKENS * self.row_bytes)
+    def header_start(self, memory, operand: int, stage):
+        return memory.tile(operand, stage)
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
-        rows = [ptx.load_shared_vector(own, 8 * i * self.row_bytes, 4) for i in range(2)]
+    def key_header_place(self, group, warp, lane):
+        return self.group_place(group) + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+
+    def load_key_headers(self, address) -> list[Any]:
+        rows = [ptx.load_shared_vector(address, 8 * i * self.row_bytes, 4) for i in range(2)]
         return [[rows[i][group] for i in range(2)] for group in range(4)]
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
-        own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
-        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane % 4 * 2 * self.row_bytes + 4 * warp
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
+        firsts = range(0, tokens, 8)
+        return [[ptx.load_shared(address, (first + i) * self.row_bytes) for i in range(2)] for first in firsts]
 
 
-class PairedNibbleRows(NibbleRows):
+class PairedNibbleRows(HeadedNibbleRows):
     """Of one group, those of two neighbouring heads, one a warpgroup's: rows of 68 bytes one behind the other, which
     begin at a multiple of 4, and tokens at one of 16. Too shifted for ldmatrix: lanes load words, 36 from a row to the
     next one."""
 
     row_bytes = PAIRED_NIBBLE_ROW_BYTES
-    shifted = headed = True
+    shifted = True
     heads, head_bytes = 2, SCALE_BYTES + HEAD_DIM // 2
 
     def __init__(self):
         super().__init__(1)
-
-    @staticmethod
-    def swizzle(row):
-        return row * 0
 
     def group_place(self, group):
         return group * self.head_bytes
@@ -433,9 +452,6 @@ class PairedNibbleRows(NibbleRows):
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         shift = head // self.heads * (self.heads * self.head_bytes) & (CHUNK_BYTES - 1)
         return shift, shift, 0
-
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.tile(operand, stage) + self.group_place(group)
 
     def key_place(self, warp, lane):
         return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
@@ -447,9 +463,8 @@ class PairedNibbleRows(NibbleRows):
             for half in range(2)
         ]
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
-        return [[ptx.load_shared(own, 8 * i * self.row_bytes) for i in range(2)]]
+    def load_key_headers(self, address) -> list[Any]:
+        return [[ptx.load_shared(address, 8 * i * self.row_bytes) for i in range(2)]]
 
     def value_place(self, warp, lane):
         return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
@@ -466,9 +481,8 @@ class PairedNibbleRows(NibbleRows):
         """The lane's two bytes of both tokens."""
         return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
-        own = address + lane % 4 * 2 * self.row_bytes
-        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane % 4 * 2 * self.row_bytes
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
