@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.features import Features
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.key_rows import codes
+from cute_kernels.extend.key_rows import codes, multiply
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
@@ -35,9 +35,17 @@ G, T = np.arange(32) // 4, np.arange(32) % 4
 MAGIC = (Uint32(0x60006000), Uint32(0x50005000), Uint32(np.where(G % 2, 0x7632, 0x5410)))
 
 
+def store_matrix_x2(address, offset: int, words) -> None:
+    """By the instruction for four: those of the lower lanes twice."""
+    own = stand_in(Int32(np.asarray(address)[LANES % 16]))
+    ptx.store_matrix_x4(own, offset, [*words, *words], transpose=True)
+
+
 @pytest.fixture(autouse=True)
-def moves(monkeypatch):
-    """What an instruction reads twice, as one of its own."""
+def instructions(monkeypatch):
+    """Those that this room has of its own, by those that the simulator has."""
+    monkeypatch.setattr(multiply, "store_matrix_x2", store_matrix_x2)
+    monkeypatch.setattr(codes, "of_lanes", lambda word, index: word[4 * index + T])
     monkeypatch.setattr(codes, "twice", lambda word, half: ptx.prmt(word, Uint32(0), Uint32((0x1010, 0x3232)[half])))
 
 
@@ -279,7 +287,7 @@ def test_probabilities_lie_as_products_read_them(name):
             totals = [None] * columns
             scales = [Float32(factors[row]) for row in rows] if scaled else []
             exceeds = consumer.write_probabilities(
-                sums, totals, LANES, Int32(block.probabilities) + place.probabilities, s, [Float32(1.0)] * 2, scales
+                sums, totals, Int32(block.probabilities) + place.probabilities, s, [Float32(1.0)] * 2, scales
             )
             assert not np.any(exceeds)
     found = block.operand(block.probabilities, 64)
@@ -324,7 +332,7 @@ def test_no_logit_exceeds_a_raised_reference(name):
                     [None] * consumer.columns,
                 )
                 target = Int32(block.probabilities) + place.probabilities
-                given = sums, totals, LANES, target, s[warp], lines, scales[warp], limits[warp]
+                given = sums, totals, target, s[warp], lines, scales[warp], limits[warp]
                 exceeding.append(np.any(consumer.write_probabilities(*given)))
     assert any(exceeding[:4]) and not any(exceeding[4:])
     assert block.operand(block.probabilities, 64).max() <= 1.001

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -57,7 +58,14 @@ def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
     """Either half of a word, 0 or 1, in both. As a move, which the instructions that multiply with it do themselves."""
     own = ("low", "high")[half]
     asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
-    return Uint32(llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip))
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip)
+    )
+
+
+def of_lanes(word, index: int):
+    """That of lane (index, t), in all lanes (g, t)."""
+    return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
 
 
 class Int8Codes:
@@ -353,11 +361,18 @@ class NibbleRows:
         ]
 
     def value_header_place(self, group, warp, lane):
-        return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
+        """Bytes to those of tokens 8 g + 2 t and the next one."""
+        return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """[8 tokens][token of the lane's two]."""
-        return [ptx.load_shared_vector(address, 4 * first, 2) for first in range(0, tokens, 8)]
+        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of lanes (g, t) for all g, so
+        each makes those of 8 tokens and tells the others."""
+        even, odd = self.load_two_headers(address)
+        scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
+        return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
+
+    def load_two_headers(self, address):
+        return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
         """Of 8 tokens."""
@@ -366,10 +381,7 @@ class NibbleRows:
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for index in (2 * step, 2 * step + 1):
-            even, odd = headers[index]
-            scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
-            word = self.value_word(words, index, magic)
-            pairs.append(self.numbers(word, magic, *self.made(scales, shifts)))
+            pairs.append(self.numbers(self.value_word(words, index, magic), magic, *headers[index]))
         low, high = pairs
         return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
 
@@ -427,11 +439,10 @@ class HeadedNibbleRows(NibbleRows):
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
     def value_header_place(self, group, warp, lane):
-        return self.group_place(group) + lane % 4 * 2 * self.row_bytes + 4 * warp
+        return self.group_place(group) + lane * 2 * self.row_bytes + 4 * warp
 
-    def load_value_headers(self, address, tokens: int) -> list[Any]:
-        firsts = range(0, tokens, 8)
-        return [[ptx.load_shared(address, (first + i) * self.row_bytes) for i in range(2)] for first in firsts]
+    def load_two_headers(self, address):
+        return [ptx.load_shared(address, i * self.row_bytes) for i in range(2)]
 
 
 class PairedNibbleRows(HeadedNibbleRows):
@@ -482,7 +493,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
 
     def value_header_place(self, group, warp, lane):
-        return self.group_place(group) + lane % 4 * 2 * self.row_bytes
+        return self.group_place(group) + lane * 2 * self.row_bytes
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}

@@ -27,7 +27,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
-from cute_kernels.extend.key_rows.memory import arrive_if, store_word_if
+from cute_kernels.extend.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
@@ -446,10 +446,10 @@ class KeyRowsConsumer:
         """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = place.probabilities + sums.probabilities[0]
-        exceeds = self.write_probabilities(sums, totals, place.lane, target, s, lines, value_scales)
+        exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
         if const_expr(self.value_scale):
             # Scales of that size, or fp16 says it.
-            if (value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE):
+            if cute.arch.vote_any_sync((value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE)):
                 exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
         self.wait_for(sums, [])
         store_word_if(Int32(exceeds), memory.flag(place.group), 1)
@@ -457,7 +457,7 @@ class KeyRowsConsumer:
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
-            self.write_probabilities(sums, totals, place.lane, target, s, lines, value_scales, bounds)
+            self.write_probabilities(sums, totals, target, s, lines, value_scales, bounds)
             again = self.any_of_warpgroup(memory, place)
         if ahead.missing:
             cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
@@ -472,7 +472,7 @@ class KeyRowsConsumer:
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
-    def write_probabilities(self, sums, totals, lane, target, s, lines, value_scales, bounds=None):
+    def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
 
         target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
@@ -494,10 +494,11 @@ class KeyRowsConsumer:
                     words.append(ptx.pack_f16x2(*own))
             for word in words:
                 largest = word if largest is None else ptx.max_f16x2(largest, word)
-            address = target
-            if len(words) < 4:  # a block alone, by either half of the lanes
-                words, address = words + words, target - lane // 16 * (8 * wgmma.ROW_BYTES)
-            ptx.store_matrix_x4(address, first * 8 * wgmma.ROW_BYTES, words, transpose=True)
+            offset = first * 8 * wgmma.ROW_BYTES
+            if len(words) == 4:
+                ptx.store_matrix_x4(target, offset, words, transpose=True)
+            else:
+                store_matrix_x2(target, offset, words)
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return product > 2.0**RESCALE_SLACK
 
