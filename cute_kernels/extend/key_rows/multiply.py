@@ -448,7 +448,7 @@ class KeyRowsConsumer:
         target = place.probabilities + sums.probabilities[0]
         exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
         if const_expr(self.value_scale):
-            # Scales of that size, or fp16 says it.
+            # Beside greater scales, what is too large here is so for fp16.
             if cute.arch.vote_any_sync((value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE)):
                 exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
         self.wait_for(sums, [])
@@ -475,8 +475,8 @@ class KeyRowsConsumer:
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
 
-        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
-        fp16 holds, which no other reference would help.
+        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of
+        2^30 are rounded by more than fp16 holds, which no other reference would help.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
