@@ -365,8 +365,8 @@ class NibbleRows:
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of all lanes of its t, so each
-        of these makes them of 8 tokens, and tells the others."""
+        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of all lanes of its t, so
+        each of these makes them of 8 tokens, and tells the others."""
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
