@@ -227,15 +227,23 @@ def load_code(place: str) -> Any:
 def modules_of(*names: str) -> tuple[str, ...]:
     """The modules outside this package that the device code of some formats lies in: what a process must import to
     compile kernels for them."""
+    return tuple(name for name in _code_modules(*names) if name.partition(".")[0] != __package__)
+
+
+def _code_modules(*names: str) -> tuple[str, ...]:
     places = (place for name in names for place in format_of(name).places())
-    modules = dict.fromkeys(place.partition(":")[0] for place in places)
-    return tuple(name for name in modules if name.partition(".")[0] != __package__)
+    return tuple(dict.fromkeys(place.partition(":")[0] for place in places))
 
 
 @functools.lru_cache(maxsize=256)
-def sources_of(*names: str) -> tuple[Path, ...]:
-    """The files that decide what kernels for some formats compile to, beside families' rooms and `device/`."""
-    found = [importlib.util.find_spec(module) for module in modules_of(*names)]
+def sources_of(room: str, *names: str) -> tuple[Path, ...]:
+    """The files that decide what the kernels of a room ("attention") for some formats compile to: this one, and those
+    of the formats' device code in that room or outside this package."""
+    modules = (
+        *modules_of(*names),
+        *(name for name in _code_modules(*names) if name.startswith(f"{__package__}.{room}.")),
+    )
+    found = [importlib.util.find_spec(module) for module in modules]
     return (Path(__file__).resolve(), *(Path(str(spec.origin)).resolve() for spec in found if spec is not None))
 
 

@@ -1,8 +1,8 @@
 """A digest of the Python sources that decide what a kernel compiles to.
 
-They are the spec's own `source_roots`, the modules of `layouts` and `device/` that these import, with what those
-import, and what every kernel has: limits of architectures and what it is launched with. An edit of another layout, or
-of a drawing of one, leaves a kernel's digest as it was.
+They are what every kernel has (limits of architectures, what it is launched with), the files that the spec names, and
+what these import, and so on, of the folders that the spec names, of `device/` and of `layouts`. An edit of what plans
+calls, of another layout, or of a drawing of one, leaves a kernel's digest as it was.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec
 
 PACKAGE = Path(__file__).resolve().parent.parent
+LAYOUTS = Path(str(layouts.__file__)).resolve().parent
+LIBRARIES = (PACKAGE / "device", LAYOUTS)
+"""Folders whose modules many families share."""
 
-# An import statement of one of the two libraries, in a module or in a function: its module, and the names it takes.
+# An import statement, in a module or in a function: the module, and the names that it takes.
 _IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+((?:layouts|cute_kernels\.device)\b[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|.*)"
-    r"|import[ \t]+((?:layouts|cute_kernels\.device)\b[\w.]*))",
+    r"^[ \t]*(?:from[ \t]+((?:layouts|cute_kernels)\b[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|.*)"
+    r"|import[ \t]+((?:layouts|cute_kernels)\b[\w.]*))",
     re.MULTILINE,
 )
 
@@ -44,58 +48,56 @@ class SourceState:
     changed: bool
 
 
-def roots_of(spec: KernelSpec) -> tuple[Path, ...]:
+def sources_of(spec: KernelSpec) -> tuple[Path, ...]:
     """The files, and folders of them, that decide what a kernel compiles to.
 
-    A spec with sources outside this package has both libraries as wholes: its files may import them by way of files
-    that it does not name.
+    A spec with sources outside this package has its folders and both libraries as wholes: its files may import them by
+    way of files that it does not name.
     """
-    roots = (PACKAGE / "architecture.py", *launch_arguments.SOURCES, *spec.source_roots())
-    return _with_libraries(tuple(dict.fromkeys(roots)))
+    module = Path(str(sys.modules[type(spec).__module__].__file__)).resolve()
+    return _imported((PACKAGE / "architecture.py", *launch_arguments.SOURCES, *spec.source_roots()), module)
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_libraries(roots: tuple[Path, ...]) -> tuple[Path, ...]:
+def _imported(roots: tuple[Path, ...], module: Path) -> tuple[Path, ...]:
     if not all(root.is_relative_to(PACKAGE) for root in roots):
-        return (*roots, *_libraries().values())
-    found: dict[Path, None] = {}
-    todo = [file for root in roots for file in _files_of(root)]
+        return tuple(dict.fromkeys((*roots, *LIBRARIES)))
+    folders = (*LIBRARIES, *(root for root in roots if root.is_dir()))
+    todo = [module, *(root for root in roots if not root.is_dir())]
+    found = dict.fromkeys(todo)
     while todo:
-        new = [module for module in library_imports(todo.pop()) if module not in found]
+        file = todo.pop()
+        imported = imports_of(file) if file.exists() else ()
+        new = [file for file in imported if file not in found and any(map(file.is_relative_to, folders))]
         found |= dict.fromkeys(new)
         todo += new
-    return (*roots, *sorted(found))
-
-
-@functools.cache
-def _libraries() -> dict[str, Path]:
-    """The folders whose modules many kernels share, by the package's name."""
-    return {"cute_kernels.device": PACKAGE / "device", "layouts": Path(str(layouts.__file__)).resolve().parent}
+    return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=4096)
-def library_imports(file: Path) -> tuple[Path, ...]:
-    """The modules of the libraries that a file imports, wherever it does so.
+def imports_of(file: Path) -> tuple[Path, ...]:
+    """The modules of this package and of `layouts` that a file imports, wherever it does so.
 
-    Packages that an import passes on its way are none of them: they hold nothing but imports and constants.
+    Packages that an import passes on its way are none of them.
     """
     found: dict[Path, None] = {}
-    for module, names, plain in _IMPORT.findall(file.read_text()):
-        candidates = (module or plain, *(f"{module}.{name}" for name in re.findall(r"\w+", names)))
-        found |= dict.fromkeys(path for name in candidates if (path := _file_of(name)) is not None)
+    for package, names, plain in _IMPORT.findall(file.read_text()):
+        modules = [_file_of(f"{package}.{name}") or _file_of(package) for name in re.findall(r"\w+", names)]
+        found |= dict.fromkeys(path for path in modules or [_file_of(plain)] if path is not None)
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4096)
 def _file_of(module: str) -> Path | None:
-    """The file of a module of the libraries; None where there is no such module."""
-    library, folder = next(item for item in _libraries().items() if f"{module}.".startswith(f"{item[0]}."))
-    path = folder.joinpath(*module.removeprefix(library).split("."))
+    """The file of a module of this package or of `layouts`; None where there is no such module."""
+    root, *names = module.split(".")
+    path = (PACKAGE if root == PACKAGE.name else LAYOUTS).joinpath(*names)
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def source_state(spec: KernelSpec) -> SourceState:
-    """The state of a kernel's sources: the files of `roots_of`."""
-    return _state_of(roots_of(spec))
+    """The state of a kernel's sources: the files of `sources_of`."""
+    return _state_of(sources_of(spec))
 
 
 @functools.cache

@@ -76,8 +76,8 @@ class KernelSpec(ABC):
         return f"{self.family}_{digest[:16]}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        """Directories (or files) whose Python sources decide what is compiled, besides the modules of `device/` and
-        `layouts` that they import (:mod:`.sources`).
+        """Files whose code decides what is compiled, and folders of such: of these, what the class's module and the
+        files import, and what that imports (:mod:`.sources`). Code that strings alone name has to be among the files.
 
         The directory of the module that defines the class. A family that builds on another's room adds it here.
         """

@@ -69,8 +69,8 @@ def programs(roots: tuple[Path, ...]) -> str:
 
 def roots_of(spec: KernelSpec) -> tuple[Path, ...]:
     """The files and folders that decide what a kernel compiles to, as the tree has it."""
-    if hasattr(sources, "roots_of"):
-        return sources.roots_of(spec)
+    if hasattr(sources, "sources_of"):
+        return sources.sources_of(spec)
     return (*sources._shared_roots(), *spec.source_roots())
 
 

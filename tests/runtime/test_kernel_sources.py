@@ -30,7 +30,7 @@ HARMLESS = {("cute_kernels/runtime/spec.py", "check_config")}
 
 
 def files_of(spec: KernelSpec) -> set[Path]:
-    return {file for root in sources.roots_of(spec) for file in sources._files_of(root)}
+    return {file for root in sources.sources_of(spec) for file in sources._files_of(root)}
 
 
 def named(spec: KernelSpec) -> set[str]:
@@ -51,9 +51,8 @@ def imported_by(path: Path) -> set[Path]:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=[f"{name}-{i}" for i, (name, _) in enumerate(SPECS)])
 def test_what_device_code_imports_is_in_the_key(spec: KernelSpec):
-    folders = {root for root in spec.source_roots() if root.is_dir()}
     key = files_of(spec)
-    for path in (file for file in key if not folders & set(file.parents)):
+    for path in key:
         source = path.read_text()
         if path.parent != PACKAGE and "\nimport cutlass\n" in source:
             missing = imported_by(path) - key
@@ -61,28 +60,25 @@ def test_what_device_code_imports_is_in_the_key(spec: KernelSpec):
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Modules that a file's import statements name, wherever they are, and names taken from them."""
+    """Modules that a file's import statements ask for, wherever they are: of ``from package import name`` the module of
+    that name, or else the package."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-            assert "cute_kernels.device" not in names, f"{path}: which modules of it are used is not seen"
-            yield from names
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path}: relative imports are not looked for"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            assert not {"cute_kernels.device", "layouts.*"} & set(names), f"{path}: as above"
-            yield from (node.module, *names)
+            for alias in node.names:
+                assert alias.name != "*", f"{path}: which names are taken from {node.module} is not seen"
+                module = PACKAGE.parent.joinpath(*node.module.split("."), f"{alias.name}.py")
+                yield f"{node.module}.{alias.name}" if module.is_file() else node.module
 
 
 @pytest.mark.parametrize("path", ALL_SOURCES, ids=lambda path: path.relative_to(PACKAGE.parent).as_posix())
-def test_every_import_of_a_library_is_found(path: Path):
-    wanted = set()
+def test_every_import_is_found(path: Path):
+    found = set(sources.imports_of(path))
     for name in imported_names(path):
-        module = PACKAGE.parent.joinpath(*name.split("."))
-        if name.startswith(("layouts", "cute_kernels.device.")):
-            wanted |= {file for file in (module.with_suffix(".py"), module / "__init__.py") if file.is_file()}
-    found = set(sources.library_imports(path))
-    assert {file for file in found if file != PACKAGE / "device" / "__init__.py"} >= wanted
+        files = (PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py"), PACKAGE.parent / name.replace(".", "/"))
+        assert found >= {file for file in files if file.is_file() and file.is_relative_to(PACKAGE.parent)}
 
 
 @pytest.mark.parametrize("path", [*LAYOUTS.rglob("__init__.py"), PACKAGE / "device" / "__init__.py"], ids=str)
@@ -93,19 +89,31 @@ def test_packages_that_an_import_passes_hold_nothing_but_imports_and_constants(p
         assert is_text or is_constant or isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
 
 
-def test_a_key_has_the_layouts_that_its_kernels_are_made_with_and_no_others():
+def test_a_key_has_what_its_kernels_are_made_with_and_nothing_else():
     by_name = {name: named(spec) for (name, _), spec in SPECS.items()}
     assert {"layouts/kv/tile.py", "layouts/proofs.py"} <= by_name["DecodeSpec"]
     assert {"layouts/weights/hopper.py", "layouts/algebra.py"} <= by_name["WgmmaSpec"]
     assert not {name for name in by_name["WgmmaSpec"] if name.startswith("layouts/kv/")}
     assert not {name for name in by_name["DecodeSpec"] if name.startswith("layouts/weights/")}
-    pages = ("layouts/draw/", "layouts/__main__.py", "layouts/registry.py", "cute_kernels/runtime/spec.py")
-    assert not {name for names in by_name.values() for name in names if name.startswith(pages)}
     assert all("cute_kernels/runtime/launch_arguments.py" in names for names in by_name.values())
+    others = ("layouts/draw/", "layouts/__main__.py", "layouts/registry.py", "cute_kernels/runtime/spec.py")
+    calls = tuple(
+        f"cute_kernels/{room}/{name}.py" for room in families.family_rooms() for name in ("__init__", "ops", "plan")
+    )
+    assert not {name for names in by_name.values() for name in names if name.startswith(others) or name in calls}
 
 
-def test_a_spec_from_elsewhere_has_all_of_both_libraries():
-    assert files_of(TinySpec()) >= {*LAYOUTS.rglob("*.py"), *(PACKAGE / "device").rglob("*.py")}
+def test_a_key_has_the_readers_of_its_formats_alone():
+    readers = "cute_kernels/attention/readers/"
+    int4 = next(spec for spec in families.shipped_specs() if str(spec).startswith("attention:decode_int4_g1_bf16_d128"))
+    dense = next(spec for spec in families.shipped_specs() if str(spec).startswith("attention:decode_bf16_bf16_d128"))
+    assert f"{readers}int4.py" in named(int4) and f"{readers}bytes.py" not in named(int4)
+    assert f"{readers}dense.py" in named(dense) and f"{readers}dense.py" not in named(int4)
+
+
+def test_a_spec_from_elsewhere_has_its_folder_and_both_libraries():
+    folders = (LAYOUTS, PACKAGE / "device", Path(__file__).parent)
+    assert files_of(TinySpec()) >= {file for folder in folders for file in folder.rglob("*.py")}
 
 
 # -- what runs while a kernel is compiled --------------------------------------------------------------------------
