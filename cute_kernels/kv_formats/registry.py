@@ -103,10 +103,11 @@ def _code_modules(*names: str) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=256)
 def sources_of(room: str, *names: str) -> tuple[Path, ...]:
     """The files that decide what the kernels of a room ("attention") for some formats compile to: what a format is,
-    where these are defined, and their device code in that room or outside this package."""
+    where these are defined, and their device code in that room, beside this module or outside the package."""
     own = (Path(__file__).resolve().with_name(f"{name}.py") for name in ("base", "registry"))
     homes = (_homes[name] for name in (format_of(name).name for name in names) if name in _homes)
-    modules = (name for name in _code_modules(*names) if _is_foreign(name) or name.startswith(f"{PACKAGE}.{room}."))
+    rooms = (f"{PACKAGE}.{room}.", f"{__package__}.")
+    modules = (name for name in _code_modules(*names) if _is_foreign(name) or name.startswith(rooms))
     found = [importlib.util.find_spec(module) for module in modules]
     places = (Path(str(spec.origin)).resolve() for spec in found if spec is not None)
     return tuple(dict.fromkeys((*own, *homes, *places)))
