@@ -5,22 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-Main = Callable[[Sequence[str] | None], int]
+Main = TypeVar("Main", bound=Callable[..., int])
 
 
 def ends_with_its_reader(main: Main) -> Main:
     """A program's `main` that ends quietly, with 0, once nobody reads what it prints."""
 
     @functools.wraps(main)
-    def quiet(arguments: Sequence[str] | None = None) -> int:
+    def quiet(*arguments: Any) -> int:
         try:
-            status = main(arguments)
+            status = main(*arguments)
             sys.stdout.flush()  # what is left would be written at exit, where nothing catches the error
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
             return 0
         return status
 
-    return quiet
+    return cast("Main", quiet)

@@ -71,7 +71,8 @@ def roots_of(spec: KernelSpec) -> tuple[Path, ...]:
     """The files and folders that decide what a kernel compiles to, as the tree has it."""
     if hasattr(sources, "sources_of"):
         return sources.sources_of(spec)
-    return (*sources._shared_roots(), *spec.source_roots())
+    shared = getattr(sources, "_shared_roots")  # noqa: B009  # of a tree from before
+    return (*shared(), *spec.source_roots())
 
 
 def memo_of(spec: KernelSpec, arch: str, kind: str) -> Path:
