@@ -13,9 +13,12 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma import scale_pairs
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.long_config import LongWgmma
+from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.results import WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.scale_pairs import ScalePairs
@@ -130,3 +133,10 @@ def test_scales_that_are_no_numbers_of_the_dtype_are_loaded_one_by_one(run_on):
     gpu.shared_memory.view(np.uint16)[:] = 3
     groups = pairs.load_groups(SimpleNamespace(scales=Int32(0), zeros=Int32(0)), Int32(0), place, 0)
     assert all(np.all(scale == 0x00060006) for scales, _ in groups for scale in scales)
+
+
+@pytest.mark.parametrize("group_size, in_flight", [(32, 1), (64, 1), (128, 2)])
+def test_wide_tiles_of_small_groups_have_one_group_of_mmas_in_flight(group_size: int, in_flight: int):
+    found = chosen(LinearProblem(64, 28672, 4096, 4096, integers(4, group_size), "bf16"), "NVIDIA H200").config
+    assert isinstance(found, WgmmaConfig) and isinstance(found.mainloop, RegisterWgmma)
+    assert (found.n_tiles, found.mainloop.in_flight) == (2, in_flight)
