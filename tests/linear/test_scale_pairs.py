@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def lanes_of(numbers) -> list[np.ndarray]:
 @pytest.mark.parametrize("n_tiles, block_k, warpgroups", [(1, 128, 2), (2, 128, 2), (1, 64, 1), (1, 256, 3)])
 @pytest.mark.parametrize("dtype, form", FORMS, ids=lambda value: getattr(value, "name", value))
 def test_pairs_are_what_single_loads_give(dtype: str, form, n_tiles: int, block_k: int, warpgroups: int, run_on):
-    shape = {"n_tiles": n_tiles, "block_k": block_k, "warpgroups": warpgroups, "num_stages": STAGES}
+    shape: dict[str, Any] = {"n_tiles": n_tiles, "block_k": block_k, "warpgroups": warpgroups, "num_stages": STAGES}
     config = WgmmaConfig(form, dtype, tile_m=64, **shape)
     if config.k_block_groups < 2:
         pytest.skip("a group is no less than a k block")
@@ -81,8 +82,8 @@ def test_pairs_are_what_single_loads_give(dtype: str, form, n_tiles: int, block_
             assert all(report(one.addresses, one.width, one.kind).conflicts == 0 for one in gpu.accesses)
 
 
-TALL = {"n_tiles": 2, "warpgroups": 2, "tile_m": 64, "num_stages": 5, "reduction": WorkspaceSplitK()}
-IN_TURN = {"warpgroups": 3, "tile_m": 32, "num_stages": 12, "reduction": dsmem(2, 3)}
+TALL: dict[str, Any] = {"n_tiles": 2, "warpgroups": 2, "tile_m": 64, "num_stages": 5, "reduction": WorkspaceSplitK()}
+IN_TURN: dict[str, Any] = {"warpgroups": 3, "tile_m": 32, "num_stages": 12, "reduction": dsmem(2, 3)}
 COMPILED = [
     WgmmaConfig(integers(4, 32), "bf16", block_k=128, **TALL),
     WgmmaConfig(integers(4, 32), "bf16", block_k=128, **IN_TURN),
