@@ -16,6 +16,7 @@ import torch
 from tests.integrations.vllm.checks import check
 from tests.integrations.vllm.steps import (
     Layer,
+    TorchLaunches,
     builder,
     constants_file,
     flash_attention,
@@ -251,7 +252,10 @@ def every_kernel_of_a_step_is_listed() -> None:
         for layer in (
             Layer("auto", "fp16", window=24, sinks=True, speculative=3),
             Layer("auto", "int4_g4", soft_cap=3.0, caches=one_sm),
-            Layer("auto", "fp16,int4_g4", **no_extend),
+            Layer("auto", "int4_g4", caches=one_sm, fused=False),
+            Layer("auto", "fp16,int4_g4", caches=one_sm),
+            Layer("auto", "int8_token_head,fp16", speculative=3),
+            Layer("fp8", caches=one_sm, heads=32, kv_heads=8),
             Layer("fp8", speculative=3, caches={"invariant": True}),
             Layer("int4_per_token_head", speculative=3),
             Layer("int4_per_token_head", window=24, sinks=True, soft_cap=3.0, caches=one_sm),
@@ -260,19 +264,81 @@ def every_kernel_of_a_step_is_listed() -> None:
             Layer("auto", "fp16", sinks=True, caches=one_sm, constants=centred),
             Layer("auto", "fp16", soft_cap=3.0, constants=plain),
             Layer("auto", "int8_token_head,int4_g4", constants=centred),
-            Layer("auto", "fp16,int4_g4", constants=centred, **no_extend),
+            Layer("auto", "fp16,int4_g4", constants=centred),
+            Layer("auto", "int4_g4", **no_extend),
+            Layer("auto", "int8_token_head,int4_g4", constants=centred, **no_extend),
         ):
-            extends = attention_kernels.can_extend(layer.make("cpu").formats, layer.dim)
-            assert extends is layer.caches.get("extend", True), str(layer)
+            assert attention_kernels.can_extend(layer.make("cpu").formats, layer.dim), str(layer)
+            extends = layer.caches.get("extend", True)
             with recording() as recorded:
                 serve_steps(layer)
             longest, invariant = layer.pages * layer.page, layer.caches.get("invariant", False)
             decodes = attention_kernels.Decodes(
                 (1, 2, 3, 4), 1 + layer.speculative, longest, layer.page, torch.float16, invariant
             )
-            listed = attention_kernels.specs_of(layer.make("cpu"), decodes, 132)
+            with mock.patch.object(attention_kernels, "can_extend", lambda *_, extends=extends: extends):
+                listed = attention_kernels.specs_of(layer.make("cpu"), decodes, 132)
             missing = {spec.symbol for spec, _ in recorded.loaded if spec not in listed}
             assert recorded.loaded and not missing, (str(layer), sorted(missing))
+
+
+@check
+def queries_are_read_where_a_fused_projection_has_them() -> None:
+    """Whatever serves a step, nothing is launched beside this package's kernels and FlashAttention: no copy is."""
+    from vllm.v1.attention.backends import fa_utils
+
+    from cute_kernels.integrations.vllm import attention
+
+    one_sm = {"num_sms": 1}  # then hardly anything goes in parts
+    with (
+        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: None, create=True),
+        mock.patch.object(fa_utils, "get_flash_attn_version", lambda **_: 3),
+    ):
+        for layer in (
+            Layer("auto", "fp16", speculative=3),
+            Layer("auto", "int4_g4", caches=one_sm),
+            Layer("auto", "fp16,int4_g4", caches=one_sm),
+            Layer("int8_per_token_head", caches=one_sm, window=24, sinks=True),
+            Layer("fp8", speculative=3, caches={"invariant": True}),
+        ):
+            with recording() as recorded:
+                noted = torch_launches(layer)
+            symbols = {launch.symbol for launch in recorded.launches}
+            assert any("strided_q" in symbol for symbol in symbols) or "num_sms" not in layer.caches, str(layer)
+            assert not noted, (str(layer), noted)
+        with recording(), mock.patch.object(attention, "rows_of", lambda queries: queries.contiguous()):
+            assert "aten::clone" in torch_launches(layer)
+
+
+@check
+def queries_that_kernels_cannot_read_where_they_lie_are_copied() -> None:
+    from cute_kernels.integrations.vllm import attention
+
+    rows = torch.randn(5, 3 * 64)
+    heads = rows.unflatten(1, (3, 64))
+    for part, copied in (
+        (heads, False),
+        (heads[:, :2], False),
+        (heads[:, 1:], False),
+        (rows[:, 2:130].unflatten(1, (2, 64)), True),
+        (heads[:, ::2], True),
+    ):
+        taken = attention.rows_of(part)
+        assert torch.equal(taken, part) and (taken is not part) == copied
+
+
+def torch_launches(layer: Layer) -> list[str]:
+    """Operations of torch that launch kernels in a layer's part of steps like some before them."""
+    noted: list[str] = []
+
+    def call(step: Any) -> None:
+        step()  # makes plans
+        with TorchLaunches() as mode:
+            step()
+        noted.extend(mode.names)
+
+    serve_steps(layer, call=call)
+    return noted
 
 
 @check
