@@ -47,7 +47,8 @@ class Way(Enum):
     FLASH: they begin the prompt; FlashAttention on K and V as they are.
     EXTEND: extend attention over the cache, the new tokens among it.
     PARTS: decode attention, some tokens at a time, each time as a request of its own.
-    GATHER: the request's rows are dequantised for FlashAttention.
+    GATHER: the request's rows are dequantised for FlashAttention: of registered formats that extend attention has no
+        reader for.
     """
 
     FLASH = "flash"

@@ -149,6 +149,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         assert reasons_against(kv_cache_dtype=kv) == [], kv
     for changes in (
         {"head_size": 72},
+        {"kv_cache_dtype": "auto", "head_size": 80},  # groups of 20 columns
         {"dtype": torch.float32},
         {"kv_cache_dtype": "int4_per_token_head", "head_size": 256},
         {"kv_cache_dtype": "nvfp4"},
