@@ -66,6 +66,18 @@ def can_extend(formats: Formats, head_size: int) -> bool:
     return head_size in HEAD_DIMS and _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
 
 
+def key_rows_of(impl: Foreign) -> ExtendConfig | None:
+    """What serves a layer's requests of the most queries for which keys are rows of products; None if nothing does.
+
+    The kernel of whole pages: whether tensor maps bring rows, and of how many heads, is the same to how many queries.
+    """
+    if not can_extend(impl.formats, impl.head_size):
+        return None
+    features = replace(_features(impl, 1, 1 << 30), causal=True, shift=False)
+    config = _extend_config(impl.formats, impl.head_size, "fp16", max(PAGE_TOKENS), features)
+    return extend.key_rows_of(config)
+
+
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
     """Why a token's result would depend on the batch; None if it does not.
 

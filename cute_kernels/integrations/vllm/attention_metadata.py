@@ -17,7 +17,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
-from cute_kernels.extend.schedule import count_tiles
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.schedule import DECODE_ROWS, count_tiles, serves_key_rows
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, prepare, warm_up
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
@@ -65,6 +66,7 @@ class Caches:
         num_heads, num_kv_heads: of queries, and of K and V.
         num_sms: of the GPU.
         extend: whether extend attention reads the caches.
+        key_rows: its kernel of few queries a request, where it has one for them; None else.
         invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
@@ -74,6 +76,7 @@ class Caches:
     num_kv_heads: int
     num_sms: int
     extend: bool
+    key_rows: ExtendConfig | None = None
     invariant: bool = False
 
 
@@ -288,12 +291,13 @@ def is_invariant() -> bool:
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
     """What layers that share a step's metadata have in common."""
-    num_sms = GPU.num_sms(device)
+    few = [attention_kernels.key_rows_of(impl) for impl in impls]
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
         num_kv_heads=max(impl.num_kv_heads for impl in impls),
-        num_sms=num_sms,
+        num_sms=GPU.num_sms(device),
         extend=all(attention_kernels.can_extend(impl.formats, impl.head_size) for impl in impls),
+        key_rows=few[0] if all(few) else None,
         invariant=is_invariant(),
     )
 
@@ -313,11 +317,16 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
 
     It does where it has fewer units of work, a part for a KV head, than extend attention has work tiles, or than there
     are SMs: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts, tiles):
-    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649.
+    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649. Keys as rows of products
+    make one read of few queries: on an H200 32 x 17 take 150 us so, over int4_g4 176, where 32 x 16 in parts take 374.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
         return False
+    if caches.key_rows is not None and new * caches.num_heads // caches.num_kv_heads > DECODE_ROWS:
+        shape = new * requests, requests, caches.num_heads, caches.num_kv_heads, caches.num_sms
+        if serves_key_rows(caches.key_rows, *shape):
+            return False
     parts = new // part_of(new)
     tiles = count_tiles(new * requests, requests, caches.num_heads, caches.num_kv_heads)
     return parts <= MAX_PARTS and parts * requests * caches.num_kv_heads <= max(caches.num_sms, tiles)

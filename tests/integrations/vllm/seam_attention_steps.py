@@ -139,6 +139,7 @@ def drafted_tokens_without_a_slot_are_not_stored() -> None:
 @check
 def prompts_that_go_on_are_one_launch() -> None:
     """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
+    from cute_kernels.integrations.vllm import attention_metadata
     from cute_kernels.integrations.vllm.attention_metadata import Way
 
     large: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
@@ -154,6 +155,21 @@ def prompts_that_go_on_are_one_launch() -> None:
     ):
         made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
         assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+    # Of few queries of many requests the cache is read once by keys as rows of products, whatever its codes are.
+    for kv, form, taken in (
+        ("auto", "int4_g4", True),
+        ("fp8", "", True),
+        ("auto", "fp16", False),
+        ("auto", "fp16,int4_g4", False),
+    ):
+        layer = Layer(kv, form, heads=32, kv_heads=8)
+        with recording(), mock.patch.object(attention_metadata, "is_invariant", lambda: False):
+            caches = attention_metadata.caches_of([layer.make("cpu")] * 2, torch.device("cpu"))
+        assert caches.extend and (caches.key_rows is not None) == taken, str(layer)
+        for new, by_key_rows in (([16] * 32, True), ([16] * 2, False), ([8] * 32, False), ([9] * 32, True)):
+            made = builder(**large, key_rows=caches.key_rows).build(0, step(new, [count + 400 for count in new], 26))
+            expected = Way.EXTEND if taken and by_key_rows else Way.PARTS
+            assert [piece.way for piece in made.pieces] == [expected], (str(layer), new, made.pieces)
 
 
 @check
