@@ -43,6 +43,7 @@ LAYERS = (
     Layer("auto", "int4_g4", caches=ALL_EXTEND, fused=False),
     Layer("auto", "int8_token_head,int4_g4", caches=ALL_EXTEND),
     Layer("auto", "fp16,int4_g4", caches=ALL_EXTEND),
+    Layer("auto", "fp16,int4_g4", caches={"extend": False}),  # as many new tokens go
     Layer("auto", "int8_token_head,fp16", window=24, caches=ALL_EXTEND),
     Layer("int4_per_token_head", caches=ALL_EXTEND),
     Layer("int4_per_token_head", window=24, sinks=True, speculative=3),

@@ -66,6 +66,11 @@ def can_extend(formats: Formats, head_size: int) -> bool:
     return head_size in HEAD_DIMS and _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
 
 
+def is_unpacked(formats: Formats, head_size: int) -> bool:
+    """Whether extend attention makes rows of 16 bits of such caches for many queries, or finds them."""
+    return _extend_config(formats, head_size, "fp16", 16, PLAIN).why_as_it_lies is None
+
+
 def key_rows_of(impl: Foreign) -> ExtendConfig | None:
     """What serves a layer's requests of the most queries for which keys are rows of products; None if nothing does.
 
@@ -146,7 +151,8 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         for strided in (False, True) if impl.transform is None else (False,):
             own = replace(config, queries=Queries(strided))
             yield from extend_specs_of(own, splits=not decodes.invariant)
-    else:
+    dequantises = not (decodes.invariant or is_unpacked(impl.formats, impl.head_size))
+    if dequantises or not can_extend(impl.formats, impl.head_size):
         wide = dtype if rows is None else "fp32"  # rounded once, when the transform is undone
         yield from (BulkSpec(BulkConfig("dequantize", form, wide, impl.head_size)) for form in forms)
     if decodes.invariant:

@@ -26,6 +26,10 @@ from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
+# New tokens of a request times heads of a group for which FlashAttention gets dequantised rows of caches that extend
+# attention does not unpack: over 32k of a 16-bit format with codes, 512 x 4 take 489 us by extend attention and 513 so,
+# 2048 x 4 take 1967 and 1652 (an H200).
+ROWS_TO_DEQUANTISE_FOR = 4096
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Way(Enum):
     FLASH: they begin the prompt; FlashAttention on K and V as they are.
     EXTEND: extend attention over the cache, the new tokens among it.
     PARTS: decode attention, some tokens at a time, each time as a request of its own.
-    GATHER: the request's rows are dequantised for FlashAttention: of registered formats that extend attention has no
-        reader for.
+    GATHER: the request's rows are dequantised for FlashAttention: for many new tokens over caches that extend attention
+        does not unpack, or registered formats that it has no reader for.
     """
 
     FLASH = "flash"
@@ -66,6 +70,7 @@ class Caches:
         num_heads, num_kv_heads: of queries, and of K and V.
         num_sms: of the GPU.
         extend: whether extend attention reads the caches.
+        unpacks: whether it makes rows of 16 bits of them, once for many queries.
         key_rows: its kernel of few queries a request, where it has one for them; None else.
         invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
@@ -76,6 +81,7 @@ class Caches:
     num_kv_heads: int
     num_sms: int
     extend: bool
+    unpacks: bool = True
     key_rows: ExtendConfig | None = None
     invariant: bool = False
 
@@ -297,6 +303,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
         num_kv_heads=max(impl.num_kv_heads for impl in impls),
         num_sms=GPU.num_sms(device),
         extend=all(attention_kernels.can_extend(impl.formats, impl.head_size) for impl in impls),
+        unpacks=all(attention_kernels.is_unpacked(impl.formats, impl.head_size) for impl in impls),
         key_rows=few[0] if all(few) else None,
         invariant=is_invariant(),
     )
@@ -308,7 +315,9 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
     if lengths[request] == new and not caches.invariant:
         return Way.FLASH
     if caches.extend:
-        return Way.EXTEND
+        rows = new * caches.num_heads // caches.num_kv_heads
+        as_it_lies = caches.unpacks or caches.invariant or rows < ROWS_TO_DEQUANTISE_FOR
+        return Way.EXTEND if as_it_lies else Way.GATHER
     return Way.PARTS if part_of(new) * MAX_PARTS >= new else Way.GATHER
 
 

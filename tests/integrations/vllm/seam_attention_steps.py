@@ -155,6 +155,17 @@ def prompts_that_go_on_are_one_launch() -> None:
     ):
         made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
         assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+    # Many queries want rows of 16 bits: of caches that extend attention does not unpack FlashAttention gets them.
+    for new, invariant, expected in (
+        ([2048], False, Way.GATHER),
+        ([1024, 1100], False, Way.GATHER),
+        ([1023], False, Way.EXTEND),
+        ([128] * 32, False, Way.EXTEND),
+        ([2048], True, Way.EXTEND),
+    ):
+        few = builder(**large, unpacks=False, invariant=invariant)
+        made = few.build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
+        assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
     # Of few queries of many requests the cache is read once by keys as rows of products, whatever its codes are.
     for kv, form, taken in (
         ("auto", "int4_g4", True),
@@ -166,6 +177,7 @@ def prompts_that_go_on_are_one_launch() -> None:
         with recording(), mock.patch.object(attention_metadata, "is_invariant", lambda: False):
             caches = attention_metadata.caches_of([layer.make("cpu")] * 2, torch.device("cpu"))
         assert caches.extend and (caches.key_rows is not None) == taken, str(layer)
+        assert caches.unpacks == (form != "fp16,int4_g4")
         for new, by_key_rows in (([16] * 32, True), ([16] * 2, False), ([8] * 32, False), ([9] * 32, True)):
             made = builder(**large, key_rows=caches.key_rows).build(0, step(new, [count + 400 for count in new], 26))
             expected = Way.EXTEND if taken and by_key_rows else Way.PARTS
@@ -270,6 +282,7 @@ def every_kernel_of_a_step_is_listed() -> None:
             Layer("auto", "int4_g4", soft_cap=3.0, caches=one_sm),
             Layer("auto", "int4_g4", caches=one_sm, fused=False),
             Layer("auto", "fp16,int4_g4", caches=one_sm),
+            Layer("auto", "fp16,int4_g4", caches={"extend": False}),  # as many new tokens go
             Layer("auto", "int8_token_head,fp16", speculative=3),
             Layer("fp8", caches=one_sm, heads=32, kv_heads=8),
             Layer("fp8", speculative=3, caches={"invariant": True}),
@@ -284,8 +297,9 @@ def every_kernel_of_a_step_is_listed() -> None:
             Layer("auto", "int4_g4", **no_extend),
             Layer("auto", "int8_token_head,int4_g4", constants=centred, **no_extend),
         ):
-            assert attention_kernels.can_extend(layer.make("cpu").formats, layer.dim), str(layer)
-            extends = layer.caches.get("extend", True)
+            impl = layer.make("cpu")
+            assert attention_kernels.can_extend(impl.formats, layer.dim), str(layer)
+            extends = layer.caches.get("extend", True) or not attention_kernels.is_unpacked(impl.formats, layer.dim)
             with recording() as recorded:
                 serve_steps(layer)
             longest, invariant = layer.pages * layer.page, layer.caches.get("invariant", False)
@@ -293,7 +307,7 @@ def every_kernel_of_a_step_is_listed() -> None:
                 (1, 2, 3, 4), 1 + layer.speculative, longest, layer.page, torch.float16, invariant
             )
             with mock.patch.object(attention_kernels, "can_extend", lambda *_, extends=extends: extends):
-                listed = attention_kernels.specs_of(layer.make("cpu"), decodes, 132)
+                listed = attention_kernels.specs_of(impl, decodes, 132)
             missing = {spec.symbol for spec, _ in recorded.loaded if spec not in listed}
             assert recorded.loaded and not missing, (str(layer), sorted(missing))
 

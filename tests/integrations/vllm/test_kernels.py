@@ -81,7 +81,8 @@ def test_queries_may_be_parts_of_a_fused_projection_unless_a_transform_makes_new
     impl = layer(*names)
     decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16)
     specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
-    assert families(specs) == {"append", "extend", "decode", "step"}
+    dequantised = {"dequantize"} if {"bf16"} & set(names) else set()  # for many new tokens: nothing unpacks such pairs
+    assert families(specs) == {"append", "extend", "decode", "step"} | dequantised
     extend = [spec.symbol for spec in specs if spec.symbol.startswith("extend")]
     asked = [name for name in extend if not name.startswith(("extend_combine", "extend_unpack"))]
     apart = [name for name in asked if name.endswith("_strided_q")]
