@@ -38,6 +38,7 @@ CASES: list[tuple[Any, str]] = [
 ]
 
 ROUNDING = {"bf16": 1.66e-3, "fp16": 2.07e-4}  # of normal numbers, in the 2-norm
+RANGE = {128: 5.2, 64: 4.7, 32: 4.1, 16: 3.5}  # of so many standard normal numbers
 STEP = 12**0.5  # of what is rounded, over the error: as if all steps were alike
 SAMPLING = 1.25  # of a few thousand numbers, whose steps are not
 
@@ -64,11 +65,27 @@ def specs() -> list[KernelSpec]:
     return list(found)
 
 
-def of_operand(form: KvFormat) -> float:
-    """What extend attention's tile of K or V is off by; decode attention's operands are codes, exactly."""
-    if has_token_scale(form):  # the scale and its product with the code
-        return 2**0.5 * ROUNDING["fp16"]
-    return ROUNDING["fp16"] if form.is_coded and (form.has_header or has_channel_scales(form)) else 0.0
+def of_keys(form: KvFormat) -> float:
+    """What extend attention's scores are off by; decode attention's operands are codes, exactly.
+
+    A row's scale moves all of a score. Keys that count have scores of some 2: there the squares e^(2 s) are.
+    """
+    if has_token_scale(form):
+        return ROUNDING["fp16"] * (1 + 1 + 4 / form.num_groups) ** 0.5  # the product with the code; the scale
+    return ROUNDING["fp16"] if form.is_coded and form.has_header else 0.0
+
+
+def of_values(form: KvFormat) -> float:
+    """What extend attention's operands of V are off by."""
+    if has_token_scale(form):
+        return ROUNDING["fp16"] * 2**0.5
+    return ROUNDING["fp16"] if form.is_coded and form.has_header else 0.0
+
+
+def weight_of_codes(form: KvFormat) -> float:
+    """Size of what decode attention multiplies rounded probabilities with, over that of V's numbers: nibbles without
+    their shift, from 0 to 15 in the range of a group."""
+    return (RANGE[128 // form.num_groups] ** 2 / 4 + 1) ** 0.5 if form.code_bits == 4 else 1.0
 
 
 def explained(forms: tuple[KvFormat, KvFormat], q_dtype: str) -> tuple[float, float, float]:
@@ -77,17 +94,17 @@ def explained(forms: tuple[KvFormat, KvFormat], q_dtype: str) -> tuple[float, fl
     Both round probabilities, at other references, and the output: two outputs differ by steps of their dtype, which
     they do where a middle between two numbers lies between them.
     """
-    of_p = ROUNDING["fp16" if forms[1].is_coded else forms[1].name]
-    of_q = ROUNDING["fp16"] if has_channel_scales(forms[0]) else 0.0  # times K's scales, rounded by either
-    operands = of_operand(forms[0]) ** 2 + of_operand(forms[1]) ** 2
-    before = 2 * of_p**2 + operands + 2 * of_q**2
-    out, step = ROUNDING[q_dtype], STEP * ROUNDING[q_dtype]
-    distance = torch.linspace(0, 5, 1001) * before**0.5
-    weights = torch.linspace(0, 5, 1001).square().mul(-0.5).exp()
+    k, v = forms
+    of_p, out = ROUNDING["fp16" if v.is_coded else v.name], ROUNDING[q_dtype]
+    of_q = ROUNDING["fp16"] if has_channel_scales(k) else 0.0  # times K's scales, rounded by either
+    one = (of_p * weight_of_codes(v)) ** 2 + of_q**2
+    other = of_p**2 + of_q**2 + of_keys(k) ** 2 + of_values(v) ** 2
+    step, distance = STEP * out, torch.linspace(0, 5, 1001)
+    weights = distance.square().mul(-0.5).exp()
+    distance = distance * (one + other) ** 0.5
     part = distance / step % 1
     apart = (weights * (distance**2 + step**2 * part * (1 - part))).sum() / weights.sum()
-    errors = of_p**2 + of_q**2 + out**2, of_p**2 + of_q**2 + operands + out**2
-    return errors[0] ** 0.5, errors[1] ** 0.5, float(apart) ** 0.5
+    return (one + out**2) ** 0.5, (other + out**2) ** 0.5, float(apart) ** 0.5
 
 
 @pytest.mark.parametrize(("kv_format", "q_dtype"), CASES, ids=str)
