@@ -57,6 +57,7 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
     from cute_kernels.linear.wgmma.long_compile import LongSpec
+    from cute_kernels.linear.wgmma.scale_pairs_compile import ScalePairsSpec, has_scale_pairs
     from cute_kernels.linear.wgmma.shares_compile import SharesSpec
 
     if isinstance(config, LinearConfig):
@@ -67,6 +68,8 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
         return LongSpec(config)
     if isinstance(config.mainloop, SharesWgmma):
         return SharesSpec(config)
+    if has_scale_pairs(config):
+        return ScalePairsSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

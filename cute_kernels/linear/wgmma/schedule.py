@@ -482,7 +482,8 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
     """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
-        return 1 if problem.format.has_zeros or problem.k_pad % block_k else 2
+        several_groups = 0 < problem.format.group_size < block_k
+        return 1 if problem.format.has_zeros or several_groups or problem.k_pad % block_k else 2
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
     if cluster > 1:
