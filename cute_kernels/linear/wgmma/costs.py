@@ -15,6 +15,7 @@ from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.linear.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
 from cute_kernels.linear.wgmma.shares_config import SharesWgmma
@@ -230,6 +231,22 @@ class SharesCost(DecodedCost):
         return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
 
 
+class RangesCost(DecodedCost):
+    """Of tiles as work ranges: `RangesWgmma`."""
+
+    # To leave a part in memory and add up another; of each accumulator of a thread.
+    hand_over, hand_over_acc = 2000, 60
+
+    def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Of a CTA's range: its share of all tiles' k blocks and results."""
+        config = schedule.config
+        assert isinstance(config.reduction, RangeSplitK)
+        units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
+        products = (units - config.reduction.end) * k_block
+        results = self.work_tile_clocks(problem, config)
+        return products + results + self.hand_over + self.hand_over_acc * config.thread_acc
+
+
 class LimbCost:
     """Of x in limbs of a launch before: `Limbs`.
 
@@ -313,7 +330,8 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), MmaSync: DecodedCost(),
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), RangesWgmma: RangesCost(),
+    MmaSync: DecodedCost(),
     Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 

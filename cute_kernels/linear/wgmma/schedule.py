@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT_ROWS, START_CLOCKS, cost_of
+from cute_kernels.linear.wgmma.costs import (
+    CLOCKS_PER_US,
+    MULTICAST_CLOCKS,
+    SHORT_ROWS,
+    START_CLOCKS,
+    RangesCost,
+    cost_of,
+)
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
     LIMB_GROUP,
@@ -25,6 +32,7 @@ from cute_kernels.linear.wgmma.mainloops import (
     Limbs,
     RegisterWgmma,
 )
+from cute_kernels.linear.wgmma.ranges_config import LEAST_K_BLOCKS, RangeSplitK, RangesWgmma
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.results import (
@@ -170,6 +178,8 @@ ROUND_SHAPES = (
 )
 # Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
 SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
+# Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
+RANGE_SHAPES = ((128, 2, 128, 5), (112, 2, 128, 5), (96, 2, 128, 5))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -219,6 +229,8 @@ class TileSchedule:
         """fp32 words of partial accumulators."""
         if self.config.cluster > 1 or self.config.reduction.cuts_rows:
             return 0  # they meet in shared memory, or nowhere
+        if isinstance(self.config.reduction, RangeSplitK):
+            return self.num_ctas * self.config.block_rows * self.config.tile_m
         cut = self.num_tiles_cut * self.config.multicast
         return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
 
@@ -268,6 +280,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
         return None
     if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
         return None
+    if isinstance(config.reduction, RangeSplitK):
+        return range_schedule_of(problem, config, k_blocks) if splits == 1 else None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
     if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
@@ -298,6 +312,16 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
     return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
 
 
+def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
+    """Equal work ranges of all tiles, which count as whole; None if no CTA would have less than a tile of two, or some
+    CTA nothing."""
+    assert isinstance(config.reduction, RangeSplitK)
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, 1, problem.num_sms)
+    schedule = replace(schedule, whole=schedule.num_tiles_cut)
+    units = schedule.whole * (k_blocks + config.reduction.end) // problem.num_sms
+    return schedule if units >= config.reduction.end + LEAST_K_BLOCKS else None
+
+
 def share_of(config: WgmmaConfig) -> float:
     """Of the SMs, on which clusters of a configuration find places."""
     if config.cluster < WIDE_CLUSTER:
@@ -311,6 +335,8 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     cost = cost_of(config.mainloop)
     k_block = cost.k_block_clocks(problem, schedule)
+    if isinstance(cost, RangesCost):
+        return (START_CLOCKS + cost.range_clocks(problem, schedule, k_block)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config))
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * cost.part_clocks(problem, schedule, k_block)
     clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
@@ -373,6 +399,25 @@ def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             reduction=SharedSplitK(parts),
         )
         for tile_m, warpgroups, block_k, parts in SHARE_SHAPES
+        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+    )
+    return implementable(configs)
+
+
+def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles as work ranges."""
+    if not is_short(problem):
+        return []
+    configs = (
+        of_format(
+            problem,
+            tile_m=tile_m,
+            warpgroups=warpgroups,
+            block_k=block_k,
+            mainloop=RangesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=RangeSplitK(end),
+        )
+        for tile_m, warpgroups, block_k, end in RANGE_SHAPES
         if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
     )
     return implementable(configs)
