@@ -139,7 +139,8 @@ class RangeReduction:
     def place(self, operands, store: Store, cta):
         """Where a thread's first accumulators of the part that a CTA leaves are, in the order of the registers."""
         size = 4 * self.config.block_rows * self.config.tile_m
-        return operands.workspace + Int64(cta) * size + (store.warpgroup * (size // self.config.warpgroups) + store.tid * 16)
+        own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
+        return operands.workspace + Int64(cta) * size + own
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
