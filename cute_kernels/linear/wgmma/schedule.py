@@ -250,7 +250,7 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
-        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule.config)
+        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule)
     return us
 
 
