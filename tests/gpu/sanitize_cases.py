@@ -527,8 +527,8 @@ LAYERS = {
     "linear-shares": SharesCase(8512, 2048, 256),
     "linear-shares-all-cut": SharesCase(1000, 2048, 250),
     "linear-shares-few-rows": SharesCase(1000, 2176, 100),
-    "linear-ranges": SharesCase(3000, 3072, 200, in_ranges=True),
-    "linear-ranges-few-rows": SharesCase(6000, 2176, 100, in_ranges=True),
+    "linear-ranges": SharesCase(8504, 1152, 200, in_ranges=True),
+    "linear-ranges-few-rows": SharesCase(17000, 1152, 100, in_ranges=True),
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
 EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)

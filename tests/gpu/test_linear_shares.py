@@ -32,8 +32,8 @@ pytestmark = pytest.mark.gpu
 
 ALL_CUT = ((1000, 2048), (66, 1152), (1000, 2176))  # N, K: the last has parts of unequal length
 MORE_THAN_A_ROUND = (256, 8456, 2048)  # M, N, K: 132 tiles of 128 x 128, and a few that are cut
-# The same of tiles in ranges: several of them, parts of two and of many CTAs.
-RANGES = ((20_000, 1152), (6000, 2176), (2000, 14_336), (1992, 10_240))
+# The same of tiles in ranges, which are at least as many as SMs: hardly more, more by a half, several rounds.
+RANGES = ((17_000, 1152), (25_000, 2176), (40_000, 1152))
 ROWS = (65, 100, 128, 200, 255, 256)
 
 
@@ -94,7 +94,7 @@ def test_whole_tiles_come_first():
         check_sums(schedule, packed.to(CUDA), x, exact)
 
 
-@pytest.mark.parametrize("m, n, k", [(250, 1000, 2048), MORE_THAN_A_ROUND, (200, 2000, 14_336)])
+@pytest.mark.parametrize("m, n, k", [(250, 1000, 2048), MORE_THAN_A_ROUND])
 def test_the_same_bits_twice_and_of_one_hot_rows_the_weights(m, n, k):
     packed = known(n, k, group_size=128).pack()
     inputs = (torch.arange(m) * 61 + 7) % k
@@ -111,7 +111,7 @@ def test_the_same_bits_twice_and_of_one_hot_rows_the_weights(m, n, k):
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("m, n, k", [(200, 1000, 2048), MORE_THAN_A_ROUND, (200, 2000, 14_336)])
+@pytest.mark.parametrize("m, n, k", [(200, 1000, 2048), MORE_THAN_A_ROUND])
 def test_epilogues(m, n, k, out_dtype, activation):
     """With bias and residual, neither, and each of them."""
     weight, x = known(n, k, group_size=128).pack().to(CUDA), activations(m, k, torch.bfloat16)

@@ -1,12 +1,14 @@
 """Tiles that are dealt out as work ranges (stream-K): each CTA has as many k blocks as any other. No GPU types here.
 
 Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
-blocks of all tiles are one line, of which each CTA has a range. It begins with the last tile of its range, whose
-accumulators it leaves in memory if the tile ends behind the range, goes on to the tile before, and so ends with the
-first one. If that tile began before the range, others have left accumulators long since, which it adds to its own.
+blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It begins with the last
+tile of its range, whose sums it leaves in memory if the tile ends behind the range, then goes on to the tile before,
+and so ends with the first one. If that began before the range, the CTA before left sums of it: products go on from
+there.
 
-A CTA waits for CTAs before its own alone, at its end, when all that others want of it is stored
-(docs/design/forward_progress.md).
+A CTA waits for the one before it alone, before its last work tile, when all that others want of it is stored
+(docs/design/forward_progress.md). With ranges of less than a tile some have a middle part, whose sums come last: others
+would wait for them.
 """
 
 from __future__ import annotations
@@ -20,12 +22,10 @@ from cute_kernels.linear.wgmma.results import Reduction
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.config import WgmmaConfig
 
-LEAST_K_BLOCKS = 2  # of a range, less than which there is nothing to gain
-
 
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
-    """Parts of K of a tile meet in global memory, added up by the CTA that has its last k block: `.ranges`.
+    """The CTA with the last k block of a tile goes on from what another left in global memory: `.ranges`.
 
     Attributes:
         end: k blocks that take as long as a tile's results: no range ends among these, so that a CTA with more results

@@ -32,7 +32,7 @@ from cute_kernels.linear.wgmma.mainloops import (
     Limbs,
     RegisterWgmma,
 )
-from cute_kernels.linear.wgmma.ranges_config import LEAST_K_BLOCKS, RangeSplitK, RangesWgmma
+from cute_kernels.linear.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.results import (
@@ -179,7 +179,7 @@ ROUND_SHAPES = (
 # Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
 SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
 # Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
-RANGE_SHAPES = ((128, 2, 128, 5), (112, 2, 128, 5), (96, 2, 128, 5))
+RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -313,13 +313,10 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
 
 
 def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
-    """Equal work ranges of all tiles, which count as whole; None if no CTA would have less than a tile of two, or some
-    CTA nothing."""
-    assert isinstance(config.reduction, RangeSplitK)
+    """Equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, 1, problem.num_sms)
     schedule = replace(schedule, whole=schedule.num_tiles_cut)
-    units = schedule.whole * (k_blocks + config.reduction.end) // problem.num_sms
-    return schedule if units >= config.reduction.end + LEAST_K_BLOCKS else None
+    return schedule if schedule.whole >= schedule.num_ctas else None
 
 
 def share_of(config: WgmmaConfig) -> float:
