@@ -98,27 +98,32 @@ def test_no_cta_has_much_more_to_do_than_others(m, n, k, run_on):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_products_go_on_from_what_the_cta_before_left(config, run_on):
+def test_the_cta_with_the_end_of_a_tile_adds_what_the_one_before_left(config, run_on):
     """What was left is EMPTY again."""
-    cta, warps, size = 2, config.consumer_warps, 4 * config.block_rows * config.tile_m
+    run_on(PlainThread())
+    schedule = schedule_of(problem(config.tile_m, 20_000, 4096), config)
+    assert schedule is not None
+    shape, cta = shape_of(schedule), 2
+    left, own = work_tiles_of(shape, cta - 1)[0], work_tiles_of(shape, cta)[-1]
+    assert (left.number, left.end) == (own.number, own.begin) and own.end == schedule.k_blocks
+    warps, size = config.consumer_warps, 4 * config.block_rows * config.tile_m
     memory = np.full((cta + 1) * size, 0xFF, np.uint8)
     run_on(SharesWarp(np.zeros(16, np.uint8), memory))
     subject = ranges.RangeReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
-    sums = generator.standard_normal((warps, config.thread_acc, 32)).astype(np.float32)
-    operands, shape = SimpleNamespace(workspace=0), SimpleNamespace(k_blocks=9)
+    of_k = generator.standard_normal((2, warps, config.thread_acc, 32)).astype(np.float32)
+    operands = SimpleNamespace(workspace=0)
+    acc = [[machine.Registers(config.thread_acc, machine.Float32) for _ in range(warps)] for _ in range(2)]
     for warp in range(warps):
-        acc = machine.Registers(config.thread_acc, machine.Float32)
-        acc[:] = [machine.Float32(value) for value in sums[warp]]
-        left = SimpleNamespace(begin=0, end=5, split=cta - 1)
-        subject.finish(operands, shape, None, store_of(warp), left, acc, 0, 0)
+        for part in range(2):
+            acc[part][warp][:] = [machine.Float32(value) for value in of_k[part, warp]]
+        subject.finish(operands, shape, None, store_of(warp), left, acc[0][warp], 0, 0)
     place = memory[(cta - 1) * size : cta * size].view(np.uint32)
     assert (place != 0xFFFFFFFF).all() and (memory[: (cta - 1) * size] == 0xFF).all()
     for warp in range(warps):
-        acc = machine.Registers(config.thread_acc, machine.Float32)
-        subject.given = operands, shape, store_of(warp)
-        subject.take(SimpleNamespace(begin=5, end=9, split=cta), acc)
-        assert np.array_equal(np.stack([np.asarray(value) for value in acc]), sums[warp])
+        subject.collect(operands, shape, store_of(warp), own, acc[1][warp])
+        found = np.stack([np.asarray(value) for value in acc[1][warp]])
+        assert np.array_equal(found, of_k[1, warp] + of_k[0, warp])
     assert (memory == 0xFF).all()
 
 

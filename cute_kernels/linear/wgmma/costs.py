@@ -219,8 +219,9 @@ class SharesCost(DecodedCost):
 
     # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
     share, share_acc = 510, 156
-    # The same where all tiles are cut, less the above; of each accumulator, if all SMs send some at the same time.
-    all_cut, all_cut_acc, crowded_acc = -240, -60, 149
+    # What is more where all tiles are cut: CTAs send at the same time; of each accumulator, times the share of the SMs
+    # that do so beyond another.
+    all_cut, crowded_acc, uncrowded = 735, 404, 0.75
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
         config, splits = schedule.config, schedule.splits
@@ -230,8 +231,8 @@ class SharesCost(DecodedCost):
         return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        crowded = self.all_cut_acc + self.crowded_acc * schedule.num_ctas / problem.num_sms
-        return (self.all_cut + crowded * sent_of(schedule)) / CLOCKS_PER_US
+        crowded = max(schedule.num_ctas / problem.num_sms - self.uncrowded, 0)
+        return (self.all_cut + self.crowded_acc * crowded * sent_of(schedule)) / CLOCKS_PER_US
 
 
 def sent_of(schedule: TileSchedule) -> float:
@@ -242,17 +243,16 @@ def sent_of(schedule: TileSchedule) -> float:
 class RangesCost(DecodedCost):
     """Of tiles as work ranges: `RangesWgmma`."""
 
-    # To leave a part in memory and add up another; of each accumulator of a thread.
-    hand_over, hand_over_acc = 2000, 60
+    # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
+    hand_over, apart = 4600, 1.05
 
     def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Of a CTA's range: its share of all tiles' k blocks and results."""
+        """Of a CTA's range: its share of all tiles' k blocks and ends."""
         config = schedule.config
         assert isinstance(config.reduction, RangeSplitK)
         units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
-        products = (units - config.reduction.end) * k_block
-        results = self.work_tile_clocks(problem, config)
-        return products + results + self.hand_over + self.hand_over_acc * config.thread_acc
+        products = (units - config.reduction.end) * k_block * self.apart
+        return products + self.work_tile_clocks(problem, config) + self.hand_over
 
 
 class LimbCost:

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import ptx, wgmma
+from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -18,7 +18,6 @@ from cute_kernels.linear.wgmma.kernel import WgmmaKernel, launch_options
 from cute_kernels.linear.wgmma.places import DensePlaces, Places, corner_of
 from cute_kernels.linear.wgmma.ranges_config import RangeSplitK
 from cute_kernels.linear.wgmma.reduction import VECTOR_STRIDE
-from cute_kernels.linear.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.linear.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_sizes
 from cute_kernels.linear.work import Operands, operands_of
 
@@ -101,26 +100,20 @@ class RangeScheduler:
 
 
 class RangeReduction:
-    """A CTA leaves the sums of a tile that ends behind its range, and stores others: `.reduction.TileReduction`.
+    """The CTA that has a tile's last k block adds up what those before it left, and stores: `.reduction.TileReduction`.
 
-    It leaves one part at most, so each has one place. `RangeMainloop` takes a part up.
+    A CTA leaves one part at most, that of the tile which ends behind its range, so each has one place.
     """
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
-        self.prepares = True
-        self.given: tuple[Any, Any, Any] | None = None  # operands, shape and store of the work tile that is multiplied
+        self.prepares = epilogue.dense
 
     def begin(self) -> None:
         """Nothing."""
 
-    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
-        """Before the products of a work tile."""
-        self.given = operands, shape, store
-        self.prepare_store(operands, shape, store, work_tile, first_tile)
-
     @cute.jit
-    def prepare_store(self, operands, shape, store, work_tile, first_tile):
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
         """Of what is stored here."""
         if work_tile.end == shape.k_blocks:
             corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
@@ -134,6 +127,8 @@ class RangeReduction:
             for i in cutlass.range_constexpr(self.config.thread_vectors):
                 ptx.store_global(place, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_STRIDE)
         else:
+            if work_tile.begin > 0:
+                self.collect(operands, shape, store, work_tile, acc)
             corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
             self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
 
@@ -148,62 +143,34 @@ class RangeReduction:
         return operands.workspace + Int64(cta) * size + own
 
     @cute.jit
-    def take(self, work_tile, acc):
-        """Makes the accumulators those that the CTA before left of the tile, once they have come: all of them are
-        asked for at once, and EMPTY is put back."""
-        assert self.given is not None
-        operands, _, store = self.given
-        place = self.place(operands, store, work_tile.split - 1)
+    def collect(self, operands, shape, store: Store, work_tile, acc):
+        """Adds what the CTAs before this one left of the tile, from the next one to the one that has its beginning."""
+        other, more = work_tile.split - 1, Int32(1)
+        while more != 0:
+            self.add_part(self.place(operands, store, other), acc)
+            tile, k_block = shape.begin_of(other)
+            began_before = (tile == work_tile.number) & (k_block > 0)
+            more = cutlass.select_(began_before, Int32(1), Int32(0))
+            other = other - 1
+
+    @cute.jit
+    def add_part(self, place, acc):
+        """Adds a part once it has come, all of it at once, and puts EMPTY back."""
         vectors = self.config.thread_vectors
+        words = cute.make_rmem_tensor(4 * vectors, Uint32)
         missing = Int32(1)
         while missing != 0:
             missing = Int32(0)
             for i in cutlass.range_constexpr(vectors):
                 loaded = ptx.load_relaxed(place, 4, offset=i * VECTOR_STRIDE)
                 for j in cutlass.range_constexpr(4):
-                    acc[4 * i + j] = loaded[j].bitcast(Float32)
-                    missing = cutlass.select_(loaded[j] == Uint32(EMPTY_WORD), Int32(1), missing)
+                    words[4 * i + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * vectors):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
         for i in cutlass.range_constexpr(vectors):
+            for j in cutlass.range_constexpr(4):
+                acc[4 * i + j] = acc[4 * i + j] + words[4 * i + j].bitcast(Float32)
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=i * VECTOR_STRIDE)
-
-
-class RangeMainloop:
-    """A mainloop that goes on from the sums of the CTA before, where that has a tile's beginning.
-
-    Parts are taken up before products and not behind them: ranges begin anywhere in a tile, so CTAs do so one after the
-    other and not all at the launch's end, and EMPTY is put back while MMAs run.
-    """
-
-    def __init__(self, mainloop: RegisterMainloop, parts: RangeReduction):
-        self.mainloop, self.parts = mainloop, parts
-        self.count = mainloop.config.thread_acc
-
-    def masks(self, shape, lane):
-        return self.mainloop.masks(shape, lane)
-
-    @cute.jit
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """See `RegisterMainloop`."""
-        if work_tile.begin > 0:
-            if self.ends(work_tile):
-                self.parts.take(work_tile, acc)
-        return self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
-
-    @cute.jit
-    def finish(self, acc, memory, work_tile, place, channel, last, teller):
-        """Scales that hold for all of K wait for all of it."""
-        finished = wgmma.wait_all([acc[i] for i in range(self.count)])
-        for i in cutlass.range_constexpr(self.count):
-            acc[i] = finished[i]
-        self.mainloop.stages.release(memory, last, teller)
-        if self.ends(work_tile):
-            self.mainloop.channel.scale(acc, [acc[i] for i in range(self.count)], channel)
-
-    def ends(self, work_tile):
-        """Whether a work tile has its tile's last k block."""
-        assert self.parts.given is not None
-        _, shape, _ = self.parts.given
-        return work_tile.end == shape.k_blocks
 
 
 class RangesKernel:
@@ -212,10 +179,7 @@ class RangesKernel:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.product = WgmmaKernel(config)
-        consumers = self.product.consumers
-        assert isinstance(consumers.mainloop, RegisterMainloop)
-        consumers.reduction = RangeReduction(config, self.product.epilogue, DensePlaces(config))
-        consumers.mainloop = RangeMainloop(consumers.mainloop, consumers.reduction)
+        self.product.consumers.reduction = RangeReduction(config, self.product.epilogue, DensePlaces(config))
 
     def launch(self, given, stream):
         """As `WgmmaKernel.launch`."""

@@ -348,7 +348,8 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     )
     tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
-    return tiles + dsmem + share_configs(problem) + limb_configs(problem) + resident_configs(problem)
+    meeting = share_configs(problem) + range_configs(problem)
+    return tiles + dsmem + meeting + limb_configs(problem) + resident_configs(problem)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -581,6 +582,7 @@ def shipped_configs() -> list[WgmmaConfig]:
     configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
     configs |= dict.fromkeys(share_configs(LinearProblem(256, 8192, 8192, 8192, *DSMEM_FORMS[0])))
+    configs |= dict.fromkeys(range_configs(LinearProblem(112, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
