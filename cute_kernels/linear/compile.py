@@ -59,6 +59,7 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
     from cute_kernels.linear.wgmma.long_compile import LongSpec
     from cute_kernels.linear.wgmma.ranges_compile import RangesSpec
+    from cute_kernels.linear.wgmma.scale_pairs_compile import ScalePairsSpec, has_scale_pairs
     from cute_kernels.linear.wgmma.shares_compile import SharesSpec
 
     if isinstance(config, LinearConfig):
@@ -71,6 +72,8 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
         return SharesSpec(config)
     if isinstance(config.mainloop, RangesWgmma):
         return RangesSpec(config)
+    if has_scale_pairs(config):
+        return ScalePairsSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

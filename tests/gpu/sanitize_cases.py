@@ -174,6 +174,7 @@ class ExtendCase:
     page_size: int | None = 64
     fp8_products: bool = False
     beside: bool = False
+    num_kv_heads: int = 2
 
     def call(self, device: str = "cpu") -> ExtendCall:
         return make_extend_call(
@@ -181,6 +182,7 @@ class ExtendCase:
             self.q_lens,
             self.lengths,
             head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
             page_size=self.page_size,
             num_splits=self.num_splits,
             unpack=True if self.unpack else None if self.fp8_products or self.num_splits is None else False,
@@ -551,6 +553,10 @@ EXTEND = {
     "extend-e4m3_tensor-key-rows": ExtendCase("e4m3_tensor", *MORE_QUERIES, num_splits=None),
     "extend-int4_g4-key-rows": ExtendCase("int4_g4", *FEW_QUERIES, num_splits=None),
     "extend-int8_token_head-key-rows": ExtendCase("int8_token_head", *MORE_QUERIES, num_splits=None),
+    "extend-int8_token_head-key-rows-maps": ExtendCase(
+        "int8_token_head", *FEW_QUERIES, num_splits=None, num_kv_heads=4
+    ),
+    "extend-int4_g1-key-rows-maps": ExtendCase("int4_g1", *FEW_QUERIES, num_splits=None, num_kv_heads=4),
 }
 FACTORED = {
     "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),

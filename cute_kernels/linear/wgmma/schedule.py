@@ -179,6 +179,7 @@ ROUND_SHAPES = (
 # Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
 SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
 # Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
+RANGE_GROUP = 128
 RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
@@ -403,8 +404,8 @@ def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Tiles as work ranges."""
-    if not is_short(problem):
+    """Tiles as work ranges, of groups of which times were measured."""
+    if not is_short(problem) or problem.format.group_size != RANGE_GROUP:
         return []
     configs = (
         of_format(
@@ -525,7 +526,8 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
     """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
-        return 1 if problem.format.has_zeros or problem.k_pad % block_k else 2
+        several_groups = 0 < problem.format.group_size < block_k
+        return 1 if problem.format.has_zeros or several_groups or problem.k_pad % block_k else 2
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
     if cluster > 1:
