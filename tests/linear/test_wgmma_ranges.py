@@ -88,7 +88,9 @@ def test_a_cta_leaves_what_another_wants_before_it_waits_for_the_one_before(m, n
 def test_no_cta_has_much_more_to_do_than_others(m, n, k, run_on):
     run_on(PlainThread())
     for schedule in in_ranges(problem(m, n, k)):
-        shape, end = shape_of(schedule), schedule.config.reduction.end
+        shape, reduction = shape_of(schedule), schedule.config.reduction
+        assert isinstance(reduction, RangeSplitK)
+        end = reduction.end
         most = -(-schedule.whole * (schedule.k_blocks + end) // schedule.num_ctas)
         for cta in range(schedule.num_ctas):
             found = work_tiles_of(shape, cta)

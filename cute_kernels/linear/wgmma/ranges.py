@@ -41,8 +41,9 @@ class RangeSizes(TileSizes):
         units = given.k_blocks + config.reduction.end
         total = blocks * cute.ceil_div(given.x.shape[0], config.tile_m) * units
         base = total // given.num_ctas
-        ranges = Divisor.of(units), base, total - base * given.num_ctas
-        return RangeSizes(*dense_sizes(config, given), dense_grid(config, given), *ranges)
+        rest = total - base * given.num_ctas
+        fields: Any = (*dense_sizes(config, given), dense_grid(config, given), Divisor.of(units), base, rest)
+        return RangeSizes(*fields)
 
     def begin_of(self, cta) -> tuple[Any, Any]:
         """(tile, k block) that a CTA's range begins with, which is the end of the range before."""
