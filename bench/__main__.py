@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import command_line, mla_workloads, workloads
 from bench import record as records
 from cute_kernels.tuning.linear import Format
+from layouts.broken_pipes import ends_with_its_reader
 
 if TYPE_CHECKING:
     from bench.suites import Bench
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 OPTION_BATCHES = (1, 32)
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parser().parse_args(arguments)
     return COMMANDS[options.command](options)

@@ -28,7 +28,7 @@ from cute_kernels import (
     quantized_linear_norm,
 )
 from cute_kernels.kv_cache import Rope
-from cute_kernels.kv_formats import KvFormatName, format_of
+from cute_kernels.kv_formats import format_of
 from cute_kernels.layer_products.call import serves_rows
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import LayerProductsConfig, config_for
@@ -39,7 +39,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.moe import fused_moe
-from cute_kernels.names import MlaFormatName
+from cute_kernels.names import KvFormatName, MlaFormatName
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
 

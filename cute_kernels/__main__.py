@@ -22,6 +22,7 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import DiskStore, default_directory
 from cute_kernels.runtime.workers import CompileError
 from cute_kernels.tuning import command as tuning
+from layouts.broken_pipes import ends_with_its_reader
 
 MARKS = {doctor.OK: "ok     ", doctor.LIMITED: "limited", doctor.MISSING: "missing"}
 
@@ -168,12 +169,15 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if getattr(options, "only", "") is None:
         options.only = ["*"]
     try:
         return options.run(options)
+    except BrokenPipeError:
+        raise
     except (
         aot.BundleError,
         CompileError,

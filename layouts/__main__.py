@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from layouts import algebra
+from layouts.broken_pipes import ends_with_its_reader
 from layouts.draw import Figure, figures, save
 from layouts.proofs import ProofError
 from layouts.registry import Entry, entries
@@ -86,6 +87,7 @@ def _figure(name: str, known: dict[str, Entry]) -> Figure:
     return _select([name], known)[0].figure()
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for a wrong name or file)."""
     options = _parser().parse_args(arguments)
@@ -99,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"error: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
         return 2

@@ -42,7 +42,7 @@ class DecodeSpec(KernelSpec):
     family: ClassVar[str] = "attention"
 
     def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of("attention", self.config.k_format, self.config.v_format)
         own = (*super().source_roots(), *launch_arguments.SOURCES)
         return *own, *of_formats, *score_options.sources_of(self.config.features)
 

@@ -257,8 +257,9 @@ def _num_sms(device: torch.device) -> int:
     return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else DecodeProblem.num_sms
 
 
-def _check_columns(name: str, scale: GivenScale) -> None:
-    """Raises ValueError unless a head's scales lie side by side, from a multiple of 16 bytes on."""
+def check_columns(name: str, scale: GivenScale) -> None:
+    """Raises ValueError unless the scales of a head's columns lie side by side, a multiple of 16 bytes from the next
+    head's."""
     apart = scale.head_stride * scale.tensor.element_size() % ALIGNMENT and scale.tensor.shape[0] > 1
     if scale.channel_stride != 1 or apart:
         raise ValueError(
@@ -277,7 +278,7 @@ def check_alignment(call: AttentionCall) -> None:
     for name, operand in (("k", call.k), ("v", call.v)):
         tensors[f"{name}_cache"] = operand.cache, 4 if operand.form.has_header else ALIGNMENT
         if operand.scale is not None and operand.form.given_scale == "channel":
-            _check_columns(f"{name}_scale", operand.scale)
+            check_columns(f"{name}_scale", operand.scale)
             tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, wanted) in tensors.items():
         if tensor.data_ptr() % wanted:

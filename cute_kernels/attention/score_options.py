@@ -307,12 +307,15 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:
     """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
+    return tuple(name for name in _term_modules(features) if name.partition(".")[0] != __name__.partition(".")[0])
+
+
+def _term_modules(features: Features | None = None) -> tuple[str, ...]:
     options = known() if features is None else options_in(features)
-    modules = dict.fromkeys(option.term.partition(":")[0] for option in options)
-    return tuple(name for name in modules if name.partition(".")[0] != __name__.partition(".")[0])
+    return tuple(dict.fromkeys(option.term.partition(":")[0] for option in options))
 
 
 def sources_of(features: Features) -> tuple[Path, ...]:
-    """Files outside this package that decide what a variant's options compile to."""
-    specs = [importlib.util.find_spec(name) for name in modules_of(features)]
+    """Files that decide what a variant's options compile to."""
+    specs = [importlib.util.find_spec(name) for name in _term_modules(features)]
     return tuple(Path(str(spec.origin)).resolve() for spec in specs if spec is not None)

@@ -455,23 +455,6 @@ def load_relaxed_part(address: Int64, num_bytes: int, *, loc=None, ip=None) -> U
 
 
 @dsl_user_op
-def load_bf16(address: Int64, *, loc=None, ip=None) -> Float32:
-    """One bf16 of read-only global memory as fp32."""
-    asm = "{ .reg .b16 h; .reg .b32 t; ld.global.nc.u16 h, [$1]; mov.b32 t, {0, h}; mov.b32 $0, t; }"
-    return Float32(
-        llvm.inline_asm(
-            Float32.mlir_type,
-            [Int64(address).ir_value(loc=loc, ip=ip)],
-            asm,
-            "=f,l",
-            has_side_effects=True,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
 def atomic_add(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
     """Adds to a word of global memory, at GPU scope, without ordering anything else; the word's value before."""
     return Int32(

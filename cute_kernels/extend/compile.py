@@ -63,7 +63,7 @@ class ExtendSpec(KernelSpec):
         return own if cache is None else tuple(dict.fromkeys((*own, cache.k_format, cache.v_format)))
 
     def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of(*self._formats)
+        of_formats = sources_of("extend", *self._formats)
         options = score_options.sources_of(self.config.features)
         return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources(), *options
 
@@ -87,7 +87,7 @@ class UnpackSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of("extend", self.config.k_format, self.config.v_format)
         return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources()
 
     def modules(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class CombineSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES
+        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of("extend"), *_shared_sources()
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)

@@ -51,7 +51,6 @@ from cute_kernels.extend.policies import (
     columns_of,
     has_channel_scales,
     has_token_scale,
-    reader_of,
 )
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 
@@ -310,7 +309,7 @@ class ExtendConfig:
     @property
     def units(self) -> tuple[float, float]:
         """What K's and V's tiles are to be multiplied with to be numbers."""
-        k_unit, v_unit = (1.0 if reader is None else reader.unit for reader in map(reader_of, self.formats))
+        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
         return k_unit, v_unit
 
     @property
@@ -326,7 +325,7 @@ class ExtendConfig:
             return REGISTERS["unpacks", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
-        kinds = {reader.registers for reader in map(reader_of, self.formats) if reader is not None}
+        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
 
     @property

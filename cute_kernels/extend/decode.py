@@ -31,7 +31,7 @@ from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale, reader_of
+from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.extend.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.kv_formats import KvFormat, load_code
 
@@ -153,7 +153,7 @@ class CodedRows:
     def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
         self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
         form = shape.formats[operand]
-        reader = reader_of(form)
+        reader = form.extend
         assert reader is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(reader.words)()
         self.word_codes = WORD_BITS // form.code_bits
@@ -271,7 +271,7 @@ class TileWriter:
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
         # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
-        reader = reader_of(config.formats[operand])
+        reader = config.formats[operand].extend
         self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):

@@ -7,11 +7,12 @@ them, each at those of the rows that one of V's warps decodes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import RowProducer, RowRuns
 from cute_kernels.extend.memory import KEYS, VALUES
@@ -49,34 +50,29 @@ class MixedProducer:
         """K's or V's."""
         if self.config.decoded[operand]:
             return self.decoder.fill_tiles(operand, *given)
-        return self.copy_tiles(operand, *given)
+        return self.copier.fill_by(partial(self.copy_tile, operand), *given)
 
     @cute.jit
-    def copy_tiles(
+    def copy_tile(
         self,
         operand: cutlass.Constexpr,
         source,
         work,
-        span,
-        first_valid,
         memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
         warp: Int32,
         lane: Int32,
         stage: Int32,
         phase: Int32,
     ):
-        """Those of 16 bits. warp: of those that have K's or V's."""
-        found, place = self.copier.locate(source, work, cutlass.max(span.end - 1, 0), lane)
-        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
-            block = span.end - 1 - (i - span.begin)
-            next_found, next_place = self.copier.locate(source, work, cutlass.max(block - 1, span.begin), lane)
-            if const_expr(operand == KEYS and self.tells_powers):
-                self.tell_powers(source, work, first_valid, memory, block, warp, lane, stage, phase)
-            if warp == 0:
-                self.copier.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
-            stage, phase = advance(stage, phase, self.config.num_stages)
-            found, place = next_found, next_place
-        return stage, phase
+        """One of 16 bits. warp: of those that have K's or V's."""
+        if const_expr(operand == KEYS and self.tells_powers):
+            self.tell_powers(source, work, first_valid, memory, block, warp, lane, stage, phase)
+        if warp == 0:
+            self.copier.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
 
     @cute.jit
     def tell_powers(

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import CacheOperand, GivenScale
+from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
+from cute_kernels.attention.plan import check_columns
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
@@ -413,24 +414,14 @@ def check_alignment(call: ExtendCall) -> None:
     for name, operand in operands.items():
         _check_strides(f"{name}_cache", operand, wanted[name])
         if operand.scale is not None and has_channel_scales(operand.form):
-            _check_channels(f"{name}_scale", operand.scale)
+            check_columns(f"{name}_scale", operand.scale)
+            tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
                 f"{alignment}, want it aligned to {alignment} bytes"
             )
-
-
-def _check_channels(name: str, scale: GivenScale) -> None:
-    """Raises ValueError unless the scales of a head's columns lie side by side, from a multiple of 16 bytes on."""
-    heads = scale.head_stride * scale.tensor.element_size() if scale.tensor.shape[0] > 1 else 0
-    past = scale.tensor.data_ptr() % ALIGNMENT
-    if scale.channel_stride != 1 or heads % ALIGNMENT or past:
-        raise ValueError(
-            f"{name}: got strides {scale.tensor.stride()}, {past} bytes past a multiple of {ALIGNMENT}, want a "
-            f"KV head's columns side by side, on multiples of {ALIGNMENT} bytes"
-        )
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import GROUP_UNIT, ExtendReader, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4
@@ -48,20 +48,6 @@ KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of a
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
-CHANNEL_READER = ExtendReader("cute_kernels.extend.decode:Int8Words", "outside")
-GROUPS_READER = ExtendReader("cute_kernels.extend.decode:Int8Words", "row", "int4")
-
-
-def reader_of(form: KvFormat) -> ExtendReader | None:
-    """How rows of a format become fp16 tiles; None if they do not. Scales of channels are none of a tile's: they meet
-    queries, and the output. INT8 rows with several groups have as many "row" scales."""
-    if form.extend is None and form.codes == "int8":
-        if has_channel_scales(form):
-            return CHANNEL_READER
-        return GROUPS_READER if form.has_header and not form.in_blocks else None
-    return form.extend
-
-
 def cannot_unpack(form: KvFormat) -> str | None:
     """Why nothing makes rows of 16 bits of a format that the kernel reads, or None."""
     if has_token_scale(form) and form.num_groups > 1:
@@ -81,13 +67,12 @@ def has_head_scale(form: KvFormat) -> bool:
 
 def has_token_scale(form: KvFormat) -> bool:
     """Whether every row has an fp32 scale, or one for each of its groups, which is multiplied into its tile."""
-    reader = reader_of(form)
-    return reader is not None and reader.scales == "row"
+    return form.extend is not None and form.extend.scales == "row"
 
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
-    if form.is_coded and reader_of(form) is None:
+    if form.is_coded and form.extend is None:
         return f"extend attention does not read {form.name} caches"
     return None
 

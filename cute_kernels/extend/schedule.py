@@ -24,7 +24,6 @@ from cute_kernels.extend.policies import (
     columns_of,
     has_channel_scales,
     has_head_scale,
-    reader_of,
 )
 from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
@@ -167,7 +166,9 @@ def decodes_with_key_rows(
 
 def _is_exact(form: KvFormat) -> bool:
     """Whether operands are what codes stand for, unrounded: scales meet scores and probabilities."""
-    return form.extend is not None and form.extend.scales in ("outside", "row")
+    if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
+        return False
+    return form.extend.scales in ("outside", "row")
 
 
 def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
@@ -221,11 +222,11 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 def _unpacked_as(form: KvFormat) -> str:
     """The first format whose unpacked rows are the same to attention."""
-    if reader_of(form) is None:
+    if form.extend is None:
         return form.name
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
-        reader = reader_of(other)
+        reader = other.extend
         return (
             None if reader is None else (reader.scales, reader.unit, has_head_scale(other), has_channel_scales(other))
         )
@@ -246,7 +247,7 @@ def _queries_that_pay(
     config: ExtendConfig, batch: int, group: int, window: int | None, bytes_per_us: float
 ) -> int | None:
     """As :func:`queries_to_unpack_for`, at so many bytes read and written a us."""
-    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
+    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := form.extend) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
     if not rates or config.why_as_it_lies is not None:
         return None
@@ -259,7 +260,7 @@ def _queries_that_pay(
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
     them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    readers = [reader for form in config.formats if (reader := reader_of(form)) is not None]
+    readers = [reader for form in config.formats if (reader := form.extend) is not None]
     if not readers:
         return _queries_that_pay(config, batch, group, window, MOVED_BESIDE_BYTES_PER_US)
     rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]

@@ -48,25 +48,58 @@ class TmaTileProducer:
         place = wgmma_tiles.tile_layout(*self.tma_shape, self.types[operand])
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
-    @cute.jit
-    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+    def fill(self, *given):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
-        config = self.config
+        return self.fill_by(self.copy_warps, *given)
+
+    @cute.jit
+    def fill_by(
+        self,
+        copy: cutlass.Constexpr,
+        source,
+        work,
+        span,
+        first_valid,
+        memory,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """The same, by what copies a block's tiles: called as `copy_warps` is."""
         found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
-            if const_expr(config.filling_warps == 1):
-                for operand in cutlass.range_constexpr(2):
-                    self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
-            else:
-                if warp == KEYS:
-                    self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, stage, phase)
-                else:
-                    self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, stage, phase)
-            stage, phase = advance(stage, phase, config.num_stages)
+            copy(source, work, memory, block, first_valid, found, place, warp, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
             found, place = next_found, next_place
         return stage, phase
+
+    @cute.jit
+    def copy_warps(
+        self,
+        source,
+        work,
+        memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """A block's tiles, K's and V's: one warp both, or each of two warps its own."""
+        if const_expr(self.config.filling_warps == 1):
+            for operand in cutlass.range_constexpr(2):
+                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+        else:
+            if warp == KEYS:
+                self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+            else:
+                self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, stage, phase)
 
     @cute.jit
     def copy(

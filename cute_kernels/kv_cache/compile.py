@@ -27,7 +27,7 @@ class _RowSpec(KernelSpec):
     family: ClassVar[str] = "kv_cache"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of(*self.formats)
+        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of("kv_cache", *self.formats)
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(*self.formats)

@@ -9,8 +9,9 @@ arch_of(device_index)     what a GPU is compiled for
 from cute_kernels.runtime.aot import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache, Progress, default_cache, load, load_bundle, load_many
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError, arch_of
+from cute_kernels.runtime.launch_arguments import compile_options
 from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError, RuntimeLibraryError
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workers import CompileError
 
 __all__ = [

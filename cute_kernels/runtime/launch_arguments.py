@@ -13,12 +13,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from cute_kernels.runtime.spec import compile_options
-
 SOURCES = (Path(__file__).resolve(),)
 """What decides a compiled function beside the declarations that it is compiled from."""
 
 Kind = Literal["tensor", "address", "int64", "int32", "float32"]
+
+
+def compile_options(arch: str, *extra: str) -> str:
+    """The options string every kernel passes to `cute.compile`.
+
+    `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
+    (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.
+    """
+    return " ".join(("--enable-tvm-ffi", f"--gpu-arch {arch}", *extra))
 
 
 @dataclass(frozen=True)

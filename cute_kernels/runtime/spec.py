@@ -31,15 +31,6 @@ class Config(Protocol):
         ...
 
 
-def compile_options(arch: str, *extra: str) -> str:
-    """The options string every kernel passes to `cute.compile`.
-
-    `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
-    (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.
-    """
-    return " ".join(("--enable-tvm-ffi", f"--gpu-arch {arch}", *extra))
-
-
 def check_config(config: Config) -> None:
     """Raises ValueError if the configuration cannot be implemented."""
     reason = config.can_implement()
@@ -69,7 +60,7 @@ class KernelSpec(ABC):
 
     @abstractmethod
     def compile(self, arch: str) -> Any:
-        """Compiles for `arch` (such as "sm_90a") with fake tensors and `compile_options(arch)`.
+        """Compiles for `arch` (such as "sm_90a") with fake tensors and `launch_arguments.compile_options(arch)`.
 
         Returns the object that `cute.compile` returned. Must not need a GPU.
         """
@@ -85,7 +76,8 @@ class KernelSpec(ABC):
         return f"{self.family}_{digest[:16]}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        """Directories (or files) whose Python sources decide what is compiled, besides `device/` and `layouts`.
+        """Files whose code decides what is compiled, and folders of such: of these, what the class's module and the
+        files import, and what that imports (:mod:`.sources`). Code that strings alone name has to be among the files.
 
         The directory of the module that defines the class. A family that builds on another's room adds it here.
         """

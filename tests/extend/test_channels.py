@@ -18,9 +18,11 @@ from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CAUSAL_PAGES
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import check_alignment, problem_of
+from cute_kernels.extend.policies import cannot_read
 from cute_kernels.extend.queries import QueryLoader
 from cute_kernels.extend.results import ResultWriter
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
+from cute_kernels.kv_formats import format_of
 from simulator import LANES, Float32, Int32, Int64, Uint32, Warp, running
 from simulator.registers import halves
 from tests.extend.cases import Call, make_call
@@ -136,3 +138,11 @@ def test_scales_that_kernels_cannot_load_are_named():
             check_alignment(checked)
         assert torch.equal(other.run(), call.run()), "on the CPU"
     check_alignment(check_call(*call.tensors, **call.keywords))
+
+
+@pytest.mark.parametrize("name", ["int8_channel", "int8_g4", "int8_token_head"])
+def test_a_format_of_int8_codes_that_names_no_reader_is_refused(name: str):
+    """Not read as one of the same codes and headers, whose scales may mean something else."""
+    assert cannot_read(format_of(name)) is None
+    other = replace(format_of(name), name="int8_mine", extend=None)
+    assert cannot_read(other) == "extend attention does not read int8_mine caches"

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from cute_kernels import kv_formats
-from cute_kernels.kv_formats import ALIASES, FORMATS, KvFormat, format_of, register
+from cute_kernels.kv_formats import ALIASES, FORMATS, KvFormat, format_of, register, registry
 from layouts.kv.int4 import Int4Row
 from tests.formats.generic import KvFormatTests
 
@@ -46,7 +46,7 @@ def test_every_place_of_device_code_has_a_class():
 def test_formats_that_cannot_be_are_refused_by_name(name, changes, message):
     with pytest.raises(ValueError, match=message):
         register(dataclasses.replace(format_of("int4_g1"), name=name, **changes))
-    assert name in (*FORMATS, *ALIASES) or name not in kv_formats._registered
+    assert name in (*FORMATS, *ALIASES) or name not in registry._registered
 
 
 def test_an_equal_format_may_be_registered_again_and_another_of_its_name_not():

@@ -164,7 +164,8 @@ class TestSixBits(KvFormatTests):
 
 def test_its_file_is_part_of_the_identity_of_its_kernels():
     assert modules_of("int6_token_head") == (__name__,)
-    assert {path.name for path in sources_of("bf16", "int6_token_head")} == {"kv_formats.py", "test_six_bits.py"}
+    wanted = {"base.py", "registry.py", "dense.py", "test_six_bits.py"}
+    assert {path.name for path in sources_of("mla", "bf16", "int6_token_head")} == wanted
 
 
 def test_head_dims_without_whole_runs_are_refused_by_name():

@@ -67,10 +67,18 @@ def programs(roots: tuple[Path, ...]) -> str:
     return hashlib.sha256("".join(program(file) for file in files).encode()).hexdigest()
 
 
+def roots_of(spec: KernelSpec) -> tuple[Path, ...]:
+    """The files and folders that decide what a kernel compiles to, as the tree has it."""
+    if hasattr(sources, "sources_of"):
+        return sources.sources_of(spec)
+    shared = getattr(sources, "_shared_roots")  # noqa: B009  # of a tree from before
+    return (*shared(), *spec.source_roots())
+
+
 def memo_of(spec: KernelSpec, arch: str, kind: str) -> Path:
     """The file that remembers something about what the same programs compile to, whatever their comments."""
     key = json.loads(key_of(spec, arch).content)
-    key["sources"] = programs((*sources._shared_roots(), *spec.source_roots()))
+    key["sources"] = programs(roots_of(spec))
     key["class"] = type(spec).__qualname__
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return default_cache().store.root / MEMOS / f"{digest}.{kind}"

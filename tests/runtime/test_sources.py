@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from cute_kernels.runtime import sources
-from tests.runtime.tiny import TinySpec
 
 
 def digest(root: Path) -> str:
@@ -47,15 +45,6 @@ def test_it_does_not_depend_on_where_the_room_lies(room: Path, tmp_path_factory:
     before = digest(room)
     room.rename(moved)
     assert digest(moved) == before
-
-
-def test_it_covers_the_specs_room_the_device_code_and_the_layouts():
-    package = Path(sources.__file__).parents[1]
-    assert TinySpec().source_roots() == (Path(__file__).parent,)
-    assert package / "device" in sources._shared_roots()
-    layouts = importlib.util.find_spec("layouts")
-    if layouts is not None:
-        assert {Path(p) for p in layouts.submodule_search_locations or []} <= set(sources._shared_roots())
 
 
 def test_a_source_that_is_not_there_is_refused(room: Path):
