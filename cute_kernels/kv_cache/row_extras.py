@@ -1,13 +1,16 @@
 """What rows of q, k and v meet before RoPE: biases, and the norm of q and k.
 
 A team of a decode step has one to four rows, each of which it works on once. Biases and the norm's weights are then
-asked for along with the rows: where they are used, each would be a latency of its own. Prefill has rows to work on
-meanwhile, and fewer registers to spare.
+asked for along with the rows: where they are used, each would be a latency of its own. What a call does not give is
+then a number that changes nothing: where addresses decided, the compiler copied the loop over rows for each of them,
+and a warp that runs its code once waits for most of it to be fetched. Prefill has rows to work on meanwhile, and fewer
+registers to spare.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +21,9 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.kv_cache.config import AppendConfig
+
+NO_BIAS = 0x80008000  # minus zero, twice, of either dtype
+ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,34 @@ class RowExtras:
         """Room for what is asked for."""
         bias = self.ahead * self.row_words if self.asks_bias else 1
         norm = self.k_elements.piece.num_words if self.asks_norm else 1
-        return Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
+        asked = Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
+        asked.norm.fill(ONES[self.config.dtype])
+        return asked
+
+    def addresses(self, extras, is_q, is_v) -> tuple[Any, Any]:
+        """Of the biases of a team's kind of rows, and of their norm's weights; 0 for none."""
+        bias = norm = Int64(0)
+        if self.asks_bias:
+            bias = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
+        if self.asks_norm:
+            norm = cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
+        return bias, norm
+
+    def behind(self, source, addresses) -> Any:
+        """0, and not before all addresses of a team's first loads are there.
+
+        What is added to the address of a load that is waited for early: asked for among loads of addresses it shares a
+        scoreboard with one of them, and what is asked for behind that waits for memory.
+        """
+        if not (self.asks_bias or self.asks_norm):
+            return 0
+        return Int32((source | addresses[0] | addresses[1]) >> 63)
 
     @cute.jit
-    def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
+    def ask(self, asked: Asked, addresses, heads, is_q, is_v, lane):
         """Asks for the biases of a team's first rows, and for the norm's weights."""
+        base, weight = addresses
         if const_expr(self.asks_bias):
-            base = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
             most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
             count = cutlass.min(heads.count, most)
             if const_expr(self.k_elements == self.v_elements):  # one copy of the code for all
@@ -57,7 +84,6 @@ class RowExtras:
             else:
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
         if const_expr(self.asks_norm):
-            weight = cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
             self.ask_norm(asked, weight, lane)
 
     @cute.jit
@@ -70,43 +96,54 @@ class RowExtras:
 
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
-        """Asks for the biases of the next ``count`` heads from ``head`` on, at most ``ahead``."""
+        """Asks for the biases of the next ``count`` heads from ``head`` on, at most ``ahead``; without an address they
+        are none."""
         if const_expr(self.asks_bias):
-            if base != 0:
-                first = base + Int64(head) * elements.row_bytes
-                for u in cutlass.range_constexpr(ahead):
-                    if u < count:
-                        for i, word in enumerate(elements.piece.load(first, lane, u * elements.row_bytes)):
-                            asked.bias[u * self.row_words + i] = word
+            piece = elements.piece
+            first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
+            count = cutlass.select_(base != 0, count, Int32(0))
+            for u in cutlass.range_constexpr(ahead):
+                for i in cutlass.range_constexpr(piece.num_words):
+                    asked.bias[u * self.row_words + i] = Uint32(NO_BIAS)
+                if u < count:
+                    for i, word in enumerate(piece.load(first, Int32(0), u * elements.row_bytes)):
+                        asked.bias[u * self.row_words + i] = word
 
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
         """Adds the bias of ``head`` to a row's values; of `ask_bias`, the next one's comes up, of ``ahead``."""
-        if const_expr(self.config.has_bias):
+        if const_expr(self.asks_bias):
+            self.add(values, elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)]))
+            for i in cutlass.range_constexpr((ahead - 1) * self.row_words):
+                asked.bias[i] = asked.bias[i + self.row_words]
+        elif const_expr(self.config.has_bias):
             if base != 0:
-                if const_expr(self.asks_bias):
-                    terms = elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])
-                    for i in range((ahead - 1) * self.row_words):
-                        asked.bias[i] = asked.bias[i + self.row_words]
-                else:
-                    terms = elements.load(base + Int64(head) * elements.row_bytes, lane)
-                for i in cutlass.range_constexpr(elements.count):
-                    values[i] = numbers.add(values[i], terms[i])
+                self.add(values, elements.load(base + Int64(head) * elements.row_bytes, lane))
+
+    def add(self, values, terms) -> None:
+        for i, term in enumerate(terms):
+            values[i] = numbers.add(values[i], term)
 
     @cute.jit
     def normalise(self, values, asked: Asked, weight, eps, lane):
         """RMS norm of a q or k row over the head's columns."""
-        if const_expr(self.config.has_norm):
+        if const_expr(self.asks_norm):
+            root = cutlass.select_(weight != 0, self.root_of(values, eps), Float32(1.0))
+            self.scale(
+                values, root, self.k_elements.unpack([asked.norm[i] for i in range(self.k_elements.piece.num_words)])
+            )
+        elif const_expr(self.config.has_norm):
             if weight != 0:
-                elements = self.k_elements
-                total = Float32(0.0)
-                for i in cutlass.range_constexpr(elements.count):
-                    total = ptx.fma(values[i], values[i], total)
-                total = lane_sum(total, neighbours(self.config.lanes))
-                root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
-                if const_expr(self.asks_norm):
-                    factors = elements.unpack([asked.norm[i] for i in range(elements.piece.num_words)])
-                else:
-                    factors = elements.load(weight, lane)
-                for i in cutlass.range_constexpr(elements.count):
-                    values[i] = values[i] * root * factors[i]
+                self.scale(values, self.root_of(values, eps), self.k_elements.load(weight, lane))
+
+    def root_of(self, values, eps):
+        """The reciprocal root of the mean square of a row."""
+        total = Float32(0.0)
+        for i in range(self.k_elements.count):
+            total = ptx.fma(values[i], values[i], total)
+        total = lane_sum(total, neighbours(self.config.lanes))
+        return numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
+
+    def scale(self, values, root, factors) -> None:
+        for i, factor in enumerate(factors):
+            values[i] = values[i] * root * factor
