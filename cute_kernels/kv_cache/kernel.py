@@ -63,7 +63,7 @@ class AppendKernel:
             config.lanes,
             config.runs,
         )
-        self.row_extras = RowExtras(config, self.k_elements, self.v_elements)
+        self.row_extras = RowExtras(config, self.k_elements, self.v_elements, one_code=True)
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
@@ -155,11 +155,10 @@ class AppendKernel:
             constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
             if const_expr(config.transform is not None):
                 self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
-            terms = self.row_extras.addresses(extras, is_q, is_v)
-            behind = self.row_extras.behind(source, terms)
+            behind = self.row_extras.behind(source, extras, is_q, is_v)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane, behind)
             asked = self.row_extras.registers()
-            self.row_extras.ask(asked, terms, heads, is_q, is_v, team_lane)
+            self.row_extras.ask(asked, extras, heads, is_q, is_v, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)

@@ -1,4 +1,4 @@
-"""Biases and norms in the machine code of the append for decode: rows that meet them have one loop, as plain ones."""
+"""Biases in the machine code of the append for decode: rows that meet them have one loop, as plain ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.linear import machine_code
 
 ARCH = "sm_90a"
 PLAIN = RowPrologue("half", 128)
-MET = {"biases": (True, False), "norms": (False, True), "both": (True, True)}
+MET = {"biases": (True, False), "both": (True, True)}
 FORMATS = ("bf16", "int4_g4")
 
 
