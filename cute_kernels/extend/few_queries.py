@@ -14,11 +14,15 @@ import torch
 
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.extend.call import ExtendCall
+from cute_kernels.extend.compile import ExtendSpec
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.ops import DEFAULTS
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, key_rows_for, lies_in_pieces, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, decodes_with_key_rows
+from cute_kernels.runtime import arch_of, default_cache
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.native import compiler_version
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,10 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
     if call.out is not None and not call.out.is_contiguous():
         return None
     copies_q = not _evenly(call.q)
-    checked = ExtendCall(call.q.flatten(0, 1), call.seq_lens, call, None, None)
-    config = decodes_with_key_rows(
-        key_rows_for(checked, choose(problem_of(checked))),
-        call.batch,
-        call.q_len,
-        call.num_q_heads,
-        call.num_kv_heads,
-        GPU.num_sms(call.q.device),
-    )
+    checked, config = _served(call, copies_q)
+    if config is not None and config.strided_q and not _may_load(ExtendSpec(config), call.q.device):
+        copies_q = True  # bundles have kernels of contiguous queries
+        checked, config = _served(call, copies_q)
     if config is None or not lies_in_pieces(checked):
         return None
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -96,6 +95,26 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
     except ValueError:
         return None
     return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device), copies_q)
+
+
+def _served(call: AttentionCall, copies_q: bool) -> tuple[ExtendCall, ExtendConfig | None]:
+    """The call as one of extend attention, and the kernel that serves it, if that is the faster way."""
+    q = call.q.contiguous() if copies_q else call.q
+    checked = ExtendCall(q.flatten(0, 1), call.seq_lens, call, None, None)
+    config = decodes_with_key_rows(
+        key_rows_for(checked, choose(problem_of(checked))),
+        call.batch,
+        call.q_len,
+        call.num_q_heads,
+        call.num_kv_heads,
+        GPU.num_sms(call.q.device),
+    )
+    return checked, config
+
+
+def _may_load(spec: ExtendSpec, device: torch.device) -> bool:
+    """Whether a kernel that a call can do without is there, or may be compiled."""
+    return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
 
 
 def _evenly(q: torch.Tensor) -> bool:
