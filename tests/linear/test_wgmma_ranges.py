@@ -43,7 +43,7 @@ def shape_of(schedule: TileSchedule):
     base, rest = divmod(schedule.blocks * schedule.m_tiles * units, schedule.num_ctas)
     plain = plain_work_tiles.shape_of(schedule)
     fields = (0, 0, 0, plain.num_tiles, plain.k_blocks, 1, plain.whole, plain.splits, plain.split_k_blocks, 0, 0)
-    return stand_in(ranges.RangeSizes)(*fields, plain.grid, ranges.Divisor.of(units), base, rest)
+    return stand_in(ranges.TileRangeSizes)(*fields, plain.grid, ranges.Divisor.of(units), base, rest)
 
 
 def work_tiles_of(shape, cta: int) -> list:

@@ -23,7 +23,7 @@ from cute_kernels.linear.work import Operands, operands_of
 
 
 @dataclass(frozen=True)
-class RangeSizes(TileSizes):
+class TileRangeSizes(TileSizes):
     """Sizes of a launch in ranges.
 
     A tile has `RangeSplitK.end` units more than k blocks, and the tiles' units are shared out.
@@ -34,7 +34,7 @@ class RangeSizes(TileSizes):
     rest: Int32  # CTAs that have one more
 
     @staticmethod
-    def of(config: WgmmaConfig, given) -> RangeSizes:
+    def of(config: WgmmaConfig, given) -> TileRangeSizes:
         """Of a launch's arguments, on the host."""
         assert isinstance(config.reduction, RangeSplitK)
         blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
@@ -43,7 +43,7 @@ class RangeSizes(TileSizes):
         base = total // given.num_ctas
         rest = total - base * given.num_ctas
         fields: Any = (*dense_sizes(config, given), dense_grid(config, given), Divisor.of(units), base, rest)
-        return RangeSizes(*fields)
+        return TileRangeSizes(*fields)
 
     def begin_of(self, cta) -> tuple[Any, Any]:
         """(tile, k block) that a CTA's range begins with, which is the end of the range before."""
@@ -57,7 +57,7 @@ class RangeSizes(TileSizes):
 class RangeScheduler:
     """The work tiles of one CTA, from the last tile of its range to the first; run-time integers."""
 
-    shape: RangeSizes
+    shape: TileRangeSizes
     cta: Int32
     first_tile: Int32
     first_k: Int32  # of the first tile
@@ -65,7 +65,7 @@ class RangeScheduler:
     last_end: Int32  # behind the last k block of the last tile
 
     @staticmethod
-    def of(shape: RangeSizes, cta) -> RangeScheduler:
+    def of(shape: TileRangeSizes, cta) -> RangeScheduler:
         first_tile, first_k = shape.begin_of(cta)
         tile, k_block = shape.begin_of(cta + 1)
         is_whole = k_block == 0
@@ -185,7 +185,7 @@ class RangesKernel:
     def launch(self, given, stream):
         """As `WgmmaKernel.launch`."""
         copy_x, x_view = self.product.activations.tma(given.x)
-        shape = RangeSizes.of(self.config, given)
+        shape = TileRangeSizes.of(self.config, given)
         operands = operands_of(Operands, given, x=Int64(0))
         options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
