@@ -63,7 +63,7 @@ class AppendKernel:
             config.lanes,
             config.runs,
         )
-        self.row_extras = RowExtras(config, self.k_elements, self.v_elements)
+        self.row_extras = RowExtras(config, self.k_elements, self.v_elements, one_code=True)
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
@@ -155,7 +155,8 @@ class AppendKernel:
             constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
             if const_expr(config.transform is not None):
                 self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
-            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            behind = self.row_extras.behind(source, extras, is_q, is_v)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane, behind)
             asked = self.row_extras.registers()
             self.row_extras.ask(asked, extras, heads, is_q, is_v, team_lane)
             if const_expr(config.decode):
@@ -199,8 +200,8 @@ class AppendKernel:
         return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
 
     @cute.jit
-    def ask(self, steps, where, phase_steps, is_q, token, lane):
-        """Asks for what places and angles begin with; nothing waits for it yet.
+    def ask(self, steps, where, phase_steps, is_q, token, lane, behind):
+        """Asks for what places and angles begin with; nothing waits for it yet. behind: see `RowExtras.behind`.
 
         Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
         0 for each that is not given or not needed, and fills ``steps``.
@@ -208,7 +209,7 @@ class AppendKernel:
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
         if const_expr(self.config.decode):
-            length = _load_word(where.seq_lens, token)
+            length = _load_word(where.seq_lens, token + behind)
         else:
             if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
                 length = _load_word(where.seq_lens, token)

@@ -3,11 +3,16 @@
 A team of a decode step has one to four rows, each of which it works on once. Biases and the norm's weights are then
 asked for along with the rows: where they are used, each would be a latency of its own. Prefill has rows to work on
 meanwhile, and fewer registers to spare.
+
+Where addresses decide what rows meet, the compiler copies the loop over rows for each of them, and a warp that runs its
+code once waits for most of it to be fetched. With ``one_code`` what a call does not give is a number that changes
+nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +24,9 @@ from cute_kernels.device.rows import Elements
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.kv_cache.config import AppendConfig
 
+NO_BIAS = 0x80008000  # minus zero, twice, of either dtype
+ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -29,25 +37,48 @@ class Asked:
 
 
 class RowExtras:
-    """Biases and norms of a configuration."""
+    """Biases and norms of a configuration; one_code: of one whose ``asks_bias`` holds, see the module's text."""
 
-    def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements):
+    def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
         self.row_words = max(k_elements.piece.num_words, v_elements.piece.num_words)
         self.ahead = max(config.rows_in_flight, config.q_rows_in_flight)
         self.asks_bias, self.asks_norm = config.decode and config.has_bias, config.decode and config.has_norm
+        self.one_code = one_code and self.asks_bias
 
     def registers(self) -> Asked:
         """Room for what is asked for."""
         bias = self.ahead * self.row_words if self.asks_bias else 1
         norm = self.k_elements.piece.num_words if self.asks_norm else 1
-        return Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
+        asked = Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
+        if self.one_code:
+            asked.norm.fill(ONES[self.config.dtype])
+        return asked
+
+    def behind(self, source, extras, is_q, is_v) -> Any:
+        """0, but with ``one_code`` not before all addresses of a team's first loads, ``source`` of rows, are there.
+
+        It is added to the address of what is waited for first. Asked for among loads of addresses that would have a
+        scoreboard in common with one of these, and the loads behind would wait until it has come from memory.
+        """
+        if not self.one_code:
+            return 0
+        bits = source | self.bias_of(extras, is_q, is_v)
+        return Int32((bits | self.weight_of(extras, is_q, is_v) if self.asks_norm else bits) >> 63)
+
+    def bias_of(self, extras, is_q, is_v) -> Any:
+        """Address of the biases of a team's kind of rows, 0 for none."""
+        return cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
+
+    def weight_of(self, extras, is_q, is_v) -> Any:
+        """Address of the weights of their norm, 0 for none."""
+        return cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
 
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
         """Asks for the biases of a team's first rows, and for the norm's weights."""
         if const_expr(self.asks_bias):
-            base = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
+            base = self.bias_of(extras, is_q, is_v)
             most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
             count = cutlass.min(heads.count, most)
             if const_expr(self.k_elements == self.v_elements):  # one copy of the code for all
@@ -57,8 +88,7 @@ class RowExtras:
             else:
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
         if const_expr(self.asks_norm):
-            weight = cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
-            self.ask_norm(asked, weight, lane)
+            self.ask_norm(asked, self.weight_of(extras, is_q, is_v), lane)
 
     @cute.jit
     def ask_norm(self, asked: Asked, weight, lane):
@@ -71,7 +101,17 @@ class RowExtras:
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
         """Asks for the biases of the next ``count`` heads from ``head`` on, at most ``ahead``."""
-        if const_expr(self.asks_bias):
+        if const_expr(self.one_code):
+            piece = elements.piece
+            first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
+            count = cutlass.select_(base != 0, count, Int32(0))
+            for u in cutlass.range_constexpr(ahead):
+                for i in cutlass.range_constexpr(piece.num_words):
+                    asked.bias[u * self.row_words + i] = Uint32(NO_BIAS)
+                if u < count:
+                    for i, word in enumerate(piece.load(first, Int32(0), u * elements.row_bytes)):
+                        asked.bias[u * self.row_words + i] = word
+        elif const_expr(self.asks_bias):
             if base != 0:
                 first = base + Int64(head) * elements.row_bytes
                 for u in cutlass.range_constexpr(ahead):
@@ -82,7 +122,12 @@ class RowExtras:
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
         """Adds the bias of ``head`` to a row's values; of `ask_bias`, the next one's comes up, of ``ahead``."""
-        if const_expr(self.config.has_bias):
+        if const_expr(self.one_code):
+            for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):
+                values[i] = numbers.add(values[i], term)
+            for i in cutlass.range_constexpr((ahead - 1) * self.row_words):
+                asked.bias[i] = asked.bias[i + self.row_words]
+        elif const_expr(self.config.has_bias):
             if base != 0:
                 if const_expr(self.asks_bias):
                     terms = elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])
@@ -96,17 +141,26 @@ class RowExtras:
     @cute.jit
     def normalise(self, values, asked: Asked, weight, eps, lane):
         """RMS norm of a q or k row over the head's columns."""
-        if const_expr(self.config.has_norm):
+        if const_expr(self.one_code and self.asks_norm):
+            root = cutlass.select_(weight != 0, self.root_of(values, eps), Float32(1.0))
+            factors = self.k_elements.unpack([asked.norm[i] for i in range(self.k_elements.piece.num_words)])
+            for i, factor in enumerate(factors):
+                values[i] = values[i] * root * factor
+        elif const_expr(self.config.has_norm):
             if weight != 0:
                 elements = self.k_elements
-                total = Float32(0.0)
-                for i in cutlass.range_constexpr(elements.count):
-                    total = ptx.fma(values[i], values[i], total)
-                total = lane_sum(total, neighbours(self.config.lanes))
-                root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
+                root = self.root_of(values, eps)
                 if const_expr(self.asks_norm):
                     factors = elements.unpack([asked.norm[i] for i in range(elements.piece.num_words)])
                 else:
                     factors = elements.load(weight, lane)
                 for i in cutlass.range_constexpr(elements.count):
                     values[i] = values[i] * root * factors[i]
+
+    def root_of(self, values, eps):
+        """The reciprocal root of the mean square of a row."""
+        total = Float32(0.0)
+        for i in range(self.k_elements.count):
+            total = ptx.fma(values[i], values[i], total)
+        total = lane_sum(total, neighbours(self.config.lanes))
+        return numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,20 +88,24 @@ def test_an_option_may_take_its_bytes_and_a_share():
     assert (place.allowed_us(10.0), place.allowed_us(100.0)) == (pytest.approx(0.3), pytest.approx(1.0))
 
 
-def test_options_are_compared_within_a_run():
+def test_an_option_is_compared_within_a_run_of_nothing_but_its_plain_call_and_itself():
     """The clock drifts by a tenth from run to run; the option always takes 2 us more than what it belongs to."""
-    drift = iter((10.0, 11.0, 12.1, 13.3, 14.6))
+    drift = itertools.cycle((10.0, 11.0, 12.1, 13.3, 14.6))
+    turns = []
 
     def clock(calls, flush, protocol):
+        turns.append(tuple(calls))
         base = next(drift)
         times = {"plain": base, "half": base / 2, "slow": base + 2.0, "window": base / 2 + 0.1}
         return {name: Timing(times[name], 0.0, 0.0, 1) for name in calls}
 
     bench = type("Bench", (), {"flush": None, "protocol": None})
     work = Option(lambda: None)
-    given = {"plain": work, "half": work, "slow": work, "window": Option(lambda: None, plain="half")}
+    given = {"plain": work, "half": replace(work, plain="half"), "slow": work, "window": replace(work, plain="half")}
     with ticking(Clock(clock, lambda call, warmup: call)):
         found = options.measure(bench, given)  # type: ignore[arg-type]
+    assert set(turns) == {("plain",), ("half",), ("plain", "slow"), ("half", "window")}
+    assert found["slow"]["plain_us"] == 12.1 and found["window"]["plain_us"] == 6.05
     assert found["slow"]["more_us"] == pytest.approx(2.0) and not found["slow"]["met"]
     assert found["window"]["more_us"] == pytest.approx(0.1) and found["window"]["met"]
     record = {"environment": {"gpu": "Test"}, "options": [{"name": "x", "kv_format": "bf16", "options": found}]}
