@@ -83,7 +83,7 @@ def test_queries_of_a_fused_projection_are_read_where_they_lie(launches):
     fused = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
     for q, strided in ((fused, True), (fused.contiguous(), False), (fused, True)):
         launches.clear()
-        decode_attention(**given(16) | {"q": q})
+        decode_attention(**given(16, q=q))
         (launch,) = launches
         assert serves(launches) and launch.symbol.endswith("_strided_q") == strided
         assert launch.arguments[0].data_ptr() == q.data_ptr() and launch.arguments[0].stride() == q.stride()[1:]
@@ -92,7 +92,7 @@ def test_queries_of_a_fused_projection_are_read_where_they_lie(launches):
 def test_queries_of_uneven_distances_are_copied(launches):
     q = torch.zeros(BATCH, 17, 2 * HEADS, 128).bfloat16()[:, :16, :HEADS]
     for _ in range(2):
-        decode_attention(**given(16) | {"q": q})
+        decode_attention(**given(16, q=q))
         assert serves(launches) and launches[-1].arguments[0].is_contiguous()
         assert not launches[-1].symbol.endswith("_strided_q")
 

@@ -112,7 +112,7 @@ def test_it_agrees_with_decode_attention(kv_format: Any, q_dtype: str):
     call = variant(kv_format, q_dtype)
     names = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
     one = decoded(call)
-    out = decode_attention(*one.tensors, kv_format=kv_format, **one.options).view_as(call.q).double()
+    out = decode_attention(*one.tensors, kv_format=one.kv_format, **one.options).view_as(call.q).double()
     other, (want, _) = call.run().double(), call.reference()
 
     def between(a: torch.Tensor, b: torch.Tensor) -> float:
