@@ -65,6 +65,8 @@ KINDS = {
     "many rows": "m256n64x2",
     "rows of x in shares, parts of unequal length": r"m96n64x2\w*_shares3$",
     "rows of x in shares behind whole tiles": r"m128n64x2\w*_shares8$",
+    "tiles as work ranges": r"m128n64x2\w*_ranges3$",
+    "tiles of fewer rows as work ranges": r"m96n64x2\w*_ranges5$",
     "experts' work ranges": "ranges1",
     "runs of entries of sixteen rows": "m16n128k128w2e3",
     "assignments as they are": "assigned1",

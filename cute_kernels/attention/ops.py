@@ -51,14 +51,15 @@ def _key(
 ) -> tuple[Any, ...]:
     """What decides a plan. K's cache has V's blocks where the compiled function looks, and its row is that of q's
     head_dim, so the key leaves its shape out; not the dtypes of the caches, for signed bytes pass as unsigned ones, nor
-    their strides, for which the plan has chosen how to copy. Nor whether ``out`` is contiguous: compiled functions
-    compare the strides of rows and their elements alone."""
+    their strides, for which the plan has chosen how to copy. Nor those of q, which few queries' kernels are told apart
+    by, nor whether ``out`` is contiguous: compiled functions compare the strides of rows and their elements alone."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     return (
         q.shape,
         v_cache.shape,
         q.dtype,
+        q.is_contiguous() or q.stride(),
         k_cache.dtype,
         v_cache.dtype,
         q.get_device(),

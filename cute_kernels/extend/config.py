@@ -23,6 +23,7 @@ from cute_kernels.extend.policies import (
     MMA_WARPGROUPS,
     MMA_WARPS,
     MOST_COLUMNS,
+    PAIRED_NIBBLE_ROW_BYTES,
     PAIRED_ROW_BYTES,
     REGISTERS,
     ROW_BYTES,
@@ -113,15 +114,17 @@ class ExtendConfig:
 
     @property
     def paired(self) -> bool:
-        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales. A row
-        of them touches two lines of the L2 cache, those of two heads three."""
-        behind = all(form.code_bits == 8 and form.header_bytes for form in self.formats)
-        return self.tile_heads == 2 and self.mapped and behind
+        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales, whose
+        rows touch two lines of the L2 cache each and three together, or nibbles of one group, of which one row begins
+        between multiples of 8 bytes."""
+        return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
+        if form.header_bytes == 4 and self.paired:
+            return PAIRED_NIBBLE_ROW_BYTES, 0
         codes = self.head_dim * form.code_bits // 8
         if codes + form.header_bytes == HEADED_ROW_BYTES:
             return HEADED_ROW_BYTES, 0
@@ -467,6 +470,8 @@ class ExtendConfig:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
         if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
             return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
+        if not self.ping_pong:  # a warp would flag a block before another one has asked about the last one
+            return f"{self.tile_rows} tile_rows without ping_pong, whose barriers they want"
         if any(self.channel_scales):
             return f"{self.tile_rows} tile_rows of caches with scales of channels"
         for form in self.formats:

@@ -23,11 +23,12 @@ from cute_kernels.runtime.memory import blank
 
 @dataclass(frozen=True)
 class FewQueriesPlan:
-    """What of such a launch stays the same: extend attention's plan, and where requests' queries begin, int32 [batch +
-    1]."""
+    """What of such a launch stays the same: extend attention's plan, where requests' queries begin, int32 [batch + 1],
+    and whether they are no one sequence of equal distances, which kernels know alone."""
 
     plan: ExtendPlan
     ends: torch.Tensor
+    copies_q: bool
 
     @property
     def device_index(self) -> int:
@@ -46,14 +47,14 @@ class FewQueriesPlan:
         out: torch.Tensor | None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `attention.plan.DecodePlan` launches; queries that lie apart are copied first."""
+        """As `attention.plan.DecodePlan` launches."""
         shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
         given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
         self.plan.call(
-            q.contiguous().view(shape),
+            (q.contiguous() if self.copies_q else q).view(shape),
             k_cache,
             v_cache,
             self.ends,
@@ -76,8 +77,8 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         return None
     if call.out is not None and not call.out.is_contiguous():
         return None
-    shape = (call.batch * call.q_len, call.num_q_heads, call.head_dim)
-    checked = ExtendCall(call.q.contiguous().view(shape), call.seq_lens, call, None, None)
+    copies_q = not _evenly(call.q)
+    checked = ExtendCall(call.q.flatten(0, 1), call.seq_lens, call, None, None)
     config = decodes_with_key_rows(
         key_rows_for(checked, choose(problem_of(checked))),
         call.batch,
@@ -94,7 +95,13 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         check_alignment(checked)
     except ValueError:
         return None
-    return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device))
+    return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device), copies_q)
+
+
+def _evenly(q: torch.Tensor) -> bool:
+    """Whether q [batch, q_len, ...] is as far from a request's last query to the next one's first as between queries:
+    so it is in parts of a fused projection's rows."""
+    return q.is_contiguous() or q.shape[0] == 1 or q.shape[1] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
 
 
 @per_gpu

@@ -39,6 +39,7 @@ UNPACK_CTAS_PER_SM = 4
 KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
 SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
 PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
+PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles behind a header of 4 bytes, in pieces of 16 that they may touch
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 FLAG_BYTES = 16  # of a word for each warpgroup, there
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there

@@ -17,6 +17,7 @@ from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
+from cute_kernels.linear.wgmma.ranges_config import RangesWgmma
 from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -57,6 +58,8 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
     from cute_kernels.linear.wgmma.long_compile import LongSpec
+    from cute_kernels.linear.wgmma.ranges_compile import RangesSpec
+    from cute_kernels.linear.wgmma.scale_pairs_compile import ScalePairsSpec, has_scale_pairs
     from cute_kernels.linear.wgmma.shares_compile import SharesSpec
 
     if isinstance(config, LinearConfig):
@@ -67,6 +70,10 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
         return LongSpec(config)
     if isinstance(config.mainloop, SharesWgmma):
         return SharesSpec(config)
+    if isinstance(config.mainloop, RangesWgmma):
+        return RangesSpec(config)
+    if has_scale_pairs(config):
+        return ScalePairsSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

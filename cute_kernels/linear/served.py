@@ -66,7 +66,7 @@ def schedule_for(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSched
     nearest = with_config(problem, chosen(replace(problem, m=after), gpu).config)
     if isinstance(nearest, StreamSchedule):
         return nearest
-    expected = invariant.expected_us if problem.batch_invariant else many.estimate_us
+    expected = invariant.expected_us if problem.batch_invariant else many.expected_us
     configs = (config for config, most in _configs(one, rows, gpu) if most > problem.m or takes_any_rows(config))
     found = (with_config(problem, config) for config in configs)
     tiles = [schedule for schedule in found if isinstance(schedule, TileSchedule)]
@@ -93,7 +93,7 @@ def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | Tile
     if problem.batch_invariant:
         return _with_same_bits(problem, config)
     tiles = (many.schedule_of(problem, config, splits) for splits in range(1, MAX_SPLITS + 1))
-    return min((one for one in tiles if one is not None), key=lambda one: many.estimate_us(problem, one), default=None)
+    return min((one for one in tiles if one is not None), key=lambda one: many.expected_us(problem, one), default=None)
 
 
 def _with_same_bits(problem: LinearProblem, config: WgmmaConfig) -> TileSchedule | None:

@@ -30,6 +30,11 @@ WRONG = {
     "q with 4 dimensions": ({"q": CALL.q[None]}, ValueError, "q: got 4 dimensions, want 3"),
     "q in fp32": ({"q": CALL.q.float()}, TypeError, "q: got dtype torch.float32, want"),
     "q with a head_dim": ({"q": CALL.q[..., :32].contiguous()}, ValueError, "q: got head_dim 32, want one of 64"),
+    "q of head_dim 512": (
+        {"q": torch.zeros(5, 8, 512).bfloat16()},
+        ValueError,
+        "q: got head_dim 512, want one of 64, 80",
+    ),
     "q, head by head": (
         {"q": CALL.q.transpose(0, 1).contiguous().transpose(0, 1)},
         ValueError,
@@ -101,7 +106,11 @@ WRONG = {
     ),
     "a mixed pair's V": ({"kv_format": ("bf16", "int4_g1")}, (TypeError, ValueError), "v_cache: got"),
     "an out": ({"out": torch.empty(5, 8, 32, dtype=torch.bfloat16)}, ValueError, r"out: got shape \[5, 8, 32\]"),
-    "V's rows": ({"v_cache": torch.zeros(5, 16, 2, 128).bfloat16()}, ValueError, "v_cache: got rows of head_dim 128"),
+    "V's rows": (
+        {"v_cache": torch.zeros(5, 16, 2, 128).bfloat16()},
+        ValueError,
+        "v_cache: got rows of head_dim 128, want 64, that of q",
+    ),
     "causal": ({"causal": 1}, TypeError, "causal: got 1, want True or False"),
     "splits": ({"num_splits": 33}, ValueError, "num_splits: got 33, want None or an int from 1 to 32"),
     "a margin": ({"sm_margin": -1}, ValueError, "sm_margin: got -1, want a number of SMs from 0 on"),

@@ -76,11 +76,23 @@ def test_every_option_of_a_call_arrives(launches):
     assert scales == [call[f"{name}_scale"].data_ptr() for name in "kv"] and found["window"] == 9
 
 
-def test_queries_that_lie_apart_are_copied(launches):
-    call = given(16)
-    call["q"] = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
-    decode_attention(**call)
-    assert serves(launches) and launches[0].arguments[0].is_contiguous()
+def test_queries_of_a_fused_projection_are_read_where_they_lie(launches):
+    """As others of the same shape are, one after the other: each by its own kernel."""
+    fused = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
+    for q, strided in ((fused, True), (fused.contiguous(), False), (fused, True)):
+        launches.clear()
+        decode_attention(**given(16) | {"q": q})
+        (launch,) = launches
+        assert serves(launches) and launch.symbol.endswith("_strided_q") == strided
+        assert launch.arguments[0].data_ptr() == q.data_ptr() and launch.arguments[0].stride() == q.stride()[1:]
+
+
+def test_queries_of_uneven_distances_are_copied(launches):
+    q = torch.zeros(BATCH, 17, 2 * HEADS, 128).bfloat16()[:, :16, :HEADS]
+    for _ in range(2):
+        decode_attention(**given(16) | {"q": q})
+        assert serves(launches) and launches[-1].arguments[0].is_contiguous()
+        assert not launches[-1].symbol.endswith("_strided_q")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import Features
-from cute_kernels.device import wgmma
+from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.division import Divisor
+from cute_kernels.extend.key_rows import codes, multiply
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
@@ -30,8 +31,22 @@ from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
 HEAD, BLOCK = 1, 1
 FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
-MAGIC = (Uint32(0x60006000), Uint32(0x50005000))
 G, T = np.arange(32) // 4, np.arange(32) % 4
+MAGIC = (Uint32(0x60006000), Uint32(0x50005000), Uint32(np.where(G % 2, 0x7632, 0x5410)))
+
+
+def store_matrix_x2(address, offset: int, words) -> None:
+    """By the instruction for four: those of the lower lanes twice."""
+    own = stand_in(Int32(np.asarray(address)[LANES % 16]))
+    ptx.store_matrix_x4(own, offset, [*words, *words], transpose=True)
+
+
+@pytest.fixture(autouse=True)
+def instructions(monkeypatch):
+    """Those that this room has of its own, by those that the simulator has."""
+    monkeypatch.setattr(multiply, "store_matrix_x2", store_matrix_x2)
+    monkeypatch.setattr(codes, "of_lanes", lambda word, index: word[4 * index + T])
+    monkeypatch.setattr(codes, "twice", lambda word, half: ptx.prmt(word, Uint32(0), Uint32((0x1010, 0x3232)[half])))
 
 
 class CopyingMachine(Machine):
@@ -176,7 +191,11 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
 
 @pytest.mark.parametrize("page_size", [16, 64, None])
 @pytest.mark.parametrize("num_kv_heads", [4, 8])
-@pytest.mark.parametrize("kv_format", ["int8_token_head", ("e4m3_token_head", "int8_token_head")], ids=str)
+@pytest.mark.parametrize(
+    "kv_format",
+    ["int8_token_head", ("e4m3_token_head", "int8_token_head"), "int4_g1", ("int4_g1", "e4m3_token_head")],
+    ids=str,
+)
 def test_rows_of_two_heads_lie_one_behind_the_other(kv_format, num_kv_heads, page_size):
     """Each is a warpgroup's."""
     call = make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=num_kv_heads)
@@ -224,16 +243,18 @@ def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queri
             shift, _, _ = keys.shifts(block.source.keys, work.head, Int32(LANES))
             place = keys.key_place(Int32(warp), Int32(LANES)) + keys.group_place(group)
             words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
-            address = keys.header_start(block.memory, KEYS, 0, group)
-            headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
+            address = keys.header_start(block.memory, KEYS, 0) + shift
+            place = keys.key_header_place(group, Int32(warp), Int32(LANES))
+            headers = keys.load_key_headers(address + place)
             scores = block.a_operand(keys.key_operands(words, headers, MAGIC)) @ queries.numpy().T
             got_scores[16 * warp : 16 * warp + 16] = scores
             _, shift, odd = values.shifts(block.source.values, work.head, Int32(LANES))
             place = values.value_place(Int32(warp), Int32(LANES)) + values.group_place(group)
             odd = odd + values.row_bytes
             words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
-            address = values.header_start(block.memory, VALUES, 0, group)
-            headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
+            address = values.header_start(block.memory, VALUES, 0) + shift
+            place = values.value_header_place(group, Int32(warp), Int32(LANES))
+            headers = values.load_value_headers(address + place, GROUP_TOKENS)
             steps = [values.value_operands(words, headers, step, MAGIC) for step in range(4)]
             for mma in range(2):
                 a = block.a_operand([step[mma] for step in steps])
@@ -266,7 +287,7 @@ def test_probabilities_lie_as_products_read_them(name):
             totals = [None] * columns
             scales = [Float32(factors[row]) for row in rows] if scaled else []
             exceeds = consumer.write_probabilities(
-                sums, totals, place, Int32(block.probabilities), s, [Float32(1.0)] * 2, scales
+                sums, totals, Int32(block.probabilities) + place.probabilities, s, [Float32(1.0)] * 2, scales
             )
             assert not np.any(exceeds)
     found = block.operand(block.probabilities, 64)
@@ -310,8 +331,8 @@ def test_no_logit_exceeds_a_raised_reference(name):
                     consumer.place_of(Int32(0), Int32(warp), Int32(LANES), MAGIC),
                     [None] * consumer.columns,
                 )
-                target = Int32(block.probabilities)
-                given = sums, totals, place, target, s[warp], lines, scales[warp], limits[warp]
+                target = Int32(block.probabilities) + place.probabilities
+                given = sums, totals, target, s[warp], lines, scales[warp], limits[warp]
                 exceeding.append(np.any(consumer.write_probabilities(*given)))
     assert any(exceeding[:4]) and not any(exceeding[4:])
     assert block.operand(block.probabilities, 64).max() <= 1.001

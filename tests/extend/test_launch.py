@@ -353,8 +353,8 @@ def test_rows_that_begin_between_pieces_of_16_bytes_are_not_copied_by_them(kv_fo
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_format", ["int8_token_head", "e4m3_token_head", "int4_g4", "int4_g1", "e4m3_tensor"])
 def test_tensor_maps_bring_rows_where_they_have_them(kv_format, layout, kv_heads, launches):
-    """Rows of 132 bytes as those of a token, if these are a multiple of 16; rows of 80 bytes anyhow. Headers that lie
-    apart are none of theirs, and rows of codes alone need no word about it."""
+    """Rows of 132 and of 68 bytes as those of a token, if these are a multiple of 16; rows of 80 bytes anyhow. Headers
+    that lie apart are none of theirs, and rows of codes alone need no word about it."""
     rows = format_of(kv_format).row_bytes(128)
     shape = (BATCH, 256, kv_heads, rows) if layout == "NHD" else (BATCH, kv_heads, 256, rows)
     cache = torch.zeros(shape, dtype=torch.uint8)
@@ -362,7 +362,8 @@ def test_tensor_maps_bring_rows_where_they_have_them(kv_format, layout, kv_heads
     call = narrow(6, kv_format, cache_layout=layout)
     call |= {"q": q, "k_cache": cache, "v_cache": cache}
     extend_attention(**call)
-    mapped = kv_format == "int4_g4" or (kv_format.endswith("token_head") and layout == "NHD" and kv_heads == 4)
+    behind = kv_format.endswith("token_head") or kv_format == "int4_g1"
+    mapped = kv_format == "int4_g4" or (behind and layout == "NHD" and kv_heads == 4)
     assert columns_of(launches) == "q40" and ("_mapped" in launches[0].symbol) == mapped
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,10 +209,16 @@ def test_key_rows_are_for_what_they_are_faster_for():
         assert [config.tile_rows for config in served] == [40, 72]
 
 
+def test_key_rows_take_turns():
+    for config in few():
+        free = replace(config, pipeline=replace(config.pipeline, ping_pong=False))
+        assert "ping_pong" in str(free.can_implement())
+
+
 def test_tensor_maps_bring_rows_and_headers_that_lie_together():
-    def mapped(name: str, **features: Any) -> bool:
+    def mapped(name: str, heads: int = 1, **features: Any) -> bool:
         problem = ExtendProblem(128, name, name, "bf16", 64, Features(paged=True, **features))
-        configs = choose_key_rows(choose(problem), mapped=True)
+        configs = choose_key_rows(choose(problem), mapped=True, tile_heads=heads)
         assert configs and len({config.mapped for config in configs}) == 1
         assert all(config.can_implement() is None for config in configs)
         return configs[0].mapped
@@ -219,6 +226,8 @@ def test_tensor_maps_bring_rows_and_headers_that_lie_together():
     assert all(map(mapped, ("int8_token_head", "e4m3_token_head", "int4_g4")))
     assert not any(map(mapped, ("e4m3_tensor", "int4_g1", "int4_g2")))
     assert mapped("int4_g4", head_major=True) and not mapped("int8_token_head", head_major=True)
+    assert mapped("int4_g1", heads=2), "two heads' rows lie in pieces of 16 bytes, one head's begin between them"
+    assert not mapped("int4_g2", heads=2) and not mapped("int4_g1", heads=2, head_major=True)
 
 
 def test_key_rows_serve_what_is_one_work_tile():

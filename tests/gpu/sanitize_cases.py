@@ -42,7 +42,7 @@ from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
 from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
-from cute_kernels.linear.wgmma.schedule import TileSchedule, tile_schedules
+from cute_kernels.linear.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
 from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
@@ -174,6 +174,7 @@ class ExtendCase:
     page_size: int | None = 64
     fp8_products: bool = False
     beside: bool = False
+    num_kv_heads: int = 2
 
     def call(self, device: str = "cpu") -> ExtendCall:
         return make_extend_call(
@@ -181,6 +182,7 @@ class ExtendCase:
             self.q_lens,
             self.lengths,
             head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
             page_size=self.page_size,
             num_splits=self.num_splits,
             unpack=True if self.unpack else None if self.fp8_products or self.num_splits is None else False,
@@ -243,15 +245,21 @@ class LinearCase:
 
 @dataclass(frozen=True)
 class SharesCase:
-    """As `LinearCase`, by every schedule in which each CTA that has a part of K adds up a share of the rows."""
+    """As `LinearCase`, by every schedule in which each CTA that has a part of K adds up a share of the rows, or, where
+    ``in_ranges``, whose tiles are work ranges."""
 
     n: int
     k: int
     m: int
+    in_ranges: bool = False
 
     def schedules(self) -> list[TileSchedule]:
-        found = tile_schedules(W4.problem(self.m, self.n, self.k))
-        return [one for one in found if isinstance(one.config.mainloop, SharesWgmma) and one.splits > 1]
+        problem = W4.problem(self.m, self.n, self.k)
+        if self.in_ranges:
+            found = (schedule_of(problem, config) for config in range_configs(problem))
+            return [one for one in found if one is not None]
+        in_shares = (one for one in tile_schedules(problem) if isinstance(one.config.mainloop, SharesWgmma))
+        return [one for one in in_shares if one.splits > 1]
 
     def specs(self) -> list[KernelSpec]:
         return [spec_of(schedule.config) for schedule in self.schedules()]
@@ -518,9 +526,11 @@ LAYERS = {
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
-    "linear-shares": LinearCase(8512, 2048, 256),
+    "linear-shares": SharesCase(8512, 2048, 256),
     "linear-shares-all-cut": SharesCase(1000, 2048, 250),
     "linear-shares-few-rows": SharesCase(1000, 2176, 100),
+    "linear-ranges": SharesCase(8504, 1152, 200, in_ranges=True),
+    "linear-ranges-few-rows": SharesCase(17000, 1152, 100, in_ranges=True),
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
 EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
@@ -543,6 +553,10 @@ EXTEND = {
     "extend-e4m3_tensor-key-rows": ExtendCase("e4m3_tensor", *MORE_QUERIES, num_splits=None),
     "extend-int4_g4-key-rows": ExtendCase("int4_g4", *FEW_QUERIES, num_splits=None),
     "extend-int8_token_head-key-rows": ExtendCase("int8_token_head", *MORE_QUERIES, num_splits=None),
+    "extend-int8_token_head-key-rows-maps": ExtendCase(
+        "int8_token_head", *FEW_QUERIES, num_splits=None, num_kv_heads=4
+    ),
+    "extend-int4_g1-key-rows-maps": ExtendCase("int4_g1", *FEW_QUERIES, num_splits=None, num_kv_heads=4),
 }
 FACTORED = {
     "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),

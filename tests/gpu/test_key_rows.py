@@ -171,6 +171,21 @@ def test_decode_attention_s_calls_are_served_by_it(q_len, batch, name):
     assert torch.equal(out.view_as(call.q), extended)
 
 
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor"])
+def test_decode_attention_reads_queries_of_a_fused_projection_where_they_lie(name):
+    """Also those that lie unevenly, as of requests whose first queries are left out."""
+    call = variant(name, [16] * 20, [37 * i + 16 for i in range(20)])
+    apart, out = fused(call).q, torch.full_like(call.q, torch.nan).unflatten(0, (20, 16))
+    uneven = torch.full((20, 17, *call.q.shape[1:]), torch.nan, dtype=call.q.dtype, device=CUDA)[:, 1:]
+    dense = call.q.unflatten(0, (20, 16))
+    want = decode_attention(dense, *call.tensors[1:], kv_format=call.kv_format, **call.options)
+    for q in (apart.unflatten(0, (20, 16)), uneven.copy_(dense)):
+        assert not q.is_contiguous()
+        decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
+        assert torch.equal(out, want)
+        out.fill_(torch.nan)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_is_attention(name):
     check(variant(name))

@@ -6,6 +6,7 @@ import gc
 import resource
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from cute_kernels import append_and_decode, fused_moe, quantized_linear
 from cute_kernels.kv_cache import Rope
+from cute_kernels.linear.wgmma.schedule import range_configs, schedule_of
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.runtime import gpu
 from cute_kernels.runtime.workspace import COUNTERS, POOL, WorkspacePool
@@ -20,9 +22,10 @@ from tests.attention.cases import make_call
 from tests.extend.cases import make_call as make_extend_call
 from tests.gpu import moe_forms
 from tests.gpu.test_linear_layer import SMALL, Layer
+from tests.gpu.test_linear_wgmma import launch
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import make_step
-from tests.linear.cases import known
+from tests.linear.cases import known, problem_of
 from tests.mla import cases as mla_cases
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +52,15 @@ def product(rows: int) -> Work:
     weight = known(1024, 4096, 4, 128, False, torch.bfloat16, 0).pack().to(CUDA)
     x = torch.randn(rows, 4096, device=CUDA).bfloat16()
     return lambda: quantized_linear(x, weight)
+
+
+def product_in_ranges(rows: int) -> Work:
+    """Of tiles of which several CTAs have a part, and each waits for those before it."""
+    case = replace(problem_of(rows, 1160, 4096), num_sms=gpu.GPU.num_sms(CUDA))
+    schedules = [schedule for config in range_configs(case) if (schedule := schedule_of(case, config)) is not None]
+    weight = known(1160, 4096, 4, 128, False, torch.bfloat16, 0).pack().to(CUDA)
+    x = torch.randn(rows, 4096, device=CUDA).bfloat16()
+    return lambda: torch.cat([launch(schedule, weight, x) for schedule in schedules])
 
 
 def experts(tokens: int) -> Work:
@@ -96,6 +108,7 @@ CUT: dict[str, Callable[[], Work]] = {
     "append and attention": step,
     "product of 1 row": lambda: product(1),
     "product of 200 rows": lambda: product(200),
+    "product in ranges": lambda: product_in_ranges(200),
     "products of a layer": products_of_a_layer,
     "experts": lambda: experts(16),
     "MLA": lambda: mla(False),

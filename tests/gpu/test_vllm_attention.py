@@ -6,11 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.vllm.steps import BATCHES, Layer, constants_file, serve_shared, serve_steps
+from tests.integrations.vllm.steps import (
+    BATCHES,
+    Layer,
+    TorchLaunches,
+    constants_file,
+    serve_shared,
+    serve_steps,
+)
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -32,7 +40,11 @@ LAYERS = (
     Layer("fp8_per_token_head", caches=ALL_EXTEND),
     Layer("auto", "int4_g4", caches=ALL_EXTEND),
     Layer("auto", "int4_g4", soft_cap=3.0, speculative=3),
+    Layer("auto", "int4_g4", caches=ALL_EXTEND, fused=False),
     Layer("auto", "int8_token_head,int4_g4", caches=ALL_EXTEND),
+    Layer("auto", "fp16,int4_g4", caches=ALL_EXTEND),
+    Layer("auto", "fp16,int4_g4", caches={"extend": False}),  # as many new tokens go
+    Layer("auto", "int8_token_head,fp16", window=24, caches=ALL_EXTEND),
     Layer("int4_per_token_head", caches=ALL_EXTEND),
     Layer("int4_per_token_head", window=24, sinks=True, speculative=3),
 )
@@ -121,6 +133,35 @@ def test_calibrated_steps_give_what_the_reference_gives(layer: Layer, tmp_path):
 def test_a_page_is_shared_in_the_step_that_fills_it(layer: Layer):
     given, exact = serve_shared(layer, "cuda")
     assert (given.double() - exact).abs().max() < 4e-3
+
+
+CAPTURED = tuple(
+    Layer("auto", form, caches={"invariant": True}) for form in ("fp16", "int4_g4", "int8_token_head,fp16")
+)
+"""Whose steps are all served by extend attention, decoding ones, too."""
+
+
+@pytest.mark.parametrize("layer", CAPTURED, ids=str)
+def test_captured_steps_copy_no_queries(layer: Layer):
+    """They are parts of a fused projection; a graph's replay gives what its launches give one by one."""
+    noted: list[str] = []
+    stream = torch.cuda.Stream()
+
+    def capture(step: Any) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream), TorchLaunches() as mode:
+            step()
+        noted.extend(mode.names)
+        *_, output = step.args
+        output.fill_(torch.nan)
+        graph.replay()
+
+    given, _ = serve_steps(layer, "cuda", call=capture)
+    assert not {"aten::clone", "aten::copy_", "aten::_to_copy"} & set(noted), noted
+    assert torch.equal(given, serve_steps(layer, "cuda")[0])
 
 
 def by_request(given: torch.Tensor, batches: tuple[tuple[tuple[int, int], ...], ...]) -> dict[int, torch.Tensor]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cute_kernels import extend
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
+from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache, turns
 from cute_kernels.kv_formats import FORMATS
 from tests.integrations.llamas import small_llama
 
@@ -72,6 +73,24 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
     assert relative_error(got, want) < 3e-2
     if kv_format.startswith("int4"):
         assert relative_error(got, in_one(model, tokens)) > 3e-2  # and the quantisation is visible at all
+
+
+@pytest.mark.parametrize(
+    "kv_format", [("int8_token_head", "int4_g4"), ("int8_token_head", "bf16"), ("bf16", "int4_g4")], ids=str
+)
+def test_a_later_turn_of_many_tokens_attends_to_rows_as_they_lie(model, tokens, kv_format, monkeypatch):
+    """Also where K or V alone is of 16 bits; the same as token by token."""
+    want = in_steps(model, tokens, DecodeCache(kv_format, 30), [8] + [1] * 22)
+    asked: list[object] = []
+
+    def extend_attention(*queries, **options):
+        asked.append(options["kv_format"])
+        return extend.extend_attention(*queries, **options)
+
+    monkeypatch.setattr(turns, "extend_attention", extend_attention)
+    got = in_steps(model, tokens, DecodeCache(kv_format, 30), [8, 22])
+    assert asked == [kv_format] * 2  # layers
+    assert relative_error(got, want) < 3e-2
 
 
 @pytest.mark.parametrize("kv_format", [name for name, form in FORMATS.items() if form.given_scale])

@@ -2,4 +2,4 @@
 
 from tests import facts
 
-TILES = facts.table("linear_tiles", "TILES")
+TILES, RANGES = (facts.table("linear_tiles", name) for name in ("TILES", "RANGES"))

@@ -17,11 +17,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import ptx
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
-from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, PAIRED_ROW_BYTES, SCALED_ROW_BYTES
+from cute_kernels.extend.policies import (
+    GROUP_TOKENS,
+    HEADED_ROW_BYTES,
+    PAIRED_NIBBLE_ROW_BYTES,
+    PAIRED_ROW_BYTES,
+    SCALED_ROW_BYTES,
+)
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16
@@ -34,13 +43,29 @@ MAGIC = (LOW_NIBBLES[1], HIGH_NIBBLES[1])
 HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
-def magic_of(number) -> tuple[Uint32, Uint32]:
-    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant.
+def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
+    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant. Then
+    which halves of two words a lane takes, of `PairedNibbleRows`.
 
     number: one of no more than 31 bits.
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
-    return low, high
+    return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
+
+
+@dsl_user_op
+def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
+    """Either half of a word, 0 or 1, in both. As a move, which the instructions that multiply with it do themselves."""
+    own = ("low", "high")[half]
+    asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip)
+    )
+
+
+def of_lanes(word, index: int):
+    """That of lane (index, t), in all lanes (g, t)."""
+    return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
 
 
 class Int8Codes:
@@ -103,11 +128,15 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group) -> Any:
-        """Address of the headers of a tile's tokens of a warpgroup: none."""
+    def header_start(self, memory, operand: int, stage) -> Any:
+        """What `key_header_place` and `value_header_place` are counted from: nothing."""
         return 0
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
+    def key_header_place(self, group, warp, lane) -> Any:
+        """Bytes to the headers of a lane's tokens."""
+        return 0
+
+    def load_key_headers(self, address) -> list[Any]:
         """Nothing: a scale meets scores and probabilities."""
         return []
 
@@ -134,7 +163,10 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def value_header_place(self, group, warp, lane) -> Any:
+        return 0
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
         return []
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
@@ -296,20 +328,19 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.header(operand, stage) + group * (4 * GROUP_TOKENS)
+    def header_start(self, memory, operand: int, stage):
+        return memory.header(operand, stage)
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        """[group][row half] of the lane's two tokens. address: of the tile's, of the warpgroup's first token."""
-        own = address + 4 * (warp * WARP_TOKENS + lane // 4)
+    def key_header_place(self, group, warp, lane):
+        return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
+
+    def load_key_headers(self, address) -> list[Any]:
+        """[group][row half] of the lane's two tokens."""
         groups = HEAD_DIM // 32 // self.group_chunks
-        return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
+        return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        made = [
-            [self.made(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
-            for rows in headers
-        ]
+        made = [[self.made(twice(word, 0), twice(word, 1)) for word in rows] for rows in headers]
         steps = []
         for chunk in range(4):
             low, high = (
@@ -329,17 +360,28 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
-        """[8 tokens][token of the lane's two]."""
-        own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
-        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
+    def value_header_place(self, group, warp, lane):
+        """Bytes to those of tokens 8 g + 2 t and the next one."""
+        return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
+        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of all lanes of its t, so
+        each of these makes them of 8 tokens, and tells the others."""
+        even, odd = self.load_two_headers(address)
+        scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
+        return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
+
+    def load_two_headers(self, address):
+        return ptx.load_shared_vector(address, 0, 2)
+
+    def value_word(self, words, index: int, magic):
+        """Of 8 tokens."""
+        return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for index in (2 * step, 2 * step + 1):
-            even, odd = headers[index]
-            scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
-            pairs.append(self.numbers(words[index], magic, *self.made(scales, shifts)))
+            pairs.append(self.numbers(self.value_word(words, index, magic), magic, *headers[index]))
         low, high = pairs
         return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
 
@@ -382,21 +424,76 @@ class HeadedNibbleRows(NibbleRows):
             for word in ptx.load_matrix_x4(address, chunk * CHUNK_BYTES, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.tile(operand, stage) + group * (GROUP_TOKENS * self.row_bytes)
+    def header_start(self, memory, operand: int, stage):
+        return memory.tile(operand, stage)
 
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
-        rows = [ptx.load_shared_vector(own, 8 * i * self.row_bytes, 4) for i in range(2)]
+    def key_header_place(self, group, warp, lane):
+        return self.group_place(group) + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+
+    def load_key_headers(self, address) -> list[Any]:
+        rows = [ptx.load_shared_vector(address, 8 * i * self.row_bytes, 4) for i in range(2)]
         return [[rows[i][group] for i in range(2)] for group in range(4)]
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
-        own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
-        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane * 2 * self.row_bytes + 4 * warp
+
+    def load_two_headers(self, address):
+        return [ptx.load_shared(address, i * self.row_bytes) for i in range(2)]
+
+
+class PairedNibbleRows(HeadedNibbleRows):
+    """Of one group, those of two neighbouring heads, one a warpgroup's: rows of 68 bytes one behind the other, which
+    begin at a multiple of 4, and tokens at one of 16. Too shifted for ldmatrix: lanes load words, 36 from a row to the
+    next one."""
+
+    row_bytes = PAIRED_NIBBLE_ROW_BYTES
+    shifted = True
+    heads, head_bytes = 2, SCALE_BYTES + HEAD_DIM // 2
+
+    def __init__(self):
+        super().__init__(1)
+
+    def group_place(self, group):
+        return group * self.head_bytes
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        shift = head // self.heads * (self.heads * self.head_bytes) & (CHUNK_BYTES - 1)
+        return shift, shift, 0
+
+    def key_place(self, warp, lane):
+        return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
+            for chunk in range(HEAD_DIM // 2 // CHUNK_BYTES)
+            for half in range(2)
+        ]
+
+    def load_key_headers(self, address) -> list[Any]:
+        return [[ptx.load_shared(address, 8 * i * self.row_bytes) for i in range(2)]]
+
+    def value_place(self, warp, lane):
+        return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Of two neighbouring lanes' columns, of one token each."""
+        return [
+            ptx.load_shared(start, first * self.row_bytes)
+            for first in range(0, tokens, 8)
+            for start in (address, address + odd)
+        ]
+
+    def value_word(self, words, index: int, magic):
+        """The lane's two bytes of both tokens."""
+        return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
+
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane * 2 * self.row_bytes
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
@@ -405,6 +502,8 @@ BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
     """How rows of a format become operands. paired: whether those of two heads lie together."""
     if form.codes not in BYTE_CODES:
+        if paired:
+            return PairedNibbleRows()
         return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
     kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
     return kind(BYTE_CODES[form.codes]())

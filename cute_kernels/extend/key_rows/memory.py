@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -45,6 +45,15 @@ def arrive_if(condition, barrier: cute.Pointer, *, loc=None, ip=None) -> None:
 def store_word_if(condition, address, word, *, loc=None, ip=None) -> None:
     """Stores a word in shared memory."""
     _if(condition, "st.shared.u32 [$1], $2;", [address, word], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_matrix_x2(address, offset: int, words, *, loc=None, ip=None) -> None:
+    """As `ptx.store_matrix_x4`, transposed, of two matrices: addresses of lanes 16 on do not matter."""
+    asm = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};"
+    values = [Int32(address), *map(Uint32, words)]
+    operands = [value.ir_value(loc=loc, ip=ip) for value in values]
+    llvm.inline_asm(None, operands, asm, "r,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
 
 
 @dataclass(frozen=True)

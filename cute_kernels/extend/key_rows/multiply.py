@@ -27,7 +27,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
-from cute_kernels.extend.key_rows.memory import arrive_if, store_word_if
+from cute_kernels.extend.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
@@ -92,10 +92,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values, probabilities,
-    last_probabilities: bytes from a tile, or from the warpgroup's probabilities, to the lane's. scales: by which those
-    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one. magic: of
-    `magic_of`."""
+    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values: bytes from a tile to
+    the lane's. probabilities: their shared address in the first of the warpgroup's places. headers: bytes from where
+    those of K and of V start to the lane's. scales: by which those of its rows of K and V are shifted; next_value:
+    from values of its first token to those of its next one. magic: of `magic_of`."""
 
     group: Int32
     warp: Int32
@@ -103,10 +103,10 @@ class Lane:
     keys: Int32
     values: Int32
     probabilities: Int32
-    last_probabilities: Int32
+    headers: tuple[Any, Any]
     scales: tuple[Any, Any]
     next_value: Index
-    magic: tuple[Uint32, Uint32]
+    magic: tuple[Uint32, Uint32, Uint32]
 
 
 class KeyRowsConsumer:
@@ -130,11 +130,10 @@ class KeyRowsConsumer:
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
-        if const_expr(self.config.ping_pong):
-            if group == 1:
-                self.pass_turn(group)
+        if group == 1:
+            self.pass_turn(group)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        start = self.place_of(group, warp, lane, magic_of(shape.batch))
+        start = self.with_probabilities(self.place_of(group, warp, lane, magic_of(shape.batch, lane)), memory)
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
@@ -147,18 +146,23 @@ class KeyRowsConsumer:
         matrix, row = lane // 8, lane % 8
         # Of two blocks of queries at a time, and two halves of the warp's tokens.
         chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
-        last = row * wgmma.ROW_BYTES + chunk
         return Lane(
             group,
             warp,
             lane,
             self.keys.key_place(warp, lane) + self.keys.group_place(group),
             self.values.value_place(warp, lane) + self.values.group_place(group),
-            last + matrix // 2 * (8 * wgmma.ROW_BYTES),
-            last,
+            (matrix // 2 * 8 + row) * wgmma.ROW_BYTES + chunk,
+            (0, 0),
             (0, 0),
             0,
             magic,
+        )
+
+    def with_probabilities(self, start: Lane, memory) -> Lane:
+        """With an address, which is not to be worked out again each block."""
+        return replace(
+            start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
@@ -171,6 +175,10 @@ class KeyRowsConsumer:
             start,
             keys=ptx.pinned(Int32(start.keys + key)),
             values=ptx.pinned(Int32(start.values + even)),
+            headers=(
+                ptx.pinned(Int32(keys.key_header_place(start.group, start.warp, start.lane) + key)),
+                ptx.pinned(Int32(values.value_header_place(start.group, start.warp, start.lane) + value)),
+            ),
             scales=(key, value),
             next_value=values.row_bytes + more,
         )
@@ -239,9 +247,6 @@ class KeyRowsConsumer:
     def last_place(self, memory, sums, place):
         return self.own_probabilities(memory, place) + (self.shape.probability_bytes - sums.probabilities[0])
 
-    def next_place(self, memory, sums, place):
-        return self.own_probabilities(memory, place) + sums.probabilities[0]
-
     def is_first(self, place):
         """1 in a warpgroup's first thread."""
         return cutlass.select_((place.warp == 0) & (place.lane == 0), Int32(1), Int32(0))
@@ -277,8 +282,7 @@ class KeyRowsConsumer:
     def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
         """Loads the codes of the warp's 16 tokens, and their headers."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage) if start is None else start)
-        address = self.keys.header_start(memory, KEYS, stage, place.group)
-        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        headers = self.keys.load_key_headers(self.keys.header_start(memory, KEYS, stage) + place.headers[KEYS])
         for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
             codes[index] = word
 
@@ -293,8 +297,8 @@ class KeyRowsConsumer:
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
         """Codes and headers of the last block's values. They become operands behind the products of keys."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
-        address = self.values.header_start(memory, VALUES, stage, place.group)
-        return words, self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
+        return words, self.values.load_value_headers(address, GROUP_TOKENS)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -441,15 +445,19 @@ class KeyRowsConsumer:
     def share(self, memory, sums, place, s, lines, value_scales, ahead):
         """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
-        target = self.next_place(memory, sums, place)
-        exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        target = place.probabilities + sums.probabilities[0]
+        exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
+        if const_expr(self.value_scale):
+            # Beside greater scales, what is too large here is so for fp16.
+            if cute.arch.vote_any_sync((value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE)):
+                exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
         self.wait_for(sums, [])
         store_word_if(Int32(exceeds), memory.flag(place.group), 1)
         again = self.any_of_warpgroup(memory, place)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
-            self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
+            self.write_probabilities(sums, totals, target, s, lines, value_scales, bounds)
             again = self.any_of_warpgroup(memory, place)
         if ahead.missing:
             cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
@@ -464,11 +472,11 @@ class KeyRowsConsumer:
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
-    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
+    def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
 
-        bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
-        fp16 holds, which no other reference would help.
+        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of
+        2^30 are rounded by more than fp16 holds, which no other reference would help.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
@@ -486,16 +494,13 @@ class KeyRowsConsumer:
                     words.append(ptx.pack_f16x2(*own))
             for word in words:
                 largest = word if largest is None else ptx.max_f16x2(largest, word)
+            offset = first * 8 * wgmma.ROW_BYTES
             if len(words) == 4:
-                address, offset = target + place.probabilities, first * 8 * wgmma.ROW_BYTES
+                ptx.store_matrix_x4(target, offset, words, transpose=True)
             else:
-                address, offset = target + place.last_probabilities, first * 8 * wgmma.ROW_BYTES
-            ptx.store_matrix_x4(address, offset, (words + words)[:4], transpose=True)
+                store_matrix_x2(target, offset, words)
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
-        exceeds = product > 2.0**RESCALE_SLACK
-        if self.value_scale:
-            exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
-        return exceeds
+        return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
         """A logit in powers of 2, less the reference; or ``start`` and it."""
@@ -544,9 +549,7 @@ class KeyRowsConsumer:
 
     def await_turn(self, group) -> None:
         """Waits until the other warpgroup has issued its products."""
-        if self.config.ping_pong:
-            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
     def pass_turn(self, group) -> None:
-        if self.config.ping_pong:
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

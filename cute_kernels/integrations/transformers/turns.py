@@ -26,8 +26,7 @@ def can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
     head_dim = tokens.new_k.shape[3]
     if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
         return False
-    k, v = map(format_of, tokens.layer.formats)
-    return k.is_coded == v.is_coded and not (cannot_read(k) or cannot_read(v))
+    return not any(cannot_read(format_of(name)) for name in tokens.layer.formats)
 
 
 def extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -29,6 +29,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
+from cute_kernels.arguments import strides_of
 from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, kv_formats, prepare
@@ -44,6 +45,7 @@ from cute_kernels.integrations.vllm.attention_metadata import (
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.plans import ALIGNMENT
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -330,7 +332,7 @@ class _LayerCall:
             k, v = (new[:tokens].unflatten(0, (requests, q_len)) for new in (key, value))
             append_and_decode(q, k, v, self.k_cache, self.v_cache, lengths, **options)
         else:
-            decode_attention(q.contiguous(), self.k_cache, self.v_cache, lengths, **options)
+            decode_attention(rows_of(q), self.k_cache, self.v_cache, lengths, **options)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
@@ -345,7 +347,7 @@ class _LayerCall:
     def extend(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
         extend_attention(
-            query.contiguous(),
+            rows_of(query),
             self.k_cache,
             self.v_cache,
             piece.seq_lens,
@@ -362,7 +364,7 @@ class _LayerCall:
         assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
         decode_attention(
-            query.unflatten(0, shape).contiguous(),
+            rows_of(query.unflatten(0, shape)),
             self.k_cache,
             self.v_cache,
             piece.seq_lens,
@@ -416,6 +418,17 @@ class _LayerCall:
             fa_version=impl.flash_version,
             s_aux=impl.flash_sinks,
         )
+
+
+def rows_of(queries: torch.Tensor) -> torch.Tensor:
+    """Queries [..., num_heads, head_size] as kernels take them, as they lie: parts of a fused projection, say. A copy
+    only where a query's heads do not lie together, or queries not on multiples of 16 bytes."""
+    if queries.is_contiguous():
+        return queries
+    *apart, head, column = strides_of(queries)
+    together = column == 1 and head == queries.shape[-1]
+    places = queries.data_ptr(), *(stride * queries.element_size() for stride in apart)
+    return queries if together and not any(place % ALIGNMENT for place in places) else queries.contiguous()
 
 
 WIDE = torch.complex128  # 16 bytes, whatever they mean

@@ -18,7 +18,7 @@ from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import specs_of as extend_specs_of
-from cute_kernels.extend.policies import HEAD_DIMS, has_token_scale
+from cute_kernels.extend.policies import HEAD_DIMS, Queries, has_token_scale
 from cute_kernels.extend.schedule import choose
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
@@ -63,9 +63,24 @@ class Decodes:
 
 def can_extend(formats: Formats, head_size: int) -> bool:
     """Whether extend attention reads caches of these formats, K's and V's."""
-    if head_size not in HEAD_DIMS or formats.k.is_coded != formats.v.is_coded:
-        return False  # where one is of 16 bits alone, engines have them dequantised, as they have tested it
-    return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
+    return head_size in HEAD_DIMS and _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
+
+
+def is_unpacked(formats: Formats, head_size: int) -> bool:
+    """Whether extend attention makes rows of 16 bits of such caches for many queries, or finds them."""
+    return _extend_config(formats, head_size, "fp16", 16, PLAIN).why_as_it_lies is None
+
+
+def key_rows_of(impl: Foreign) -> ExtendConfig | None:
+    """What serves a layer's requests of the most queries for which keys are rows of products; None if nothing does.
+
+    The kernel of whole pages: whether tensor maps bring rows, and of how many heads, is the same to how many queries.
+    """
+    if not can_extend(impl.formats, impl.head_size):
+        return None
+    features = replace(_features(impl, 1, 1 << 30), causal=True, shift=False)
+    config = _extend_config(impl.formats, impl.head_size, "fp16", max(PAGE_TOKENS), features)
+    return extend.key_rows_of(config)
 
 
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
@@ -79,9 +94,10 @@ def why_not_invariant(formats: Formats, head_size: int) -> str | None:
 
 
 def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
-    dense = formats.k.name if not formats.k.is_coded else q_dtype  # a cache of 16 bits is in q's dtype
+    names = formats.k.name, formats.v.name
+    dense = next((form.name for form in (formats.k, formats.v) if not form.is_coded), q_dtype)  # it is in q's dtype
     page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
-    return choose(extend.ExtendProblem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
+    return choose(extend.ExtendProblem(head_size, *names, dense, page_tokens, features))
 
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
@@ -131,8 +147,12 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, shift=False)
         features = replace(features, sinks=features.sinks and not _sees_shift(impl))
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
-        yield from extend_specs_of(config, splits=not decodes.invariant)
-    else:
+        # Queries are parts of a fused projection, or what a compiled graph has made of them; transformed ones are new.
+        for strided in (False, True) if impl.transform is None else (False,):
+            own = replace(config, queries=Queries(strided))
+            yield from extend_specs_of(own, splits=not decodes.invariant)
+    dequantises = not (decodes.invariant or is_unpacked(impl.formats, impl.head_size))
+    if dequantises or not can_extend(impl.formats, impl.head_size):
         wide = dtype if rows is None else "fp32"  # rounded once, when the transform is undone
         yield from (BulkSpec(BulkConfig("dequantize", form, wide, impl.head_size)) for form in forms)
     if decodes.invariant:

@@ -17,7 +17,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
-from cute_kernels.extend.schedule import count_tiles
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.schedule import DECODE_ROWS, count_tiles, serves_key_rows
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, prepare, warm_up
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
@@ -25,6 +26,10 @@ from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
+# New tokens of a request times heads of a group for which FlashAttention gets dequantised rows of caches that extend
+# attention does not unpack: over 32k of a 16-bit format with codes, 512 x 4 take 489 us by extend attention and 513 so,
+# 2048 x 4 take 1967 and 1652 (an H200).
+ROWS_TO_DEQUANTISE_FOR = 4096
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Way(Enum):
     FLASH: they begin the prompt; FlashAttention on K and V as they are.
     EXTEND: extend attention over the cache, the new tokens among it.
     PARTS: decode attention, some tokens at a time, each time as a request of its own.
-    GATHER: the request's rows are dequantised for FlashAttention.
+    GATHER: the request's rows are dequantised for FlashAttention: for many new tokens over caches that extend attention
+        does not unpack, or registered formats that it has no reader for.
     """
 
     FLASH = "flash"
@@ -64,6 +70,8 @@ class Caches:
         num_heads, num_kv_heads: of queries, and of K and V.
         num_sms: of the GPU.
         extend: whether extend attention reads the caches.
+        unpacks: whether it makes rows of 16 bits of them, once for many queries.
+        key_rows: its kernel of few queries a request, where it has one for them; None else.
         invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
@@ -73,6 +81,8 @@ class Caches:
     num_kv_heads: int
     num_sms: int
     extend: bool
+    unpacks: bool = True
+    key_rows: ExtendConfig | None = None
     invariant: bool = False
 
 
@@ -287,12 +297,14 @@ def is_invariant() -> bool:
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
     """What layers that share a step's metadata have in common."""
-    num_sms = GPU.num_sms(device)
+    few = [attention_kernels.key_rows_of(impl) for impl in impls]
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
         num_kv_heads=max(impl.num_kv_heads for impl in impls),
-        num_sms=num_sms,
+        num_sms=GPU.num_sms(device),
         extend=all(attention_kernels.can_extend(impl.formats, impl.head_size) for impl in impls),
+        unpacks=all(attention_kernels.is_unpacked(impl.formats, impl.head_size) for impl in impls),
+        key_rows=few[0] if all(few) else None,
         invariant=is_invariant(),
     )
 
@@ -303,7 +315,9 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
     if lengths[request] == new and not caches.invariant:
         return Way.FLASH
     if caches.extend:
-        return Way.EXTEND
+        rows = new * caches.num_heads // caches.num_kv_heads
+        as_it_lies = caches.unpacks or caches.invariant or rows < ROWS_TO_DEQUANTISE_FOR
+        return Way.EXTEND if as_it_lies else Way.GATHER
     return Way.PARTS if part_of(new) * MAX_PARTS >= new else Way.GATHER
 
 
@@ -312,11 +326,16 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
 
     It does where it has fewer units of work, a part for a KV head, than extend attention has work tiles, or than there
     are SMs: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts, tiles):
-    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649.
+    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649. Keys as rows of products
+    make one read of few queries: on an H200 32 x 17 take 150 us so, over int4_g4 176, where 32 x 16 in parts take 374.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
         return False
+    if caches.key_rows is not None and new * caches.num_heads // caches.num_kv_heads > DECODE_ROWS:
+        shape = new * requests, requests, caches.num_heads, caches.num_kv_heads, caches.num_sms
+        if serves_key_rows(caches.key_rows, *shape):
+            return False
     parts = new // part_of(new)
     tiles = count_tiles(new * requests, requests, caches.num_heads, caches.num_kv_heads)
     return parts <= MAX_PARTS and parts * requests * caches.num_kv_heads <= max(caches.num_sms, tiles)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.integrations.vllm import environment
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat, format_of
@@ -105,6 +106,8 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
     for form in (formats.k, formats.v):
         if not form.fits(dtype):
             return f"a {form.name} cache with queries in {dtype}"
+        if (reason := cannot_read(form, head_size)) is not None:
+            return reason
     return None
 
 

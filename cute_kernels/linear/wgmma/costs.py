@@ -15,6 +15,7 @@ from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.linear.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
 from cute_kernels.linear.wgmma.shares_config import SharesWgmma
@@ -54,8 +55,8 @@ class MainloopCost(Protocol):
         """Of a part of a tile that is cut, with its reduction; k_block: of `k_block_clocks`."""
         ...
 
-    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """What tiles that are all cut, and whose parts meet in memory, take besides and `part_clocks` leaves out."""
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """What tiles that are all cut, and whose parts meet in memory, take besides; nothing else counts it."""
         ...
 
 
@@ -80,7 +81,7 @@ class TileRates(NamedTuple):
         combine, combine_part: to exchange parts of K through the workspace, and each other part of each accumulator of
             a thread.
         join, join_acc: the same of a cluster that exchanges rows.
-        all_cut: what tiles that are all cut, whose parts meet in memory, take besides, as launches.
+        all_cut_us: of `MainloopCost`.
         in_flight_gain: what two groups of MMAs in flight gain of a k block's time, without clusters.
     """
 
@@ -95,7 +96,7 @@ class TileRates(NamedTuple):
     combine_part: float = 46.0
     join: float = 2800.0
     join_acc: float = 40.0
-    all_cut: float = 0.0
+    all_cut_us: float = ALL_CUT_US
     in_flight_gain: float = 0.0
 
 
@@ -109,7 +110,7 @@ class DecodedCost:
     scaled: ClassVar[TileRates] = TileRates(20, 0.25, 10, in_flight_gain=0.05)
     scaled_tiles: ClassVar[TileRates] = TileRates(
         decode=23, row=0.194, mma=5.7, mma_row=-0.056, k_block=31.5, work_tile=3940, work_tile_acc=13.5,
-        combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut=1700,
+        combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut_us=1.03,
     )  # fmt: skip
     # Where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
     interleaved, row_scale = TileRates(30.5, 0.2, 14), -5
@@ -140,8 +141,8 @@ class DecodedCost:
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return self.tma_start if schedule.config.store.by_tma else 0
 
-    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        return 0.0 if self.rates_of(problem, config).all_cut else ALL_CUT_US
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.rates_of(problem, schedule.config).all_cut_us
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config = schedule.config
@@ -210,7 +211,7 @@ class DecodedCost:
         if not others:
             return products + results
         combine = rates.combine + rates.combine_part * config.thread_acc * others
-        return products + results + combine + (0 if schedule.whole else rates.all_cut)
+        return products + results + combine
 
 
 class SharesCost(DecodedCost):
@@ -218,16 +219,40 @@ class SharesCost(DecodedCost):
 
     # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
     share, share_acc = 510, 156
+    # What is more where all tiles are cut: CTAs send at the same time; of each accumulator, times the share of the SMs
+    # that do so beyond another.
+    all_cut, crowded_acc, uncrowded = 735, 404, 0.75
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
         config, splits = schedule.config, schedule.splits
         if splits == 1:
             return super().part_clocks(problem, schedule, k_block)
-        sent = config.thread_acc * (splits - 1) / splits
-        exchange = (
-            self.share + self.share_acc * sent + (0 if schedule.whole else self.rates_of(problem, config).all_cut)
-        )
+        exchange = self.share + self.share_acc * sent_of(schedule)
         return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        crowded = max(schedule.num_ctas / problem.num_sms - self.uncrowded, 0)
+        return (self.all_cut + self.crowded_acc * crowded * sent_of(schedule)) / CLOCKS_PER_US
+
+
+def sent_of(schedule: TileSchedule) -> float:
+    """Accumulators of the other parts of its share that a thread is sent."""
+    return schedule.config.thread_acc * (schedule.splits - 1) / schedule.splits
+
+
+class RangesCost(DecodedCost):
+    """Of tiles as work ranges: `RangesWgmma`."""
+
+    # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
+    hand_over, apart = 4600, 1.05
+
+    def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Of a CTA's range: its share of all tiles' k blocks and ends."""
+        config = schedule.config
+        assert isinstance(config.reduction, RangeSplitK)
+        units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
+        products = (units - config.reduction.end) * k_block * self.apart
+        return products + self.work_tile_clocks(problem, config) + self.hand_over
 
 
 class LimbCost:
@@ -241,13 +266,13 @@ class LimbCost:
     before_us = 0.2  # of parts that meet in memory, where tiles are all cut: others are taken at equal times
     row_share = 0.1  # of a row's bytes that take as long as the memory's
     # Of the launch that makes limbs, and of the way out of the last work tile, by the rows of a tile.
-    start: ClassVar[dict[int, float]] = {8: 4500, 16: 5200, 32: 5200}
+    start: ClassVar[dict[int, float]] = {8: 4500, 16: 4200, 32: 5200}
     combine, combine_part = 1300, 55  # as of `DecodedCost`
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return self.start[schedule.config.tile_m]
 
-    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return ALL_CUT_US + self.before_us
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -296,7 +321,7 @@ class ResidentCost:
             rows += self.limb / config.warpgroups * problem.m * made
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
-    def all_cut_us(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return 0.0  # they meet in the cluster
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -313,7 +338,8 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), MmaSync: DecodedCost(),
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), RangesWgmma: RangesCost(),
+    MmaSync: DecodedCost(),
     Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 

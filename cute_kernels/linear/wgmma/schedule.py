@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT_ROWS, START_CLOCKS, cost_of
+from cute_kernels.linear.wgmma.costs import (
+    CLOCKS_PER_US,
+    MULTICAST_CLOCKS,
+    SHORT_ROWS,
+    START_CLOCKS,
+    RangesCost,
+    cost_of,
+)
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
     LIMB_GROUP,
@@ -25,6 +32,7 @@ from cute_kernels.linear.wgmma.mainloops import (
     Limbs,
     RegisterWgmma,
 )
+from cute_kernels.linear.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.results import (
@@ -170,6 +178,9 @@ ROUND_SHAPES = (
 )
 # Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
 SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
+# Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
+RANGE_GROUP = 128
+RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -219,6 +230,8 @@ class TileSchedule:
         """fp32 words of partial accumulators."""
         if self.config.cluster > 1 or self.config.reduction.cuts_rows:
             return 0  # they meet in shared memory, or nowhere
+        if isinstance(self.config.reduction, RangeSplitK):
+            return self.num_ctas * self.config.block_rows * self.config.tile_m
         cut = self.num_tiles_cut * self.config.multicast
         return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
 
@@ -238,7 +251,7 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
-        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule.config)
+        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule)
     return us
 
 
@@ -268,6 +281,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
         return None
     if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
         return None
+    if isinstance(config.reduction, RangeSplitK):
+        return range_schedule_of(problem, config, k_blocks) if splits == 1 else None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
     if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
@@ -298,6 +313,13 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
     return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
 
 
+def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
+    """Equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, 1, problem.num_sms)
+    schedule = replace(schedule, whole=schedule.num_tiles_cut)
+    return schedule if schedule.whole >= schedule.num_ctas else None
+
+
 def share_of(config: WgmmaConfig) -> float:
     """Of the SMs, on which clusters of a configuration find places."""
     if config.cluster < WIDE_CLUSTER:
@@ -311,6 +333,8 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     cost = cost_of(config.mainloop)
     k_block = cost.k_block_clocks(problem, schedule)
+    if isinstance(cost, RangesCost):
+        return (START_CLOCKS + cost.range_clocks(problem, schedule, k_block)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config))
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * cost.part_clocks(problem, schedule, k_block)
     clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
@@ -325,7 +349,8 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     )
     tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
-    return tiles + dsmem + share_configs(problem) + limb_configs(problem) + resident_configs(problem)
+    meeting = share_configs(problem) + range_configs(problem)
+    return tiles + dsmem + meeting + limb_configs(problem) + resident_configs(problem)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -373,6 +398,25 @@ def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             reduction=SharedSplitK(parts),
         )
         for tile_m, warpgroups, block_k, parts in SHARE_SHAPES
+        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+    )
+    return implementable(configs)
+
+
+def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles as work ranges, of groups of which times were measured."""
+    if not is_short(problem) or problem.format.group_size != RANGE_GROUP:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tile_m=tile_m,
+            warpgroups=warpgroups,
+            block_k=block_k,
+            mainloop=RangesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=RangeSplitK(end),
+        )
+        for tile_m, warpgroups, block_k, end in RANGE_SHAPES
         if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
     )
     return implementable(configs)
@@ -482,7 +526,8 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
     """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
-        return 1 if problem.format.has_zeros or problem.k_pad % block_k else 2
+        several_groups = 0 < problem.format.group_size < block_k
+        return 1 if problem.format.has_zeros or several_groups or problem.k_pad % block_k else 2
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
     if cluster > 1:
@@ -539,6 +584,7 @@ def shipped_configs() -> list[WgmmaConfig]:
     configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
     configs |= dict.fromkeys(share_configs(LinearProblem(256, 8192, 8192, 8192, *DSMEM_FORMS[0])))
+    configs |= dict.fromkeys(range_configs(LinearProblem(112, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)

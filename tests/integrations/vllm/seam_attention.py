@@ -195,6 +195,7 @@ def a_format_of_our_own_is_never_silently_another() -> None:
     refused(
         lambda: ask(**selected(kv_cache_dtype="auto", head_size=72)), f"{environment.KV_FORMAT}=int4_g4: cannot serve"
     )
+    refused(lambda: ask(**selected(kv_cache_dtype="auto", head_size=80)), "cannot serve", "groups of 20 columns")
     # By the command line, or by a checkpoint that says how its cache is quantised.
     refused(lambda: ask(**selected()), f"{environment.KV_FORMAT}=int4_g4: got a cache in fp8", "want one of auto")
     # A backend that was named, and latent attention, are never asked: their layers are refused.

@@ -16,6 +16,7 @@ import torch
 from tests.integrations.vllm.checks import check
 from tests.integrations.vllm.steps import (
     Layer,
+    TorchLaunches,
     builder,
     constants_file,
     flash_attention,
@@ -138,6 +139,7 @@ def drafted_tokens_without_a_slot_are_not_stored() -> None:
 @check
 def prompts_that_go_on_are_one_launch() -> None:
     """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
+    from cute_kernels.integrations.vllm import attention_metadata
     from cute_kernels.integrations.vllm.attention_metadata import Way
 
     large: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
@@ -153,6 +155,33 @@ def prompts_that_go_on_are_one_launch() -> None:
     ):
         made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
         assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+    # Many queries want rows of 16 bits: of caches that extend attention does not unpack FlashAttention gets them.
+    for new, invariant, expected in (
+        ([2048], False, Way.GATHER),
+        ([1024, 1100], False, Way.GATHER),
+        ([1023], False, Way.EXTEND),
+        ([128] * 32, False, Way.EXTEND),
+        ([2048], True, Way.EXTEND),
+    ):
+        few = builder(**large, unpacks=False, invariant=invariant)
+        made = few.build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
+        assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+    # Of few queries of many requests the cache is read once by keys as rows of products, whatever its codes are.
+    for kv, form, taken in (
+        ("auto", "int4_g4", True),
+        ("fp8", "", True),
+        ("auto", "fp16", False),
+        ("auto", "fp16,int4_g4", False),
+    ):
+        layer = Layer(kv, form, heads=32, kv_heads=8)
+        with recording(), mock.patch.object(attention_metadata, "is_invariant", lambda: False):
+            caches = attention_metadata.caches_of([layer.make("cpu")] * 2, torch.device("cpu"))
+        assert caches.extend and (caches.key_rows is not None) == taken, str(layer)
+        assert caches.unpacks == (form != "fp16,int4_g4")
+        for new, by_key_rows in (([16] * 32, True), ([16] * 2, False), ([8] * 32, False), ([9] * 32, True)):
+            made = builder(**large, key_rows=caches.key_rows).build(0, step(new, [count + 400 for count in new], 26))
+            expected = Way.EXTEND if taken and by_key_rows else Way.PARTS
+            assert [piece.way for piece in made.pieces] == [expected], (str(layer), new, made.pieces)
 
 
 @check
@@ -251,7 +280,11 @@ def every_kernel_of_a_step_is_listed() -> None:
         for layer in (
             Layer("auto", "fp16", window=24, sinks=True, speculative=3),
             Layer("auto", "int4_g4", soft_cap=3.0, caches=one_sm),
-            Layer("auto", "fp16,int4_g4", **no_extend),
+            Layer("auto", "int4_g4", caches=one_sm, fused=False),
+            Layer("auto", "fp16,int4_g4", caches=one_sm),
+            Layer("auto", "fp16,int4_g4", caches={"extend": False}),  # as many new tokens go
+            Layer("auto", "int8_token_head,fp16", speculative=3),
+            Layer("fp8", caches=one_sm, heads=32, kv_heads=8),
             Layer("fp8", speculative=3, caches={"invariant": True}),
             Layer("int4_per_token_head", speculative=3),
             Layer("int4_per_token_head", window=24, sinks=True, soft_cap=3.0, caches=one_sm),
@@ -260,19 +293,82 @@ def every_kernel_of_a_step_is_listed() -> None:
             Layer("auto", "fp16", sinks=True, caches=one_sm, constants=centred),
             Layer("auto", "fp16", soft_cap=3.0, constants=plain),
             Layer("auto", "int8_token_head,int4_g4", constants=centred),
-            Layer("auto", "fp16,int4_g4", constants=centred, **no_extend),
+            Layer("auto", "fp16,int4_g4", constants=centred),
+            Layer("auto", "int4_g4", **no_extend),
+            Layer("auto", "int8_token_head,int4_g4", constants=centred, **no_extend),
         ):
-            extends = attention_kernels.can_extend(layer.make("cpu").formats, layer.dim)
-            assert extends is layer.caches.get("extend", True), str(layer)
+            impl = layer.make("cpu")
+            assert attention_kernels.can_extend(impl.formats, layer.dim), str(layer)
+            extends = layer.caches.get("extend", True) or not attention_kernels.is_unpacked(impl.formats, layer.dim)
             with recording() as recorded:
                 serve_steps(layer)
             longest, invariant = layer.pages * layer.page, layer.caches.get("invariant", False)
             decodes = attention_kernels.Decodes(
                 (1, 2, 3, 4), 1 + layer.speculative, longest, layer.page, torch.float16, invariant
             )
-            listed = attention_kernels.specs_of(layer.make("cpu"), decodes, 132)
+            with mock.patch.object(attention_kernels, "can_extend", lambda *_, extends=extends: extends):
+                listed = attention_kernels.specs_of(impl, decodes, 132)
             missing = {spec.symbol for spec, _ in recorded.loaded if spec not in listed}
             assert recorded.loaded and not missing, (str(layer), sorted(missing))
+
+
+@check
+def queries_are_read_where_a_fused_projection_has_them() -> None:
+    """Whatever serves a step, nothing is launched beside this package's kernels and FlashAttention: no copy is."""
+    from vllm.v1.attention.backends import fa_utils
+
+    from cute_kernels.integrations.vllm import attention
+
+    one_sm = {"num_sms": 1}  # then hardly anything goes in parts
+    with (
+        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: None, create=True),
+        mock.patch.object(fa_utils, "get_flash_attn_version", lambda **_: 3),
+    ):
+        for layer in (
+            Layer("auto", "fp16", speculative=3),
+            Layer("auto", "int4_g4", caches=one_sm),
+            Layer("auto", "fp16,int4_g4", caches=one_sm),
+            Layer("int8_per_token_head", caches=one_sm, window=24, sinks=True),
+            Layer("fp8", speculative=3, caches={"invariant": True}),
+        ):
+            with recording() as recorded:
+                noted = torch_launches(layer)
+            symbols = {launch.symbol for launch in recorded.launches}
+            assert any("strided_q" in symbol for symbol in symbols) or "num_sms" not in layer.caches, str(layer)
+            assert not noted, (str(layer), noted)
+        with recording(), mock.patch.object(attention, "rows_of", lambda queries: queries.contiguous()):
+            assert "aten::clone" in torch_launches(layer)
+
+
+@check
+def queries_that_kernels_cannot_read_where_they_lie_are_copied() -> None:
+    from cute_kernels.integrations.vllm import attention
+
+    rows = torch.randn(5, 3 * 64)
+    heads = rows.unflatten(1, (3, 64))
+    for part, copied in (
+        (heads, False),
+        (heads[:, :2], False),
+        (heads[:, 1:], False),
+        (rows[:, 2:130].unflatten(1, (2, 64)), True),
+        (heads[:, ::2], True),
+    ):
+        taken = attention.rows_of(part)
+        assert torch.equal(taken, part) and (taken is not part) == copied
+
+
+def torch_launches(layer: Layer) -> list[str]:
+    """Operations of torch that launch kernels in a layer's part of steps like some before them."""
+    noted: list[str] = []
+
+    def call(step: Any) -> None:
+        step()  # makes plans
+        with TorchLaunches() as mode:
+            step()
+        noted.extend(mode.names)
+
+    serve_steps(layer, call=call)
+    return noted
 
 
 @check

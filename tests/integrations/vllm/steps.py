@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 16, device: str = "cpu") -> Any:
@@ -113,6 +116,7 @@ class Layer:
         speculative: drafted tokens of a decoding request.
         caches: fields of `attention_metadata.Caches` unlike a small model's on an H200.
         constants: a file of them, of a model whose second layer this is.
+        fused: whether queries, keys and values are parts of one tensor, as a fused projection makes them.
     """
 
     kv_cache_dtype: str
@@ -130,16 +134,24 @@ class Layer:
     rank: int = 0  # of `ranks` GPUs, each of which has so many heads of the same numbers
     ranks: int = 1
     constants: str = ""
+    fused: bool = True
 
     def __str__(self) -> str:
         marks = [f"window {self.window}"] if self.window else []
         marks += ["cap"] * (self.soft_cap is not None) + ["sinks"] * self.sinks
         marks += [f"{self.speculative} drafted"] if self.speculative else []
+        marks += [] if self.fused else ["apart"]
         return ", ".join((self.form or self.kv_cache_dtype, *marks, *map(str, self.caches.items())))
 
     @property
     def scale(self) -> float:
         return self.dim**-0.5
+
+    def projected(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """q, k and v [tokens, heads, dim] as a layer gets them."""
+        if not self.fused:
+            return list(parts)
+        return list(torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1))
 
     @property
     def sink_logits(self) -> torch.Tensor | None:
@@ -214,12 +226,31 @@ BATCHES = (
 """Steps: requests in the order of a batch, each with its new tokens."""
 
 
+class TorchLaunches(TorchDispatchMode):
+    """Notes operations of torch that launch kernels: those that neither look at memory nor ask for some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        looks = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+        if not looks and "empty" not in schema.name:
+            self.names.append(schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def serve_steps(
-    served: Layer, device: str = "cpu", batches: tuple[tuple[tuple[int, int], ...], ...] = BATCHES
+    served: Layer,
+    device: str = "cpu",
+    batches: tuple[tuple[tuple[int, int], ...], ...] = BATCHES,
+    call: Callable[[Callable[[], Any]], Any] = lambda step: step(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps; on the CPU.
 
-    The cache's scales, and what numbers there are, do not depend on the device or on how steps are cut.
+    The cache's scales, and what numbers there are, do not depend on the device or on how steps are cut. call: how a
+    layer's part of a step is called, which may be done more than once.
     """
     from cute_kernels.integrations.vllm import kv_formats
 
@@ -251,9 +282,11 @@ def serve_steps(
         ]
         slots = [int(table[request, position // page]) * page + position % page for request, position in places]
         common.slot_mapping = torch.tensor(slots, device=device)
-        new = (torch.stack([x[request, position] for request, position in places]).to(device) for x in (q, k, v))
+        new = served.projected(
+            *(torch.stack([x[request, position] for request, position in places]).to(device) for x in (q, k, v))
+        )
         output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16, device=device)
-        impl.forward(layer, *new, cache, make.build(0, common), output)
+        call(functools.partial(impl.forward, layer, *new, cache, make.build(0, common), output))
         given.append(output.cpu())
         for (request, count), length in zip(batch, lengths, strict=True):
             fresh = q[request, length - count : length]
@@ -288,7 +321,7 @@ def serve_shared(served: Layer, device: str = "cpu") -> tuple[torch.Tensor, torc
     places = [(request, at) for request, (length, new) in enumerate(SHARED) for at in range(length - new, length)]
     slots = [int(table[request, at // page]) * page + at % page for request, at in places]
     common.slot_mapping = torch.tensor(slots, device=device)
-    new = (torch.stack([x[request, at] for request, at in places]).to(device) for x in (q, k, v))
+    new = served.projected(*(torch.stack([x[request, at] for request, at in places]).to(device) for x in (q, k, v)))
     output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16, device=device)
     impl.forward(layer, *new, cache, builder(served.speculative, device, **served.caches).build(0, common), output)
     rest = (served.scale, served.window, served.soft_cap, served.sink_logits)
