@@ -527,8 +527,8 @@ LAYERS = {
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
     "linear-shares": SharesCase(8512, 2048, 256),
-    "linear-shares-all-cut": SharesCase(1000, 2048, 250),
-    "linear-shares-few-rows": SharesCase(1000, 2176, 100),
+    "linear-shares-all-cut": SharesCase(200, 2048, 250),
+    "linear-shares-few-rows": SharesCase(200, 2176, 100),
     "linear-ranges": SharesCase(8504, 1152, 200, in_ranges=True),
     "linear-ranges-few-rows": SharesCase(17000, 1152, 100, in_ranges=True),
 }
