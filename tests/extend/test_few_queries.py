@@ -114,7 +114,7 @@ def test_without_a_compiler_the_queries_are_copied_unless_a_bundle_reads_them_ap
     for name, value in (("compiler_version", lambda: None), ("default_cache", lambda: cache), ("arch_of", str)):
         monkeypatch.setattr(few_queries, name, value)
     q = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
-    decode_attention(**given(16) | {"q": q})
+    decode_attention(**given(16, q=q))
     (launch,) = launches
     assert serves(launches) and launch.symbol.endswith("_strided_q") == bundled
     assert launch.arguments[0].is_contiguous() != bundled
