@@ -5,7 +5,7 @@ Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.key_r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,7 +71,14 @@ class FewQueriesPlan:
         return out, lse
 
 
-def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
+def may_load(spec: ExtendSpec, device: torch.device) -> bool:
+    """Whether a kernel that a call can do without is there, or may be compiled."""
+    return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
+
+
+def plan_of(
+    call: AttentionCall, may_load: Callable[[ExtendSpec, torch.device], bool] = may_load
+) -> FewQueriesPlan | None:
     """The plan of a call of decode attention that is served so; None for others.
 
     Not with fixed splits, which say in what order its own kernel adds up; nor while a graph is captured, whose memory
@@ -83,7 +90,7 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         return None
     copies_q = not _evenly(call.q)
     checked, config = _served(call, copies_q)
-    if config is not None and config.strided_q and not _may_load(ExtendSpec(config), call.q.device):
+    if config is not None and config.strided_q and not may_load(ExtendSpec(config), call.q.device):
         copies_q = True  # bundles have kernels of contiguous queries
         checked, config = _served(call, copies_q)
     if config is None or not lies_in_pieces(checked):
@@ -110,11 +117,6 @@ def _served(call: AttentionCall, copies_q: bool) -> tuple[ExtendCall, ExtendConf
         GPU.num_sms(call.q.device),
     )
     return checked, config
-
-
-def _may_load(spec: ExtendSpec, device: torch.device) -> bool:
-    """Whether a kernel that a call can do without is there, or may be compiled."""
-    return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
 
 
 def _evenly(q: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.attention import ops
+from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.extend import few_queries
 from cute_kernels.extend.arguments import ATTENTION
 from cute_kernels.extend.schedule import DECODE_ROWS
@@ -109,15 +109,10 @@ def test_what_key_rows_do_not_take_is_decode_s(options, launches):
 
 
 @pytest.mark.parametrize("bundled", [False, True])
-def test_without_a_compiler_the_queries_are_copied_unless_a_bundle_reads_them_apart(launches, monkeypatch, bundled):
-    cache = SimpleNamespace(has=lambda spec, arch: bundled)
-    for name, value in (("compiler_version", lambda: None), ("default_cache", lambda: cache), ("arch_of", str)):
-        monkeypatch.setattr(few_queries, name, value)
+def test_without_a_compiler_the_queries_are_copied_unless_a_bundle_reads_them_apart(launches, bundled):
     q = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
-    decode_attention(**given(16, q=q))
-    (launch,) = launches
-    assert serves(launches) and launch.symbol.endswith("_strided_q") == bundled
-    assert launch.arguments[0].is_contiguous() != bundled
+    plan = few_queries.plan_of(check_call(**given(16, q=q)), may_load=lambda spec, device: bundled)
+    assert plan is not None and plan.copies_q != bundled
 
 
 def test_caches_that_begin_between_pieces_of_16_bytes_are_refused(launches):

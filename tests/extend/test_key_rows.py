@@ -24,7 +24,7 @@ from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
+from simulator import LANES, Altered, Float32, Int32, Int64, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
@@ -41,12 +41,14 @@ def store_matrix_x2(address, offset: int, words) -> None:
     ptx.store_matrix_x4(own, offset, [*words, *words], transpose=True)
 
 
-@pytest.fixture(autouse=True)
-def instructions(monkeypatch):
-    """Those that this room has of its own, by those that the simulator has."""
-    monkeypatch.setattr(multiply, "store_matrix_x2", store_matrix_x2)
-    monkeypatch.setattr(codes, "of_lanes", lambda word, index: word[4 * index + T])
-    monkeypatch.setattr(codes, "twice", lambda word, half: ptx.prmt(word, Uint32(0), Uint32((0x1010, 0x3232)[half])))
+OWN = {
+    multiply: {"store_matrix_x2": store_matrix_x2},
+    codes: {
+        "of_lanes": lambda word, index: word[4 * index + T],
+        "twice": lambda word, half: ptx.prmt(word, Uint32(0), Uint32((0x1010, 0x3232)[half])),
+    },
+}
+"""Instructions that this room has of its own, by those that the simulator has."""
 
 
 class CopyingMachine(Machine):
@@ -105,7 +107,7 @@ class Block:
                 probabilities=Int32(self.probabilities),
             )
         )
-        with running(self.machine):
+        with running(Altered(self.machine, modules=OWN)):
             rows = [_rows(cache, at[i], False) for i, cache in enumerate((call.k_cache, call.v_cache))]
             pages = Pages(
                 Int64(at[2]),
@@ -157,7 +159,7 @@ def scales_of(block: Block, operand: int, group: int) -> np.ndarray:
         return np.ones(GROUP_TOKENS)
     found = np.zeros(GROUP_TOKENS)
     consumer = KeyRowsConsumer(block.config)
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         start = consumer.place_of(Int32(group), Int32(0), Int32(LANES), MAGIC)
         place = consumer.shifted(start, block.source, block.work_of(group))
         for first in range(0, GROUP_TOKENS, 16):
@@ -211,7 +213,7 @@ def test_each_warpgroup_has_a_head(kv_format, page_size):
 def check_operands(call: Call, mapped: bool = False, heads: int = 1) -> None:
     block = Block(call, mapped, heads)
     q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         writer = QueryWriter(block.config)
         column, distance = writer.rows.query_columns(LANES)
         for warp in range(writer.warps):
@@ -238,7 +240,7 @@ def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queri
         wanted(call, operand, 0, first + GROUP_TOKENS)[block.head(group), first:] for operand in (KEYS, VALUES)
     )
     got_scores, got_values = np.zeros((GROUP_TOKENS, len(q))), np.zeros((GROUP_TOKENS, 128))
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         for warp in range(4):
             shift, _, _ = keys.shifts(block.source.keys, work.head, Int32(LANES))
             place = keys.key_place(Int32(warp), Int32(LANES)) + keys.group_place(group)
@@ -274,7 +276,7 @@ def test_probabilities_lie_as_products_read_them(name):
     columns, scaled = consumer.columns, block.config.tile_scales[VALUES]
     logits = np.random.default_rng(0).uniform(-6, 4, (64, 8 * consumer.blocks)).astype(np.float32)
     factors = np.random.default_rng(1).uniform(0.5, 2, 64).astype(np.float32)
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         sums: Any = stand_in(SimpleNamespace(maximum=[Float32(0.0)] * columns))
         for warp in range(4):
             place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), MAGIC)
@@ -314,7 +316,7 @@ def test_no_logit_exceeds_a_raised_reference(name):
             own[sum_index(column, j)] = Float32(dots[rows[warp][j], 8 * (column // 2) + 2 * T + column % 2])
         return own
 
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         s = [dots_of(warp) for warp in warps]
         scales = [[Float32(factors[row]) for row in rows[warp]] if consumer.value_scale else [] for warp in warps]
         bounds = [consumer.bounds_of(own) for own in scales]
@@ -341,6 +343,6 @@ def test_no_logit_exceeds_a_raised_reference(name):
 def test_an_infinite_query_says_nothing_of_the_power_of_2_that_all_have():
     block = Block(make_call("e4m3_tensor", [4], [300]))
     values = np.array([1.5, -3.0, np.inf, -np.inf] * 8, np.float32)
-    with running(block.machine):
+    with running(Altered(block.machine, modules=OWN)):
         found = QueryWriter(block.config).size_of(Float32(values))
     np.testing.assert_array_equal(np.asarray(found)[:4], [1.5, 3.0, 0.0, 0.0])

@@ -1,12 +1,12 @@
 """transformers models decode through packed caches, and what is not supported is refused rather than wrong."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from cute_kernels import extend
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache, turns
 from cute_kernels.kv_formats import FORMATS
@@ -78,18 +78,12 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
 @pytest.mark.parametrize(
     "kv_format", [("int8_token_head", "int4_g4"), ("int8_token_head", "bf16"), ("bf16", "int4_g4")], ids=str
 )
-def test_a_later_turn_of_many_tokens_attends_to_rows_as_they_lie(model, tokens, kv_format, monkeypatch):
+def test_a_later_turn_of_many_tokens_attends_to_rows_as_they_lie(model, tokens, kv_format):
     """Also where K or V alone is of 16 bits; the same as token by token."""
     want = in_steps(model, tokens, DecodeCache(kv_format, 30), [8] + [1] * 22)
-    asked: list[object] = []
-
-    def extend_attention(*queries, **options):
-        asked.append(options["kv_format"])
-        return extend.extend_attention(*queries, **options)
-
-    monkeypatch.setattr(turns, "extend_attention", extend_attention)
-    got = in_steps(model, tokens, DecodeCache(kv_format, 30), [8, 22])
-    assert asked == [kv_format] * 2  # layers
+    with mock.patch.object(turns, "extend_attention", wraps=turns.extend_attention) as asked:
+        got = in_steps(model, tokens, DecodeCache(kv_format, 30), [8, 22])
+    assert [call.kwargs["kv_format"] for call in asked.call_args_list] == [kv_format] * 2  # layers
     assert relative_error(got, want) < 3e-2
 
 

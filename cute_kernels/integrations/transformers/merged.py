@@ -131,9 +131,9 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
     order: int [N]; pair i is row order[i] of each, for a layer behind that has its inputs in that order (act-order).
     None where the layers are not quantised, or of formats that differ.
     """
-    if not all(type(part) is QuantizedLinear for part in parts):
+    layers = [part for part in parts if type(part) is QuantizedLinear]
+    if len(layers) < len(parts):
         return None
-    layers: Any = parts
     if any(layer.shifts is not None or not _have_one_form(layers[0], layer) for layer in layers):
         return None
     if len(layers) == 2:
@@ -146,7 +146,8 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
         half = both.out_features // 2
         weights = slice_outputs(both.weight, 0, half), slice_outputs(both.weight, half, 2 * half)
         biases = (None, None) if both.bias is None else both.bias.split(half)
-    bias = None if biases[0] is None else torch.stack(biases, dim=1)
+    given = [bias for bias in biases if bias is not None]  # both, or none: they have one form
+    bias = torch.stack(given, dim=1) if given else None
     if order is not None:
         weights = tuple(reorder_outputs(weight, order) for weight in weights)
         bias = None if bias is None else bias[order.to(bias.device).long()]

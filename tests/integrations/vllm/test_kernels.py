@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.step_compile import StepSpec
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import format_of, register
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.moe.checks import MAX_TOKENS
@@ -38,6 +39,12 @@ from tests.launchers import recording
 def h200() -> Iterator[None]:
     with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: "NVIDIA H200")):
         yield
+
+
+def unread() -> str:
+    """The name of a format that extend attention has no reader of."""
+    form = replace(format_of("int4_g4"), name="int4_unread", extend=None)
+    return register(form).name
 
 
 def layer(
@@ -93,27 +100,25 @@ def test_queries_may_be_parts_of_a_fused_projection_unless_a_transform_makes_new
 
 
 @pytest.mark.usefixtures("h200")
-def test_prompts_that_extend_attention_does_not_serve_are_dequantised(monkeypatch: pytest.MonkeyPatch):
+def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
     """Over formats that somebody registers without a reader of extend attention's."""
-    monkeypatch.setattr(attention_kernels, "can_extend", lambda *_: False)
     decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16)
-    for impl in (layer("int4_g4", "bf16"), layer("bf16", "int4_g4")):
+    for impl in (layer(unread(), "bf16"), layer("bf16", unread())):
         specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
         assert families(specs) == {"append", "dequantize", "decode", "step"}
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_kernels, "can_extend", lambda *_: False)
-    impl = layer("bf16", "int4_g4")
+def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own():
+    impl = layer("bf16", unread())
     impl.transform = CacheTransform(torch.zeros(8, 128), k_rotation=32, v_factor=torch.ones(8, 128))
     decodes = attention_kernels.Decodes((1,), 1, 8448, 64, torch.bfloat16)
-    specs = attention_kernels.specs([impl, layer("bf16", "int4_g4")], decodes, torch.device("cuda", 0))
+    specs = attention_kernels.specs([impl, layer("bf16", unread())], decodes, torch.device("cuda", 0))
     symbols = [spec.symbol for spec in specs]
     assert {symbol for symbol in symbols if symbol.startswith("dequantize")} == {
         spec.symbol
         for dtype in ("bf16", "fp32")
-        for spec in (BulkSpec(BulkConfig("dequantize", form, dtype, 128)) for form in ("bf16", "int4_g4"))
+        for spec in (BulkSpec(BulkConfig("dequantize", form, dtype, 128)) for form in ("bf16", unread()))
     }
     appends = [symbol for symbol in symbols if symbol.startswith("append")]
     assert len(appends) == 5 and sum("center_v_factor_k32" in symbol for symbol in appends) == 3
