@@ -386,38 +386,35 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
 
 def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Tiles whose parts of K are added up in shares."""
-    if not is_short(problem):
-        return []
-    configs = (
-        of_format(
-            problem,
-            tile_m=tile_m,
-            warpgroups=warpgroups,
-            block_k=block_k,
-            mainloop=SharesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
-            reduction=SharedSplitK(parts),
-        )
-        for tile_m, warpgroups, block_k, parts in SHARE_SHAPES
-        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
-    )
-    return implementable(configs)
+    return meeting_configs(problem, SHARE_SHAPES, SharesWgmma, SharedSplitK)
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Tiles as work ranges, of groups of which times were measured."""
-    if not is_short(problem) or problem.format.group_size != RANGE_GROUP:
+    if problem.format.group_size != RANGE_GROUP:
         return []
+    return meeting_configs(problem, RANGE_SHAPES, RangesWgmma, RangeSplitK)
+
+
+def meeting_configs(
+    problem: LinearProblem,
+    shapes: Iterable[tuple[int, int, int, int]],
+    mainloop: type[SharesWgmma | RangesWgmma],
+    reduction: type[SharedSplitK | RangeSplitK],
+) -> list[WgmmaConfig]:
+    """Short products whose parts of K meet in memory by kernels of their own; shapes: (tokens, warpgroups, unit_k, what
+    the reduction is made of)."""
     configs = (
         of_format(
             problem,
             tile_m=tile_m,
             warpgroups=warpgroups,
             block_k=block_k,
-            mainloop=RangesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
-            reduction=RangeSplitK(end),
+            mainloop=mainloop(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=reduction(given),
         )
-        for tile_m, warpgroups, block_k, end in RANGE_SHAPES
-        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+        for tile_m, warpgroups, block_k, given in shapes
+        if is_short(problem) and problem.m > tile_m // 2 and problem.k_pad % block_k == 0
     )
     return implementable(configs)
 
