@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import command_line, mla_workloads, workloads
 from bench import record as records
-from cute_kernels.tuning.linear import Format
+from cute_kernels.gemm.tuning.linear import Format
 from layouts.broken_pipes import ends_with_its_reader
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ import torch
 from bench import corpus, small_llama
 from bench.record import Recorder
 from bench.small_llama import Say, Scale
+from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
 from cute_kernels.kv_cache import KVCache, compute_kv_scale, smooth_keys
-from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
 PERCENTILE = 99.9
 ALPHA = 0.5

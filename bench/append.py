@@ -13,10 +13,10 @@ from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import empty_launch, time_cold, time_graph_cold, time_host
 from bench.workloads import beside_rows, given_scale
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import Llama3Scaling, Rope, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference
-from cute_kernels.kv_formats import format_of
 
 FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_head", "e4m3_head", "e5m2")
 BATCHES = (1, 8, 32, 128, 512)

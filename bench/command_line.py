@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench import mla_workloads, workloads
 from bench import record as records
-from cute_kernels import kv_formats
-from cute_kernels.tuning.command import weight_format
+from cute_kernels.formats import kv as kv_formats
+from cute_kernels.gemm.tuning.command import weight_format
 
 if TYPE_CHECKING:
     from bench.e2e_vllm import Case

@@ -347,7 +347,7 @@ def model_folder(case: Case, folder: Path) -> Path:
 
 def cache_bytes(case: Case) -> int:
     """Of a cache with room for the largest batch."""
-    from cute_kernels.kv_formats import format_of
+    from cute_kernels.formats.kv import format_of
 
     model = MODELS[case.model]
     forms = {"auto": "bf16", "fp8": "e4m3_tensor", "int8_per_token_head": "int8_token_head"}

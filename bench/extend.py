@@ -20,8 +20,8 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import Timing, time_cold_in_turn
 from bench.workloads import beside_rows, given_scale
 from cute_kernels import decode_attention, extend_attention, mixed_attention
-from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.kv_formats import format_of
+from cute_kernels.attention.extend.reference import extend_attention_reference
+from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.captures import nothing_collected
 
 FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")

@@ -16,12 +16,12 @@ from bench.peers import AGREEMENT, relative_error
 from bench.report import INVARIANT, aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
-from cute_kernels.linear import PackedWeight, quantized_linear
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.tuned import chosen
+from cute_kernels.gemm import PackedWeight, quantized_linear
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.tuning.linear import TORCH_DTYPES, Format
 from cute_kernels.runtime import KernelSpec
-from cute_kernels.tuning.linear import TORCH_DTYPES, Format
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
 # Of Llama-2-70B at eight GPUs, Llama-3-8B, Qwen3-14B and the like: what tables of tuned choices do not have.

@@ -14,19 +14,19 @@ from bench.options import Bar, Option, run_cases
 from bench.peers import relative_error
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
-from cute_kernels.linear import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
-from cute_kernels.linear.compile import spec_of, specs_of
-from cute_kernels.linear.deferred import DeferredParts, left_to_next
-from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.plan import factored
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
-from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.gemm import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
+from cute_kernels.gemm.compile import spec_of, specs_of
+from cute_kernels.gemm.deferred import DeferredParts, left_to_next
+from cute_kernels.gemm.deferred_choice import deferred
+from cute_kernels.gemm.plan import factored
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.tuning.linear import TORCH_DTYPES, Format, Weights
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.norm import config as norms
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import KernelSpec
-from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
 SHAPES = (
     *((8192, 8192, m) for m in (1, 16, 64, 512)),

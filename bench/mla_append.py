@@ -15,12 +15,12 @@ from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import empty_launch, time_cold, time_graph_cold
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.mla.cache import append_mla
+from cute_kernels.mla.cache.call import AppendMlaCall
+from cute_kernels.mla.cache.compile import WriteSpec
+from cute_kernels.mla.cache.config import WriteConfig
+from cute_kernels.mla.cache.reference import tokens_of
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla
-from cute_kernels.mla_cache.call import AppendMlaCall
-from cute_kernels.mla_cache.compile import WriteSpec
-from cute_kernels.mla_cache.config import WriteConfig
-from cute_kernels.mla_cache.reference import tokens_of
 from layouts.kv.mla import ROPE_DIM
 
 FORMATS = {"mla_fp8": 576, "mla_model1": 512, "mla_bf16": 576}  # and the columns of their tokens

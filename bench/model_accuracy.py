@@ -27,9 +27,9 @@ import torch
 from bench import smollm2
 from bench.accuracy import in_dtype
 from bench.record import Recorder
+from cute_kernels.formats.kv import format_of
+from cute_kernels.gemm import quantize_weight
 from cute_kernels.kv_cache.constants import CacheConstants
-from cute_kernels.kv_formats import format_of
-from cute_kernels.linear import quantize_weight
 from layouts.kv.int4 import Int4Row
 
 if TYPE_CHECKING:

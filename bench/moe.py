@@ -15,17 +15,17 @@ from bench.peers import AGREEMENT, relative_error
 from bench.report import INVARIANT, OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
-from cute_kernels.linear import PackedWeight
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.launch import launch_routing
-from cute_kernels.moe.schedule import GroupedProblem
-from cute_kernels.moe.tuned import chosen
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.experts import fused_moe, grouped_linear
+from cute_kernels.gemm.experts.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
+from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.launch import launch_routing
+from cute_kernels.gemm.experts.schedule import GroupedProblem
+from cute_kernels.gemm.experts.tuned import chosen
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec
-from cute_kernels.weight_formats import integers
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 TOKENS = tuple(1 << i for i in range(14))

@@ -12,7 +12,7 @@ from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.options import PLACES, READS, Bar, Option, run_cases
 from bench.peers import relative_error
 from bench.suites import Bench, WrongOutput
-from cute_kernels.moe import fused_moe
+from cute_kernels.gemm.experts import fused_moe
 
 TOKENS = (1, 32, 512)
 INVARIANT = Bar(0.15)

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional
 
 from bench.linear_peers import Weights, by_name, marlin_weights, type_id, vllm_missing, vllm_roots
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.weight import PackedWeight, rows_of
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.weight import PackedWeight, rows_of
 
 
 class DenseExperts(NamedTuple):

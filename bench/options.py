@@ -25,9 +25,9 @@ from bench.suites import Bench
 from bench.timing import capture, time_cold_in_turn
 from bench.workloads import DecodeInputs, DecodeShape, make_inputs
 from cute_kernels import append_and_decode
+from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.kv_cache import CacheTransform, Rope
 from cute_kernels.kv_cache.call import AppendCall
-from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime import KernelSpec
 
 RUNS = 5

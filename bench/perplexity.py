@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import RESULTS, load
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.formats.kv import FORMATS
 
 HEAD_DIM = 128  # of the models in tables of speed
 WITH_INT4 = "|".join(name for name in FORMATS if not name.startswith("int4"))

@@ -27,21 +27,21 @@ from cute_kernels import (
     quantized_linear,
     quantized_linear_norm,
 )
+from cute_kernels.formats.kv import format_of
+from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.deferred_choice import deferred
+from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.layer.call import serves_rows
+from cute_kernels.gemm.layer.compile import LayerProductsSpec
+from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.tuning.linear import Format, Weights
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.kv_cache import Rope
-from cute_kernels.kv_formats import format_of
-from cute_kernels.layer_products.call import serves_rows
-from cute_kernels.layer_products.compile import LayerProductsSpec
-from cute_kernels.layer_products.config import LayerProductsConfig, config_for
-from cute_kernels.linear import PackedWeight
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
-from cute_kernels.moe import fused_moe
 from cute_kernels.names import KvFormatName, MlaFormatName
 from cute_kernels.runtime import KernelSpec
-from cute_kernels.tuning.linear import Format, Weights
 
 DISTINCT = 4
 PAGE_SIZE = 64

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from cute_kernels.gemm.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
+from cute_kernels.gemm.tuning.timing import order_of, shift_launches
 from cute_kernels.runtime.captures import nothing_collected
-from cute_kernels.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
-from cute_kernels.tuning.timing import order_of, shift_launches
 
 CLOCKS_PER_US = 2000  # of the GPU, at most about
 HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
@@ -65,7 +65,7 @@ def _by_events(
     """As `time_cold`, for several calls by name, one sample of each after the other, the order changing.
 
     What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike:
-    see `cute_kernels.tuning.timing.order_of`.
+    see `cute_kernels.gemm.tuning.timing.order_of`.
 
     All samples are queued behind a kernel that runs for as long as the host takes to do so. Thus an event pair encloses
     GPU work and the launch's own latency, never the host: a flush of some 60 us alone would not hide every call.

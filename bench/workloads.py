@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import KvFormat, format_of, format_pair
+from cute_kernels.formats.kv import KvFormat, format_of, format_pair
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")

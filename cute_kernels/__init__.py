@@ -6,7 +6,26 @@ from cute_kernels import (
 )
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
-from cute_kernels.extend import append_and_extend, extend_attention, mixed_attention, pack_tree_mask
+from cute_kernels.attention.extend import append_and_extend, extend_attention, mixed_attention, pack_tree_mask
+from cute_kernels.gemm import (
+    NormedRows,
+    PackedWeight,
+    QuantizedLinear,
+    interleave_weights,
+    quantize_weight,
+    quantized_layer,
+    quantized_linear,
+    quantized_linear_norm,
+)
+from cute_kernels.gemm.experts import (
+    PackedExperts,
+    QuantizedMoE,
+    fused_moe,
+    grouped_linear,
+    interleave_experts,
+    quantize_experts,
+    stack_experts,
+)
 from cute_kernels.kv_cache import (
     KVCache,
     LinearScaling,
@@ -19,28 +38,9 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
-from cute_kernels.linear import (
-    NormedRows,
-    PackedWeight,
-    QuantizedLinear,
-    interleave_weights,
-    quantize_weight,
-    quantized_layer,
-    quantized_linear,
-    quantized_linear_norm,
-)
 from cute_kernels.mla import mla_decode, sparse_mla_decode
-from cute_kernels.mla_cache import append_mla, quantize_mla_kv
+from cute_kernels.mla.cache import append_mla, quantize_mla_kv
 from cute_kernels.models import quantize_model
-from cute_kernels.moe import (
-    PackedExperts,
-    QuantizedMoE,
-    fused_moe,
-    grouped_linear,
-    interleave_experts,
-    quantize_experts,
-    stack_experts,
-)
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.runtime.device import UnsupportedGPUError
 

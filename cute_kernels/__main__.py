@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cute_kernels import __version__, families
+from cute_kernels.gemm.tuning import command as tuning
 from cute_kernels.integrations import calibrate_command
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
 from cute_kernels.integrations.vllm import engine_kernels
@@ -21,7 +22,6 @@ from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import DiskStore, default_directory
 from cute_kernels.runtime.workers import CompileError
-from cute_kernels.tuning import command as tuning
 from layouts.broken_pipes import ends_with_its_reader
 
 MARKS = {doctor.OK: "ok     ", doctor.LIMITED: "limited", doctor.MISSING: "missing"}

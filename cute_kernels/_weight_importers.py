@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.gemm.weight import PackedWeight
 
 _PACKAGE = "cute_kernels.integrations.checkpoints"
 PROJECTS = {

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.linear.module import QuantizedLinear
-from cute_kernels.linear.weight import FORMAT_VERSION, SCALE_DTYPES
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.weight_formats import IntegerFormat
+from cute_kernels.formats.weights import IntegerFormat
+from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.module import QuantizedLinear
+from cute_kernels.gemm.weight import FORMAT_VERSION, SCALE_DTYPES
 
 METHOD = "cute_kernels"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from cute_kernels.linear.module import QuantizedLinear, is_conv1d
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal
+from cute_kernels.gemm.experts.module import QuantizedExperts
+from cute_kernels.gemm.module import QuantizedLinear, is_conv1d
 from cute_kernels.model_report import ReportedLayer
-from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal
-from cute_kernels.moe.module import QuantizedExperts
 from cute_kernels.weight_readers import layers_read_by_code
 
 FORWARD_HOOKS = (

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from cute_kernels.arguments import check_flag, device_of
-from cute_kernels.linear.module import ModelProgress, QuantizedLinear
-from cute_kernels.linear.quantize import chosen_format
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.experts.blocks import is_experts, is_moe_block
+from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
+from cute_kernels.gemm.quantize import chosen_format
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
-from cute_kernels.moe.blocks import is_experts, is_moe_block
-from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.weight_formats import WeightFormat
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ KvFormatName = Literal[
     "int8",
     "fp8",
 ]
-"""A key of `cute_kernels.kv_formats.FORMATS` or `ALIASES`, or a format in blocks."""
+"""A key of `cute_kernels.formats.kv.FORMATS` or `ALIASES`, or a format in blocks."""
 
 KvFormats = KvFormatName | tuple[KvFormatName, KvFormatName]
 """One format for K and V, or a pair (K's, V's)."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from cutlass import AddressSpace, BFloat16, Float16, cute
 
-from cute_kernels.linear.arguments import FACTORED_TILES, INPUT_ROWS, STREAM, TILES
-from cute_kernels.linear.config import LinearConfig
+from cute_kernels.gemm.arguments import FACTORED_TILES, INPUT_ROWS, STREAM, TILES
+from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.runtime import compile_options
 from cute_kernels.runtime.launch_arguments import LaunchArguments

@@ -10,9 +10,10 @@ from typing import Any, get_args
 
 import pytest
 
-from cute_kernels import kv_formats, names
+from cute_kernels import names
 from cute_kernels.attention.checks import CACHE_LAYOUTS
-from cute_kernels.linear.reference import ACTIVATIONS
+from cute_kernels.formats import kv as kv_formats
+from cute_kernels.gemm.reference import ACTIVATIONS
 from cute_kernels.mla import formats as mla_formats
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import kv_formats, linear
+from cute_kernels import gemm as linear
 from cute_kernels.compat import flash_mla
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats import kv as kv_formats
+from cute_kernels.formats.weights import integers
 from tests.misuse import calls
 
 Change = Callable[[dict[str, Any]], None]

@@ -13,8 +13,8 @@ import transformers as tf
 from torch import nn
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.integrations import hf_quantizer as quantizer
-from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.moe import blocks
 
 BF16 = torch.bfloat16

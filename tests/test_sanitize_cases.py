@@ -10,7 +10,7 @@ import pytest
 
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
-from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.linear.tuned import Candidate
+from cute_kernels.gemm.tuned import Candidate
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TunedTable
 

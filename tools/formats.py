@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cute_kernels.kv_formats import ALIASES, FORMATS
+from cute_kernels.formats.kv import ALIASES, FORMATS
 from cute_kernels.mla.formats import FORMATS as MLA_FORMATS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/formats.md"

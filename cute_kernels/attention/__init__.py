@@ -18,7 +18,7 @@ from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.deprecated import current_values, takes_old_names
-from cute_kernels.kv_formats import format_pair
+from cute_kernels.formats.kv import format_pair
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def decode_attention(
             tokens do not touch (in HND: the tokens of a head), and slower still whose strides are no multiples of 16.
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
             read on the device: one captured CUDA graph serves changing lengths.
-        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's; "int4", "int8" and "fp8"
+        kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's; "int4", "int8" and "fp8"
             stand for the recommended ones. A "bf16" or "fp16" cache wants q in its dtype.
         block_table: int32 [batch, max_pages], columns side by side, any stride of rows: token t of request b is row
             t % page_size of page block_table[b, t // page_size]. Entries of pages without a token that some query sees
@@ -199,7 +199,7 @@ def decode_attention(
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
     if tree_mask is not None:
-        from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
+        from cute_kernels.attention.extend.tree import attend_to_trees  # whose kernel is built on this room
 
         if score_options:
             raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")

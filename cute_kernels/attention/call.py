@@ -13,7 +13,7 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import SIZES, check_given, check_mapping
-from cute_kernels.kv_formats import KvFormat
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.names import CacheLayout, WindowSize
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.arguments import overlaps, shape_of, strides_of
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
 from layouts.kv.channel_blocks import TAIL_TOKENS
 

@@ -15,7 +15,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.kv_formats import modules_of, sources_of
+from cute_kernels.formats.kv import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 

@@ -19,7 +19,7 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
-from cute_kernels.kv_formats import KvFormat
+from cute_kernels.formats.kv import KvFormat
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode

@@ -32,13 +32,13 @@ from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, 
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.score_options import flattened, restored
-from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 if TYPE_CHECKING:
-    from cute_kernels.extend.few_queries import FewQueriesPlan
+    from cute_kernels.attention.extend.few_queries import FewQueriesPlan
     from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -125,7 +125,7 @@ def _plan_of(call: AttentionCall) -> DecodePlan | FewQueriesPlan | None:
         return None
     few = None
     if call.q_len > 1 and call.k.form.is_coded:
-        from cute_kernels.extend import few_queries  # whose kernel is built on this room
+        from cute_kernels.attention.extend import few_queries  # whose kernel is built on this room
 
         few = few_queries.plan_of(call)
     return make_plan(call) if few is None else few

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.attention.tiles import cannot_read, copies_of, kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.formats.kv import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class CacheLoad:
     """K or V: what a row is, and how tiles of rows reach shared memory.
 
     Attributes:
-        format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
+        format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
         head_dim: numbers of a row: of q and K, or of V and out.
         copy: "bulk" (cp.async.bulk of raw rows), "map" (tensor map over the bytes of raw rows, where a CTA takes some
             of a token's heads), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for caches whose rows

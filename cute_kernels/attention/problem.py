@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 
 
 @dataclass(frozen=True)

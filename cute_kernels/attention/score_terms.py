@@ -1,7 +1,7 @@
 """Device code of score options: what a lane keeps of each of its queries, and what becomes of a score.
 
 Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode attention (:mod:`.logits`) and
-extend attention (:mod:`cute_kernels.extend.softmax`) call the terms of a configuration in the order in which scores
+extend attention (:mod:`.extend.softmax`) call the terms of a configuration in the order in which scores
 meet them; a lane's accumulators are keys (rows) times queries (columns) in both.
 """
 
@@ -20,7 +20,7 @@ from cute_kernels.attention.readers.common import load_float
 from cute_kernels.attention.score_options import options_in
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.kv_formats import load_code
+from cute_kernels.formats.kv import load_code
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
 BLOCK_ROWS = 4  # of scores that a lane of decode attention has of a block

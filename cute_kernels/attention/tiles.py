@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 

@@ -35,7 +35,7 @@ import torch
 from cute_kernels.arguments import check_positive, check_tensors
 from cute_kernels.attention import decode_attention_splits
 from cute_kernels.compat.names import renamed
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from cute_kernels.names import KvFormatName
 
 LOGICAL_BF16, LOGICAL_FP8, LOGICAL_INT4 = 0, 1, 2

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.formats.kv import format_of, format_pair
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

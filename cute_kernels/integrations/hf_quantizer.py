@@ -30,17 +30,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.arguments import check_matrix_shape
+from cute_kernels.formats.weights import WeightFormat, integers, weight_format
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
+from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.quantize import check_options
+from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.integrations.saved_names import keep_names
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
-from cute_kernels.linear.quantize import check_options
-from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
-from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.weight_formats import WeightFormat, integers, weight_format
 from layouts.weights import hopper
 
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")

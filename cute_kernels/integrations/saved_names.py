@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from cute_kernels.linear.module import QuantizedLinear
+from cute_kernels.gemm.module import QuantizedLinear
 
 
 def keep_names(model: PreTrainedModel) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cute_kernels.deprecated import current_values, takes_old_names
+from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.kv_cache import bulk_ops, channel_blocks, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
@@ -26,7 +27,6 @@ from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling,
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def append_kv(
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
             page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous,
             other strides are free.
-        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
+        kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
             "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
@@ -165,12 +165,12 @@ def quantize_kv(
     transform: CacheTransform | None = None,
     operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
-    """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.kv_formats`.
+    """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.formats.kv`.
 
     Args:
         x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192 or 256. Contiguous, or in
             blocks that are evenly spaced and dense in themselves, such as a part of a fused projection.
-        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
+        kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
         out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
         transform, operand: how the cache is written, and whether x is "k" (after RoPE) or "v" of it: rows are then of
@@ -201,7 +201,7 @@ def dequantize_kv(
 
     Args:
         rows: [..., num_kv_heads, row] in ``kv_format``, contiguous or in blocks as :func:`quantize_kv` takes them.
-        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
+        kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         head_dim: columns of a row.
         dtype: bf16, fp16 or fp32.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.

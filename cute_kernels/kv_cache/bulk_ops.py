@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors, is_one_of, shape_of
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.kv_cache.arguments import bulk_arguments
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, divisor_of, other_rotation, row_alignment, row_transform_of
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform, transform_of
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

@@ -65,7 +65,7 @@ class KVCache:
         num_layers, num_pages: pages per layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
         num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
-        kv_format: a name in `cute_kernels.kv_formats.FORMATS`, "int4", "int8" or "fp8" for the recommended ones, or a
+        kv_format: a name in `cute_kernels.formats.kv.FORMATS`, "int4", "int8" or "fp8" for the recommended ones, or a
             pair of names for K and V.
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).

@@ -9,8 +9,8 @@ import torch
 
 from cute_kernels.arguments import check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.checks import check_readable
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 

@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels import blocks
 from cute_kernels.arguments import check_positive, check_tensors
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 
 Method = Literal["absmax", "percentile"]
 

@@ -13,12 +13,12 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.attention.checks import check_blocks, check_tail
+from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
 from cute_kernels.kv_cache.call import AppendCall, check_cache
 from cute_kernels.kv_cache.compile import FillSpec
 from cute_kernels.kv_cache.config import FillConfig
-from cute_kernels.kv_formats import WAITING, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.formats.kv import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, FillConfig, RowPrologue, row_alignment
-from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.channel_blocks import TAIL_TOKENS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 
 if TYPE_CHECKING:
     from cute_kernels.kv_cache.transforms import CacheTransform
@@ -108,7 +108,7 @@ class WrittenRows:
     """K or V: rows of a cache as they are written.
 
     Attributes:
-        format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
+        format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
         head_dim: numbers of a row: of q and k, or of v.
     """
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.kv_cache.transforms import CacheTransform, key_of
-from cute_kernels.kv_formats import KvFormat
 
 
 @dataclass(frozen=True)

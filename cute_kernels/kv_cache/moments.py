@@ -17,8 +17,8 @@ import torch
 
 from cute_kernels import blocks
 from cute_kernels.arguments import check_floating, check_positive, shape_of
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform
-from cute_kernels.kv_formats import KvFormat
 
 _LEAST_SHARE = 1e-6  # of a block's mean row or column, that a dead channel's counts for: it gets a finite factor
 _SCORES = 1 << 25  # of attention weights, [heads, queries, keys], at a time
@@ -147,7 +147,7 @@ def group_of(form: KvFormat, head_dim: int) -> int:
     These have codes with an exponent, or a scale for each channel.
 
     Examples:
-        >>> from cute_kernels.kv_formats import format_of
+        >>> from cute_kernels.formats.kv import format_of
         >>> group_of(format_of("int4_g4"), 128), group_of(format_of("bf16"), 128)
         (32, 1)
     """

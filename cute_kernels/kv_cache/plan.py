@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache.arguments import CONSTANTS, append_arguments
 from cute_kernels.kv_cache.call import DTYPES, AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
@@ -22,7 +23,6 @@ from cute_kernels.kv_cache.config import (
     other_rotation,
     row_alignment,
 )
-from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.kv_cache.call import AppendCall
-from cute_kernels.kv_formats import KvFormat
 
 
 def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ columns that shares a scale is a whole number of lanes and its extremes travel b
 ends up with them (FBGEMM's quantiser shuffled down instead, which tells only the first lane). Every division is IEEE's:
 codes are bit for bit those of :mod:`layouts.kv` for equal fp32 numbers.
 
-A format names its class (`cute_kernels.kv_formats.KvFormat.writer`): elements as they are, codes with an fp32 scale
+A format names its class (`cute_kernels.formats.kv.KvFormat.writer`): elements as they are, codes with an fp32 scale
 (`ScaledRow`, which wants no more than how codes are packed), or a class of its own.
 
 Everything here is straight-line code over DSL scalars; branches are the kernels'.
@@ -25,7 +25,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
 from cute_kernels.device.quotients import LARGE, SMALL, Divisor, over_constant, quotient_of, reciprocal_of
 from cute_kernels.device.rows import Elements, Piece
-from cute_kernels.kv_formats import KvFormat, format_of, load_code
+from cute_kernels.formats.kv import KvFormat, format_of, load_code
 from layouts.kv.channel_blocks import LIMIT
 from layouts.kv.e5m2 import E5M2_MAX
 from layouts.kv.int4 import FP16_MAX, MAX_CODE

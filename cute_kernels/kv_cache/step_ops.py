@@ -23,6 +23,7 @@ from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, check_positive, head_dim_of_row
 from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
+from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache import step_plan
@@ -37,7 +38,6 @@ from cute_kernels.kv_cache.transforms import (
     transform_of,
 )
 from cute_kernels.kv_cache.values import check_append_values
-from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, launcher

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.kv_cache.cache_checks import sees_shift
 from cute_kernels.kv_cache.pages import PageTable, SeqId
-from cute_kernels.kv_formats import KvFormat
 from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 if TYPE_CHECKING:

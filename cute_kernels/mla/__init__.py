@@ -2,7 +2,7 @@
 
 Read on in `formats` (what a token is), `reference` (what decode means), `problem` and `checks` (what a checked call
 is), `ops`; then the kernels: `layout` (what they see of a token), `config`, `schedule`, `kernel`, `compile`, `launch`.
-Writing tokens is :mod:`cute_kernels.mla_cache`.
+Writing tokens is :mod:`cute_kernels.mla.cache`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that names none of them, of another version or made for another GPU, is as good 
 
 Where tables are looked for, the first that has an entry counts: the file that CUTE_KERNELS_TUNED names ("" for no
 tables at all), `tuned/<gpu>.json` in the directory of compiled kernels, which `python -m cute_kernels tune` writes, and
-`cute_kernels/tuning/<gpu>.json`, which ships.
+`cute_kernels/gemm/tuning/<gpu>.json`, which ships.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cute_kernels.runtime.store import default_directory
 
 VARIABLE = "CUTE_KERNELS_TUNED"
 VERSION = 1
-SHIPPED = Path(__file__).resolve().parent.parent / "tuning"
+SHIPPED = Path(__file__).resolve().parent.parent / "gemm" / "tuning"
 
 
 class TableError(ValueError):

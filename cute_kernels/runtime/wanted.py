@@ -1,6 +1,6 @@
 """Lists of kernels as JSON: what a program without the compiler asks for, to be built where there is one.
 
-    {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.linear.compile:LinearSpec", "config": {...}}]}
+    {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.gemm.compile:LinearSpec", "config": {...}}]}
 
 A configuration is rebuilt field by field by its dataclass's types; only specs of this package are.
 """

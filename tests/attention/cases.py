@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from cute_kernels import decode_attention, kv_formats
+from cute_kernels import decode_attention
 from cute_kernels.attention.checks import BIAS_DTYPES
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats import kv as kv_formats
+from cute_kernels.formats.kv import format_of
 
 FORMATS = ("bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8")
 ALL_FORMATS = tuple(kv_formats.FORMATS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS, ChannelBlocks
 
 KEYS = "int4_channel32"

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from tests.attention.cases import Call
 
 

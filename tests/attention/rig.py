@@ -12,7 +12,7 @@ import torch
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.kv_formats import KvFormat, load_code
+from cute_kernels.formats.kv import KvFormat, load_code
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
 from simulator import COLUMN, LANES, ROW, Access, Backend, Float32, Int32, Int64, Warp

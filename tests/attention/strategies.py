@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
+from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
 from tests.attention.cases import ALL_FORMATS
 
 

@@ -8,7 +8,7 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.kv_formats import HEAD_DIMS
+from cute_kernels.formats.kv import HEAD_DIMS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.composed import changed
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile

@@ -13,7 +13,7 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read, tiles_of
-from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, format_of
+from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, format_of
 from cute_kernels.runtime import native
 from cute_kernels.runtime.composed import changed
 from layouts import banks

@@ -16,7 +16,7 @@ from cute_kernels.attention.reference import (
     even_split_tokens,
 )
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.formats.kv import format_of, format_pair
 from tests.attention.cases import ALL_FORMATS, FORMATS, Call, make_call
 from tests.attention.oracle import oracle
 from tests.attention.strategies import calls

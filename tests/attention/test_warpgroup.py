@@ -24,7 +24,7 @@ from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
 from cute_kernels.device import wgmma
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
 from simulator import (

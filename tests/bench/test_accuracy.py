@@ -11,7 +11,7 @@ from bench import accuracy, corpus, plots, small_llama
 from bench import record as records
 from bench.__main__ import main
 from bench.accuracy import VARIANTS, Variant, calibrate, errors, gaussian, with_outliers
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.formats.kv import FORMATS
 
 CPU = torch.device("cpu")
 TINY = small_llama.Scale(64, 96, 2, 4, 2, 64, context=24, batch=8, learning_rate=3e-3, seconds=60, max_steps=120)

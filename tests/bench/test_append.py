@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.append import AppendShape
 from bench.bars import judge
 from bench.suites import WrongOutput
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.formats.kv import FORMATS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")

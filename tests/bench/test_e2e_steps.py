@@ -11,7 +11,7 @@ import torch
 from bench import command_line, e2e_steps, steps
 from bench.e2e_steps import kind_of
 from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
-from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.gemm.layer.compile import LayerProductsSpec
 
 SMALL = StepModel("small", 3, 128, 128, 4, 2, head_dim=64)
 

@@ -8,7 +8,7 @@ from bench import kernels, options
 from bench.options import Option
 from bench.timing import Clock, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.formats.kv import FORMATS
 from cute_kernels.runtime.cache import using
 from tests.launchers import RecordingCache, recording
 

@@ -16,11 +16,11 @@ from bench.linear_peers import LinearPeer, cublas_name
 from bench.report import INVARIANT
 from bench.suites import WrongOutput
 from bench.timing import Clock, Protocol, Timing, ticking
-from cute_kernels.linear import quantized_linear as product
-from cute_kernels.linear.compile import shipped_specs
+from cute_kernels.gemm import quantized_linear as product
+from cute_kernels.gemm.compile import shipped_specs
+from cute_kernels.gemm.tuning.command import weight_format
+from cute_kernels.gemm.tuning.linear import Format
 from cute_kernels.runtime.tuned import shipped_tables
-from cute_kernels.tuning.command import weight_format
-from cute_kernels.tuning.linear import Format
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")

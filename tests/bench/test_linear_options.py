@@ -12,8 +12,8 @@ from bench import linear_options
 from bench.linear_options import INPUT, INVARIANT, RESIDUAL, Layer, LinearOptions
 from bench.suites import WrongOutput
 from cute_kernels import NormedRows
+from cute_kernels.gemm.tuning.linear import Format
 from cute_kernels.norm.config import MAX_COLUMNS
-from cute_kernels.tuning.linear import Format
 
 LAYER = Layer(128, 256, 3)
 

@@ -16,12 +16,12 @@ from bench.moe import Inputs, Layer, MoeModel, MoeShape, make_weights
 from bench.moe_peers import PEERS, Calls, MoePeer, Routed
 from bench.suites import WrongOutput
 from cute_kernels.families import shipped_specs
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe import fused_moe
-from cute_kernels.moe.layer import moe_plan_of
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.experts.layer import moe_plan_of
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime.tuned import shipped_tables
-from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU, products_needed_by
 
 SMALL = MoeModel("small", 4, 2, 128, 256)

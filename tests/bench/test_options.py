@@ -13,7 +13,7 @@ from bench.append import AppendShape
 from bench.options import PLACES, Option
 from bench.timing import Clock, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
-from cute_kernels.kv_formats import CHANNEL_BLOCKS, FORMATS
+from cute_kernels.formats.kv import CHANNEL_BLOCKS, FORMATS
 
 SHAPE = DecodeShape(2, seq_len=64, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 

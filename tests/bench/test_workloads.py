@@ -10,7 +10,7 @@ from bench.peers import relative_error
 from bench.suites import TOLERANCE, reference_rows
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.kv_formats import CHANNEL_BLOCKS, FORMATS, format_of
+from cute_kernels.formats.kv import CHANNEL_BLOCKS, FORMATS, format_of
 
 
 def test_cache_bytes_are_the_published_ones():

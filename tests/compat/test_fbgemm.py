@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 
 HEAD_DIM = 128
 

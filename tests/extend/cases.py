@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.extend import append_and_extend, extend_attention, ops, pack_tree_mask, plan
-from cute_kernels.extend.policies import has_channel_scales, has_token_scale
-from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.attention.extend import append_and_extend, extend_attention, ops, pack_tree_mask, plan
+from cute_kernels.attention.extend.policies import has_channel_scales, has_token_scale
+from cute_kernels.attention.extend.reference import extend_attention_reference
+from cute_kernels.formats.kv import KvFormat, format_of
 from tests.attention import cases as decode_cases
 from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
 

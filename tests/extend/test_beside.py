@@ -14,17 +14,17 @@ import pytest
 pytest.importorskip("cutlass")
 
 
+from cute_kernels.attention.extend import beside
+from cute_kernels.attention.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
+from cute_kernels.attention.extend.call import make_call as check_call
+from cute_kernels.attention.extend.memory import Pages, Source
+from cute_kernels.attention.extend.plan import problem_of
+from cute_kernels.attention.extend.policies import TILE_WORDS_AT
+from cute_kernels.attention.extend.progress import BLOCK_BYTES, NOTHING, Progress
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_beside
+from cute_kernels.attention.extend.unpack import UnpackLengths, UnpackTarget
 from cute_kernels.attention.features import Features
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend import beside
-from cute_kernels.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
-from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.memory import Pages, Source
-from cute_kernels.extend.plan import problem_of
-from cute_kernels.extend.policies import TILE_WORDS_AT
-from cute_kernels.extend.progress import BLOCK_BYTES, NOTHING, Progress
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside
-from cute_kernels.extend.unpack import UnpackLengths, UnpackTarget
 from simulator import LANES, Altered, Int32, Int64, Lanes, Scheduler, Uint32, Warp, running
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import LENGTHS, Q_LENS, Unpacked, _rows

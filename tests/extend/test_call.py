@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.extend import extend_attention, pack_tree_mask
+from cute_kernels.attention.extend import extend_attention, pack_tree_mask
 from tests.extend.cases import fused, make_call
 
 CALL = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16)

@@ -12,17 +12,17 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.extend.arguments import attention_arguments
+from cute_kernels.attention.extend.call import make_call as check_call
+from cute_kernels.attention.extend.compile import CAUSAL_PAGES
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.plan import check_alignment, problem_of
+from cute_kernels.attention.extend.policies import cannot_read
+from cute_kernels.attention.extend.queries import QueryLoader
+from cute_kernels.attention.extend.results import ResultWriter
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend.arguments import attention_arguments
-from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.compile import CAUSAL_PAGES
-from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.plan import check_alignment, problem_of
-from cute_kernels.extend.policies import cannot_read
-from cute_kernels.extend.queries import QueryLoader
-from cute_kernels.extend.results import ResultWriter
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from simulator import LANES, Float32, Int32, Int64, Uint32, Warp, running
 from simulator.registers import halves
 from tests.extend.cases import Call, make_call

@@ -10,10 +10,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
-from cute_kernels.extend.policies import (
+from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
+from cute_kernels.attention.extend.policies import (
     GROUP_TOKENS,
     MMA_WARPS,
     MOST_COLUMNS,
@@ -26,7 +24,7 @@ from cute_kernels.extend.policies import (
     Queries,
     UnpackedKeys,
 )
-from cute_kernels.extend.schedule import (
+from cute_kernels.attention.extend.schedule import (
     ExtendProblem,
     choose,
     choose_beside,
@@ -35,6 +33,8 @@ from cute_kernels.extend.schedule import (
     choose_unpacked,
     key_rows_of,
 )
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden

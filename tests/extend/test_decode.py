@@ -11,17 +11,17 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.extend import powers
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.decode import RowRuns, TileWriter
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.attention.extend.policies import SLAB_COLUMNS
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.softmax import Softmax, TileScale
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend import powers
-from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.decode import RowRuns, TileWriter
-from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
-from cute_kernels.extend.policies import SLAB_COLUMNS
-from cute_kernels.extend.schedule import ExtendProblem, choose
-from cute_kernels.extend.softmax import Softmax, TileScale
-from cute_kernels.kv_formats import format_pair
+from cute_kernels.formats.kv import format_pair
 from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted

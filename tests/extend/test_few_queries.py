@@ -10,10 +10,10 @@ import torch
 from cute_kernels import decode_attention
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import make_call as check_call
-from cute_kernels.extend import few_queries
-from cute_kernels.extend.arguments import ATTENTION
-from cute_kernels.extend.schedule import DECODE_ROWS
-from cute_kernels.kv_formats import format_of
+from cute_kernels.attention.extend import few_queries
+from cute_kernels.attention.extend.arguments import ATTENTION
+from cute_kernels.attention.extend.schedule import DECODE_ROWS
+from cute_kernels.formats.kv import format_of
 from tests.launchers import recording
 
 BATCH, HEADS, KV_HEADS = 40, 8, 2

@@ -12,14 +12,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.extend import fp8, queries
+from cute_kernels.attention.extend.compile import CAUSAL_PAGES
+from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
+from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_fp8
+from cute_kernels.attention.extend.softmax import LOWEST, Rows, Softmax
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend import fp8, queries
-from cute_kernels.extend.compile import CAUSAL_PAGES
-from cute_kernels.extend.policies import WARPGROUP_ROWS
-from cute_kernels.extend.queries import WARP_ROWS, QueryLoader
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8
-from cute_kernels.extend.softmax import LOWEST, Rows, Softmax
 from simulator import LANES, Float32, Int32, Meanings, Uint32, Warp, running, stand_in
 from simulator.registers import elements, from_halves, halves
 

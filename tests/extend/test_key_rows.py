@@ -11,19 +11,19 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.extend.key_rows import codes, multiply
+from cute_kernels.attention.extend.key_rows.codes import rows_of
+from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
+from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
+from cute_kernels.attention.extend.key_rows.queries import QueryWriter
+from cute_kernels.attention.extend.key_rows.results import sum_index
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.attention.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.attention.features import Features
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.key_rows import codes, multiply
-from cute_kernels.extend.key_rows.codes import rows_of
-from cute_kernels.extend.key_rows.copies import RawRowProducer
-from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
-from cute_kernels.extend.key_rows.queries import QueryWriter
-from cute_kernels.extend.key_rows.results import sum_index
-from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
-from cute_kernels.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
-from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
-from cute_kernels.kv_formats import format_pair
+from cute_kernels.formats.kv import format_pair
 from simulator import LANES, Altered, Float32, Int32, Int64, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call

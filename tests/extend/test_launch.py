@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.attention.features import PLAIN
-from cute_kernels.extend import extend_attention, ops, ragged
-from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK, attention_arguments
-from cute_kernels.extend.call import make_call
-from cute_kernels.extend.plan import make_plan, problem_of, specs_of
-from cute_kernels.extend.policies import COUNTER_WORDS
-from cute_kernels.extend.ragged import ragged_attention
-from cute_kernels.extend.schedule import (
+from cute_kernels.attention.extend import extend_attention, ops, ragged
+from cute_kernels.attention.extend.arguments import ATTENTION, COMBINE, UNPACK, attention_arguments
+from cute_kernels.attention.extend.call import make_call
+from cute_kernels.attention.extend.plan import make_plan, problem_of, specs_of
+from cute_kernels.attention.extend.policies import COUNTER_WORDS
+from cute_kernels.attention.extend.ragged import ragged_attention
+from cute_kernels.attention.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
@@ -22,7 +21,8 @@ from cute_kernels.extend.schedule import (
     queries_to_unpack_beside,
     queries_to_unpack_for,
 )
-from cute_kernels.kv_formats import format_of
+from cute_kernels.attention.features import PLAIN
+from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
 from tests.observed import calls_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows
+from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_key_rows
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.resources import cubins_in, find_tool
 

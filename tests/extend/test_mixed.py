@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.extend import mixed, mixed_attention
+from cute_kernels.attention.extend import mixed, mixed_attention
 from cute_kernels.runtime.gpu import standing_in
 from tests.extend.cases import make_call
 from tests.launchers import cpu_as_gpu

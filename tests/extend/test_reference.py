@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.formats.kv import format_of, format_pair
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
 
 Q_LENS, LENGTHS = [13, 0, 1, 6, 25, 3], [70, 5, 12, 6, 30, 0]

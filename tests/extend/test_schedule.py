@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
-from cute_kernels.extend.schedule import (
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
+from cute_kernels.attention.extend.schedule import (
     ExtendProblem,
     choose,
     choose_key_rows,
@@ -26,6 +25,7 @@ from cute_kernels.extend.schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
+from cute_kernels.attention.features import Features
 from tests.extend.cases import FORMATS, UNPACKED
 
 

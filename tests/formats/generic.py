@@ -20,13 +20,13 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat
 from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowPrologue, row_alignment, team_lanes
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from simulator import Warp
 from tests import golden

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from cute_kernels import kv_formats
-from cute_kernels.kv_formats import ALIASES, FORMATS, KvFormat, format_of, register, registry
+from cute_kernels.formats import kv as kv_formats
+from cute_kernels.formats.kv import ALIASES, FORMATS, KvFormat, format_of, register, registry
 from layouts.kv.int4 import Int4Row
 from tests.formats.generic import KvFormatTests
 

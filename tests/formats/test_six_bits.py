@@ -16,10 +16,10 @@ pytest.importorskip("cutlass", reason="the format's device code is written in nv
 
 from cutlass import Float32, Uint32
 
+from cute_kernels.attention.extend import extend_attention
 from cute_kernels.device import numbers, ptx
-from cute_kernels.extend import extend_attention
+from cute_kernels.formats.kv import DecodeReader, KvFormat, modules_of, register, sources_of
 from cute_kernels.kv_cache.rows import MAGIC, MAGIC_VALUE, ScaledRow
-from cute_kernels.kv_formats import DecodeReader, KvFormat, modules_of, register, sources_of
 from layouts.kv.format import Field, KvRow, bytes_of, check_part, check_positive_int, finite, reinterpret
 from layouts.kv.scaled import DIVISION_SLACK, FP32_MAX
 from tests.formats.generic import KvFormatTests, random_cache

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cute_kernels import families
-from cute_kernels.linear.portable.compile import PortableSpec
-from cute_kernels.linear.portable.schedule import example_configs
+from cute_kernels.gemm.portable.compile import PortableSpec
+from cute_kernels.gemm.portable.schedule import example_configs
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
 from cute_kernels.runtime.resources import KernelResources, resource_report, short_name

@@ -38,8 +38,8 @@ def inventory() -> Wanted:
     if hasattr(golden, "inventory"):
         return golden.inventory()
     from cute_kernels import families
-    from cute_kernels.linear.portable.compile import PortableSpec
-    from cute_kernels.linear.portable.schedule import example_configs
+    from cute_kernels.gemm.portable.compile import PortableSpec
+    from cute_kernels.gemm.portable.schedule import example_configs
 
     found: Wanted = [(spec, golden.ARCH) for spec in families.shipped_specs()]
     return found + [(PortableSpec(item), arch) for item in example_configs() for arch in golden.PORTABLE_ARCHS]

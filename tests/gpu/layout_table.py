@@ -8,7 +8,7 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight
-from cute_kernels.linear import linear_reference, quantized_linear
-from cute_kernels.linear.reference import prepare_input
+from cute_kernels.gemm import linear_reference, quantized_linear
+from cute_kernels.gemm.reference import prepare_input
 from tests.gpu.test_linear import CUDA, is_rounded
 from tests.linear.cases import known, problem_of
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.moe import fused_moe, grouped_linear_reference
-from cute_kernels.moe.reference import combine_reference, route_reference
-from cute_kernels.moe.tuned import chosen
-from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.experts import fused_moe, grouped_linear_reference
+from cute_kernels.gemm.experts.reference import combine_reference, route_reference
+from cute_kernels.gemm.experts.tuned import chosen
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from tests.gpu.specs import GPU
 from tests.gpu.test_moe import CUDA, problem
 from tests.linear.cases import known

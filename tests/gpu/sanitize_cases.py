@@ -21,30 +21,30 @@ from bench.peers import relative_error
 from cute_kernels import append_and_decode, quantized_layer, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.extend.call import make_call as check_extend_call
+from cute_kernels.attention.extend.compile import ExtendSpec, UnpackSpec
+from cute_kernels.attention.extend.plan import combine_spec, configs_of, key_rows_for
+from cute_kernels.attention.extend.schedule import choose_beside, choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
-from cute_kernels.extend.call import make_call as check_extend_call
-from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
-from cute_kernels.extend.plan import combine_spec, configs_of, key_rows_for
-from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_unpacked
+from cute_kernels.gemm.compile import spec_of, specs_of
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm
+from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
+from cute_kernels.gemm.layer.compile import LayerProductsSpec
+from cute_kernels.gemm.layer.config import config_for
+from cute_kernels.gemm.plan import ACTIVATIONS, MOST_ROWS, OUT_KINDS, factored, make_tile_plan
+from cute_kernels.gemm.reference import activate
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
+from cute_kernels.gemm.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.gemm.wgmma.factored_limbs_config import FactoredLimbsConfig
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
+from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
-from cute_kernels.layer_products.compile import LayerProductsSpec
-from cute_kernels.layer_products.config import config_for
-from cute_kernels.linear.compile import spec_of, specs_of
-from cute_kernels.linear.deferred_choice import config_beside_a_norm
-from cute_kernels.linear.plan import ACTIVATIONS, MOST_ROWS, OUT_KINDS, factored, make_tile_plan
-from cute_kernels.linear.reference import activate
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
-from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
-from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
-from cute_kernels.linear.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
-from cute_kernels.linear.wgmma.shares_config import SharesWgmma
-from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec

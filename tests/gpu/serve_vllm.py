@@ -275,9 +275,9 @@ def resident_bytes() -> int:
 def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]) -> None:
     """What a scenario gave, the attention that served it, and what the plugin replaced go to ``keep``, before the
     engine is shut down: one that does not end well has served all the same."""
+    from cute_kernels.gemm import deferred
+    from cute_kernels.gemm.layer import call as layer_call
     from cute_kernels.integrations.vllm import fusion, mla, plugin
-    from cute_kernels.layer_products import call as layer_call
-    from cute_kernels.linear import deferred
 
     fusion._said.clear()
     deferred.deferred_plan_of.cache_clear()

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cute_kernels.arguments
+from cute_kernels.formats.kv import HEAD_DIMS
 from cute_kernels.kv_cache import Rope, YarnScaling, append_kv, ops
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
-from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.host_cost import host_us
 from tests.gpu.specs import append_specs

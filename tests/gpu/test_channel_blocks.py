@@ -13,11 +13,11 @@ from cute_kernels.attention.call import make_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import Rope, append_kv
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_cache.compile import AppendSpec, FillSpec
 from cute_kernels.kv_cache.config import AppendConfig, FillConfig, RowPrologue, WrittenRows
-from cute_kernels.kv_formats import WAITING, format_of
 from cute_kernels.runtime import KernelSpec
 from layouts.kv.channel_blocks import TAIL_TOKENS
 from tests.attention.channel_cases import KEYS, attention, make_cached

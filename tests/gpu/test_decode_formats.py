@@ -17,7 +17,7 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many
 from cute_kernels.runtime.composed import changed
 from tests.attention.cases import Q_DTYPES, TOLERANCE, relative_errors

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from cute_kernels import append_kv, decode_attention
+from cute_kernels.attention.extend import mixed_attention, ops
+from cute_kernels.attention.extend.call import make_call as check_call
+from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
+from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend.plan import configs_of, problem_of
+from cute_kernels.attention.extend.policies import UnpackConfig
+from cute_kernels.attention.extend.schedule import choose, choose_beside, choose_fp8, choose_unpacked
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
-from cute_kernels.extend import mixed_attention, ops
-from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.plan import configs_of, problem_of
-from cute_kernels.extend.policies import UnpackConfig
-from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choose_unpacked
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
 from tests.extend import cases

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.compile import CombineSpec, ExtendSpec
-from cute_kernels.extend.config import CombineConfig
-from cute_kernels.extend.plan import configs_of
-from cute_kernels.extend.policies import has_channel_scales, has_token_scale
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.attention.extend.call import make_call as check_call
+from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec
+from cute_kernels.attention.extend.config import CombineConfig
+from cute_kernels.attention.extend.plan import configs_of
+from cute_kernels.attention.extend.policies import has_channel_scales, has_token_scale
+from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import Call as DecodeCall
 from tests.extend.cases import FORMATS, Call, make_call

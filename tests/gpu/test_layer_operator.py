@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.layer_products import call as layer_call
-from cute_kernels.layer_products import operator
+from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.layer import operator
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import test_linear_layer as layers
@@ -75,7 +75,7 @@ def test_a_traced_one_has_the_same_bits():
     given = arguments(layer)
 
     def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, qkv = torch.ops.cute_kernels.layer_products(x, residual, *given[2:])
+        rows, qkv = torch.ops.cute_kernels.gemm.layer(x, residual, *given[2:])
         return rows, qkv * 2
 
     want = operator.layer_products(*given)

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from cute_kernels import rms_norm
-from cute_kernels.linear.compile import LinearSpec
-from cute_kernels.linear.compile import spec_of as spec_of_config
-from cute_kernels.linear.inputs.compile import InputRowsSpec
-from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
-from cute_kernels.linear.inputs.launch import input_rows
-from cute_kernels.linear.ops import apply
-from cute_kernels.linear.plan import make_plan
-from cute_kernels.linear.reference import linear_reference, prepare_input
-from cute_kernels.linear.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
-from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.compile import LinearSpec
+from cute_kernels.gemm.compile import spec_of as spec_of_config
+from cute_kernels.gemm.inputs.compile import InputRowsSpec
+from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.inputs.launch import input_rows
+from cute_kernels.gemm.ops import apply
+from cute_kernels.gemm.plan import make_plan
+from cute_kernels.gemm.reference import linear_reference, prepare_input
+from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec
+from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known, problem_of
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
-from cute_kernels.linear import deferred_ops
-from cute_kernels.linear.compile import spec_of, specs_of
-from cute_kernels.linear.deferred import DeferredParts, leaves_norm
-from cute_kernels.linear.deferred_choice import config_beside_a_norm
-from cute_kernels.linear.reference import activate
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
+from cute_kernels.gemm import deferred_ops
+from cute_kernels.gemm.compile import spec_of, specs_of
+from cute_kernels.gemm.deferred import DeferredParts, leaves_norm
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm
+from cute_kernels.gemm.reference import activate
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, is_rounded

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, quantized_layer
-from cute_kernels.layer_products import call as layer_call
-from cute_kernels.layer_products.call import LayerCall, LayerRows
-from cute_kernels.layer_products.compile import LayerProductsSpec
-from cute_kernels.layer_products.config import config_for
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.deferred_choice import deferred
+from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.layer.call import LayerCall, LayerRows
+from cute_kernels.gemm.layer.compile import LayerProductsSpec
+from cute_kernels.gemm.layer.config import config_for
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back

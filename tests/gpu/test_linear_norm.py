@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cute_kernels import quantized_linear, rms_norm
-from cute_kernels.linear import NormedRows, quantize_weight
-from cute_kernels.linear.compile import spec_of, specs_of
-from cute_kernels.linear.plan import factored, factored_plan_of
-from cute_kernels.linear.reference import activate
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
-from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
-from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.gemm import NormedRows, quantize_weight
+from cute_kernels.gemm.compile import spec_of, specs_of
+from cute_kernels.gemm.plan import factored, factored_plan_of
+from cute_kernels.gemm.reference import activate
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.gemm.wgmma.factored_limbs_config import FactoredLimbsConfig
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product

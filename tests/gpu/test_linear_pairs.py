@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
-from cute_kernels.linear.wgmma.results import Dsmem
-from cute_kernels.linear.wgmma.schedule import TileSchedule, tile_schedules
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
+from cute_kernels.gemm.wgmma.results import Dsmem
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import CUDA, activations, check_epilogues

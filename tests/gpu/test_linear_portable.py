@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.launch import launch
-from cute_kernels.linear.plan import make_tile_plan
-from cute_kernels.linear.portable.compile import PortableSpec
-from cute_kernels.linear.portable.config import PortableConfig
-from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
-from cute_kernels.linear.reference import linear_reference, out_features
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
+from cute_kernels.gemm.launch import launch
+from cute_kernels.gemm.plan import make_tile_plan
+from cute_kernels.gemm.portable.compile import PortableSpec
+from cute_kernels.gemm.portable.config import PortableConfig
+from cute_kernels.gemm.portable.schedule import make_portable_schedule, portable_schedules
+from cute_kernels.gemm.reference import linear_reference, out_features
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma.mainloops import PortableMmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, FORMATS, TOLERANCE, activations, assert_near, every_format
 from tests.linear.cases import Known, known, problem_of

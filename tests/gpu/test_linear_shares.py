@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
-from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.schedule import (
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
+from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma.schedule import (
     ROUND_SHAPES,
     TileSchedule,
     range_configs,
@@ -22,7 +22,7 @@ from cute_kernels.linear.wgmma.schedule import (
     tile_configs,
     tile_schedules,
 )
-from cute_kernels.linear.wgmma.shares_config import SharesWgmma
+from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, TOLERANCE, activations, assert_near
 from tests.gpu.test_linear_wgmma import check_sums, launch

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
-from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import invariant
-from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
-from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.invariant import DSMEM_PARTS
-from cute_kernels.linear.wgmma.long_config import LongWgmma
-from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
-from cute_kernels.linear.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
-from cute_kernels.linear.wgmma.schedule import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
+from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import invariant
+from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec
+from cute_kernels.gemm.wgmma.config import LimbBlocksConfig
+from cute_kernels.gemm.wgmma.invariant import DSMEM_PARTS
+from cute_kernels.gemm.wgmma.long_config import LongWgmma
+from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
+from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
+from cute_kernels.gemm.wgmma.schedule import (
     BETWEEN_SHAPES,
     MOST_WIDE_ROWS,
     WIDE_CLUSTER,
@@ -33,7 +34,6 @@ from cute_kernels.linear.wgmma.schedule import (
 )
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
-from cute_kernels.weight_formats import integers
 from tests.gpu.test_linear import (
     CUDA,
     TOLERANCE,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
+from cute_kernels.mla.cache import append_mla, plan, quantize_mla_kv
+from cute_kernels.mla.cache.call import AppendMlaCall
+from cute_kernels.mla.cache.compile import WriteSpec
+from cute_kernels.mla.cache.config import WriteConfig
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla, plan, quantize_mla_kv
-from cute_kernels.mla_cache.call import AppendMlaCall
-from cute_kernels.mla_cache.compile import WriteSpec
-from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.runtime import arch_of, load_many
 from tests.mla_cache.cases import DTYPES, ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 

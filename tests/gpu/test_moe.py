@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.config import BF16, FP32, NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import LimbRowsSpec
-from cute_kernels.linear.wgmma.config import LimbRowsConfig
-from cute_kernels.linear.wgmma.mainloops import MmaSync
-from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
-from cute_kernels.moe.compile import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.config import BF16, FP32, NO_ACTIVATION, SWIGLU
+from cute_kernels.gemm.experts import fused_moe, grouped_linear, ops, plan
+from cute_kernels.gemm.experts.compile import (
     CombineSpec,
     GatherSpec,
     GroupedWgmmaSpec,
@@ -27,9 +22,9 @@ from cute_kernels.moe.compile import (
     layer_specs,
     spec_of,
 )
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.launch import addresses_of, launch_routing
-from cute_kernels.moe.layer import (
+from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.launch import addresses_of, launch_routing
+from cute_kernels.gemm.experts.layer import (
     OUT_KINDS,
     AssignedMoePlan,
     SortedMoePlan,
@@ -38,19 +33,24 @@ from cute_kernels.moe.layer import (
     moe_plan_of,
     sorted_plans,
 )
-from cute_kernels.moe.plan import AssignedPlan, GroupedPlan, LimbsPlan, RangePlan, TilesPlan, make_product_plan
-from cute_kernels.moe.ranges import schedule as ranges
-from cute_kernels.moe.ranges.config import ROUND_EXPERTS, ROUNDS
-from cute_kernels.moe.ranges.schedule import SHAPES as RANGE_SHAPES
-from cute_kernels.moe.ranges.schedule import RangeLayout
-from cute_kernels.moe.reference import grouped_linear_reference, route_reference
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of, modelled
-from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.experts.plan import AssignedPlan, GroupedPlan, LimbsPlan, RangePlan, TilesPlan, make_product_plan
+from cute_kernels.gemm.experts.ranges import schedule as ranges
+from cute_kernels.gemm.experts.ranges.config import ROUND_EXPERTS, ROUNDS
+from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
+from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.tuned import GroupedCandidate, candidates, key_of, modelled
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
+from cute_kernels.gemm.plan import ACTIVATIONS, DTYPES
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.tuned import Choice, TunedTable
-from cute_kernels.weight_formats import integers
 from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu

@@ -12,19 +12,19 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.linear.experts import ExpertsForm, PackedExperts
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe import fused_moe
-from cute_kernels.moe.compile import spec_of
-from cute_kernels.moe.launch import addresses_of
-from cute_kernels.moe.layer import AssignedMoePlan, SortedMoePlan, make_moe_plan, moe_plan_of, sorted_plans
-from cute_kernels.moe.plan import AssignedIds, make_assigned_plan
-from cute_kernels.moe.ranges import schedule as ranges
-from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS
-from cute_kernels.moe.ranges.schedule import RangeLayout, among_assignments
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.experts.compile import spec_of
+from cute_kernels.gemm.experts.launch import addresses_of
+from cute_kernels.gemm.experts.layer import AssignedMoePlan, SortedMoePlan, make_moe_plan, moe_plan_of, sorted_plans
+from cute_kernels.gemm.experts.plan import AssignedIds, make_assigned_plan
+from cute_kernels.gemm.experts.ranges import schedule as ranges
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, among_assignments
+from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
+from cute_kernels.gemm.plan import ACTIVATIONS, OUT_KINDS
+from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
-from cute_kernels.weight_formats import integers
 from tests.gpu.compiled import assert_replays, compiled
 from tests.gpu.specs import products_needed_by
 from tests.gpu.test_moe import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.moe import fused_moe, grouped_linear
+from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_one_graph_serves, assert_replays, compiled
 from tests.gpu.moe_forms import (

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import GroupedWgmmaSpec
-from cute_kernels.moe.layer import MoePlan, ids_of_products, make_moe_plan, sorted_plans
-from cute_kernels.moe.plan import make_entry_plan, problem_of
-from cute_kernels.moe.reference import route_reference
-from cute_kernels.moe.wgmma.entry_config import entry_tiles
-from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.experts import fused_moe, grouped_linear
+from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec
+from cute_kernels.gemm.experts.layer import MoePlan, ids_of_products, make_moe_plan, sorted_plans
+from cute_kernels.gemm.experts.plan import make_entry_plan, problem_of
+from cute_kernels.gemm.experts.reference import route_reference
+from cute_kernels.gemm.experts.wgmma.entry_config import entry_tiles
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import compiled
 from tests.gpu.moe_forms import BF16, FP16, LAYER_TOLERANCE, Form, numbers

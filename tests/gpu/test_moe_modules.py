@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
-from cute_kernels.linear.experts import quantize_experts
-from cute_kernels.moe import fused_moe
+from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.packed_experts import quantize_experts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_one_graph_serves, assert_replays, captured, compiled
 from tests.gpu.moe_forms import (

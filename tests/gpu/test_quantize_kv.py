@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cute_kernels.formats.kv import HEAD_DIMS, format_of
 from cute_kernels.kv_cache import dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
-from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from cute_kernels.runtime import arch_of, load_many
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode, fused_moe, quantized_linear
+from cute_kernels.gemm.wgmma.schedule import range_configs, schedule_of
 from cute_kernels.kv_cache import Rope
-from cute_kernels.linear.wgmma.schedule import range_configs, schedule_of
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.runtime import gpu
 from cute_kernels.runtime.workspace import COUNTERS, POOL, WorkspacePool

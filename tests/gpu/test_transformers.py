@@ -17,13 +17,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import quantize_model
+from cute_kernels.gemm import deferred
+from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.integrations.transformers import accelerated as own_generate
 from cute_kernels.integrations.transformers import deferral
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
-from cute_kernels.layer_products import call as layer_call
-from cute_kernels.linear import deferred
 from tests.gpu import same_tokens
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS

@@ -17,11 +17,11 @@ ROWS = (1, 5, 40)
 @pytest.fixture(scope="module", autouse=True)
 def kernels(request: pytest.FixtureRequest):
     """Kernels of the layers of chosen tests, compiled side by side where they are not there yet."""
+    from cute_kernels.formats.weights import integers
+    from cute_kernels.gemm.packed_experts import ExpertsForm
+    from cute_kernels.gemm.weight import padded_shape
     from cute_kernels.integrations.vllm import expert_kernels, prepare
     from cute_kernels.integrations.vllm.linear import Form
-    from cute_kernels.linear.experts import ExpertsForm
-    from cute_kernels.linear.weight import padded_shape
-    from cute_kernels.weight_formats import integers
 
     gpu, num_sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
@@ -74,8 +74,8 @@ def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
 
 @pytest.mark.parametrize("form", layers.CHECKPOINTS[:3], ids=str)
 def test_rows_in_between_run_kernels_that_are_ready(form):
-    from cute_kernels.linear.compile import specs_of
-    from cute_kernels.linear.served import schedule_for
+    from cute_kernels.gemm.compile import specs_of
+    from cute_kernels.gemm.served import schedule_for
     from cute_kernels.runtime import arch_of, default_cache
 
     layer = layers.make(form, "cuda")

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.launch import launch
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.portable.schedule import make_portable_schedule
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.weight import PackedWeight, padded_shape
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import MmaSync
+from cute_kernels.formats.weights import IntegerFormat, WeightFormat, registered_formats
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.launch import launch
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.portable.schedule import make_portable_schedule
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.weight import PackedWeight, padded_shape
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.weight_formats import IntegerFormat, WeightFormat, registered_formats
 from tests.gpu.specs import GPU, products_needed_by
 from tests.weight_formats import codebook
 

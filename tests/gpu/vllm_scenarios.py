@@ -21,14 +21,14 @@ from unittest import mock
 
 import torch
 
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelSpec, wanted
 from cute_kernels.runtime.gpu import GPU as DEVICE
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from cute_kernels.weight_formats import integers
 from tests.gpu.specs import ARCH, GPU, NUM_SMS
 
 VOCABULARY = 2048

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cute_kernels import QuantizedLinear, quantize_model
+from cute_kernels.gemm.slices import slice_inputs
 from cute_kernels.integrations.transformers.calibrate import calibrate_cache, gather_moments
 from cute_kernels.integrations.transformers.inputs import StepInputs
-from cute_kernels.linear.slices import slice_inputs
 from tests.integrations.architectures import DECODERS
 from tests.integrations.test_accelerate import PROMPT
 

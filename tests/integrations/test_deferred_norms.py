@@ -15,10 +15,10 @@ from torch import nn
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import NormedRows, quantized_linear, rms_norm
+from cute_kernels.gemm import deferred
 from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import Product, Sum
 from cute_kernels.integrations.transformers.norms import deferred_norm_of, with_deferred_norm
-from cute_kernels.linear import deferred
 from tests.integrations.test_fused_blocks import (
     IDS,
     LEFT_PADDED,

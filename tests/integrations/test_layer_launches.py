@@ -15,11 +15,11 @@ import torch
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import NormedRows
+from cute_kernels.gemm.deferred import left_to_next
+from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product
-from cute_kernels.layer_products import call as layer_call
-from cute_kernels.linear.deferred import left_to_next
 from tests.integrations.test_deferred_norms import CHANGES, FUSED, Steps, assert_hidden_states, left
 from tests.integrations.test_fused_blocks import IDS, built, ordered_llama, relative_error
 from tests.observed import calls_of

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cute_kernels.formats.kv import FORMATS
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache, turns
-from cute_kernels.kv_formats import FORMATS
 from tests.integrations.llamas import small_llama
 
 VOCABULARY = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.formats.kv import format_of
 from layouts.kv.format import adversarial_rows
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from cute_kernels.formats.kv import FORMATS, KvFormat, format_of, format_pair
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference, places, shaped_scale, transform
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import FORMATS, KvFormat, format_of, format_pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POISON = 0xA5  # what caches hold before the append

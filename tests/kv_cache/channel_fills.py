@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import channel_blocks as host
-from cute_kernels.kv_formats import format_of
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
 KEYS = format_of("int4_channel32")

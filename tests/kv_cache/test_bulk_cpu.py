@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.reference import shaped_scale
-from cute_kernels.kv_formats import format_of
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
 from tests.tensors import among_others
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.formats.kv import HEAD_DIMS, format_of
 from cute_kernels.kv_cache import CacheTransform, quantize_kv
 from cute_kernels.kv_cache.bulk_ops import half_of, row_blocks
 from cute_kernels.kv_cache.config import BulkConfig, RowTransform, row_alignment, row_transform_of, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
-from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from simulator import Float32, Gpu, running
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES

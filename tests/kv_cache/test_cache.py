@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_kernels import kv_cache
+from cute_kernels.formats.kv import FORMATS, format_of
 from cute_kernels.kv_cache import KVCache, OutOfPagesError, compute_kv_scale
-from cute_kernels.kv_formats import FORMATS, format_of
 from tests.kv_cache import oracle
 
 HEADS, DIM = 2, 64

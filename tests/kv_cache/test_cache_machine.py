@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import KVCache, OutOfPagesError
-from cute_kernels.kv_formats import format_of
 from tests.kv_cache import oracle
 
 HEADS, DIM, LAYERS, PAGES, PAGE_SIZE, MAX_SEQ_LEN, MAX_BATCH = 2, 64, 2, 7, 16, 70, 4

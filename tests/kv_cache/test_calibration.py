@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import blocks
+from cute_kernels.formats.kv import FORMATS, format_of
 from cute_kernels.kv_cache import Calibrator, compute_kv_scale
-from cute_kernels.kv_formats import FORMATS, format_of
 
 GIVEN = [name for name, form in FORMATS.items() if form.given_scale]
 HEADS, DIM = 2, 64

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import (
     KVCache,
     Moments,
@@ -21,7 +22,6 @@ from cute_kernels.kv_cache import (
 )
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_cache.config import BulkConfig
-from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native
 from layouts.kv.channel_blocks import BLOCK_TOKENS, LIMIT, ChannelBlocks
 from simulator import Gpu, Int32, Int64, running

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cute_kernels.formats.kv import FORMATS, HEAD_DIMS
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.kv_cache.config import (
     AppendConfig,
@@ -21,7 +22,6 @@ from cute_kernels.kv_cache.config import (
 )
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import FORMATS, HEAD_DIMS
 from cute_kernels.runtime.composed import changed
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.transformed import make_transform, with_transform

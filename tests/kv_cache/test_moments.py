@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cute_kernels import blocks
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache.moments import Moments, group_of
-from cute_kernels.kv_formats import format_of
 
 HEADS, GROUP, DIM = 2, 3, 64
 

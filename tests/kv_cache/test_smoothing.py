@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import check_pairs, compute_kv_scale, fold, smooth_keys
-from cute_kernels.kv_formats import format_of
 
 KV_HEADS, GROUP, DIM, HIDDEN = 2, 3, 64, 96
 

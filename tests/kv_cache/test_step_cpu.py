@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cute_kernels import append_and_decode
 from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache import KVCache, Rope
-from cute_kernels.kv_formats import format_of
 from tests.kv_cache.cases import ALL_FORMATS, Shape
 from tests.kv_cache.steps import Arguments, assert_same, make_step, run, run_separately, with_own_cache
 

@@ -9,10 +9,10 @@ import torch
 
 from cute_kernels import append_and_decode
 from cute_kernels.attention.reference import fetch
+from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.kv_cache import CacheTransform, Rope, step_ops
 from cute_kernels.kv_cache import reference as append_reference
 from cute_kernels.kv_cache.reference import shaped_scale
-from cute_kernels.kv_formats import format_of, format_pair
 from tests import observed
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step

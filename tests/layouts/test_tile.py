@@ -7,7 +7,7 @@ import pytest
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import MappedTile, tiles_of
-from cute_kernels.kv_formats import HEAD_DIMS
+from cute_kernels.formats.kv import HEAD_DIMS
 from layouts import banks
 from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, MATRIX, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, plan_tiles

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.linear.deferred import DeferredParts, NormedRows, left_to_next
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import TILE_N, PackedWeight, padded_shape
-from cute_kernels.weight_formats import WeightFormat, integers
+from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.gemm.deferred import DeferredParts, NormedRows, left_to_next
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import TILE_N, PackedWeight, padded_shape
 from layouts import transform
 from layouts.weights import hopper
 

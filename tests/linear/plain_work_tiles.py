@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from cute_kernels.linear.wgmma import tiles
-from cute_kernels.linear.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma import tiles
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
 
 def grid_of(schedule: TileSchedule) -> tiles.TileGrid:

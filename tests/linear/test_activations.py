@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import epilogue
+from cute_kernels.gemm import epilogue
 from simulator import Float32, Warp, running
 
 

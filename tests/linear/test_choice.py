@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear import plan
-from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import plan
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.wgmma.mainloops import PortableMmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
-from cute_kernels.weight_formats import integers
 from tests.launchers import RecordingCache, recording
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
-from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import RegisterWgmma, ResidentLimbs
-from cute_kernels.linear.wgmma.results import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma.compile import WgmmaSpec
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.results import (
     STORE_M,
     EarlyDsmem,
     RowCuts,
@@ -22,7 +23,7 @@ from cute_kernels.linear.wgmma.results import (
     WorkspaceSplitK,
     dsmem,
 )
-from cute_kernels.linear.wgmma.schedule import (
+from cute_kernels.gemm.wgmma.schedule import (
     BETWEEN_SHAPES,
     DSMEM_FORMS,
     candidate_configs,
@@ -31,7 +32,6 @@ from cute_kernels.linear.wgmma.schedule import (
 )
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
-from cute_kernels.weight_formats import integers
 from tests import golden
 from tests.linear import machine_code
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.packed_math import HopperMath, PortableMath
-from cute_kernels.weight_formats import integer_decode as decode
+from cute_kernels.formats.weights import integer_decode as decode
 from simulator import stand_in
 from tests.attention.warp import bf16_bits, bf16_values, elements, from_halves
 from tests.linear.warp import LinearWarp

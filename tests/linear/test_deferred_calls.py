@@ -12,13 +12,13 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_linear, quantized_linear_norm, rms_norm
-from cute_kernels.linear import deferred as host
-from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
-from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import deferred as host
+from cute_kernels.gemm.deferred_choice import deferred
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.deferred_compile import ARGUMENTS
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from tests.gpu.specs import GPU
 from tests.launchers import LOWEST_ADDRESS, given_to, recording
 from tests.linear.cases import known, problem_of, random_weight, with_parts

@@ -12,15 +12,16 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.deferred_choice import config_beside_a_norm, deferred, shipped_configs
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma import deferred_norm
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, DeferredNormConfig
-from cute_kernels.linear.wgmma.epilogue import Store
-from cute_kernels.linear.wgmma.mainloops import MmaSync, ResidentLimbs
-from cute_kernels.linear.wgmma.places import Corner
-from cute_kernels.linear.wgmma.results import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm, deferred, shipped_configs
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma import deferred_norm
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.gemm.wgmma.epilogue import Store
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, ResidentLimbs
+from cute_kernels.gemm.wgmma.places import Corner
+from cute_kernels.gemm.wgmma.results import (
     EarlyDsmem,
     RowExchange,
     SequentialSplitK,
@@ -29,8 +30,7 @@ from cute_kernels.linear.wgmma.results import (
     WorkspaceSplitK,
     dsmem,
 )
-from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine

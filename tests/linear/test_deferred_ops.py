@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_linear, rms_norm
-from cute_kernels.linear import deferred, deferred_ops, served
-from cute_kernels.linear.plan import problem_of as problem_on
+from cute_kernels.gemm import deferred, deferred_ops, served
+from cute_kernels.gemm.plan import problem_of as problem_on
 from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import default_cache
 from tests.launchers import recording

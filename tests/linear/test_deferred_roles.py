@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.deferred_choice import shipped_configs
-from cute_kernels.linear.wgmma.cluster_reduction import Partials
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, TAKES, DeferredNormConfig
-from cute_kernels.linear.wgmma.deferred_kernel import FactorWarps
-from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
-from cute_kernels.linear.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.deferred_choice import shipped_configs
+from cute_kernels.gemm.wgmma.cluster_reduction import Partials
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, TAKES, DeferredNormConfig
+from cute_kernels.gemm.wgmma.deferred_kernel import FactorWarps
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.gemm.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
 
 SM_REGISTERS = 65536
 W4 = integers(4)

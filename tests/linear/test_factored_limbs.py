@@ -11,17 +11,17 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import PackedWeight, quantized_linear, served
-from cute_kernels.linear.plan import problem_of
-from cute_kernels.linear.reference import prepare_input
-from cute_kernels.linear.wgmma import factored_limbs
-from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
-from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
-from cute_kernels.linear.wgmma.factored_limbs_launch import FactoredLimbProduct
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, SCALED
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import PackedWeight, quantized_linear, served
+from cute_kernels.gemm.plan import problem_of
+from cute_kernels.gemm.reference import prepare_input
+from cute_kernels.gemm.wgmma import factored_limbs
+from cute_kernels.gemm.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.gemm.wgmma.factored_limbs_config import FactoredLimbsConfig
+from cute_kernels.gemm.wgmma.factored_limbs_launch import FactoredLimbProduct
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, SCALED
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.gpu import standing_in
-from cute_kernels.weight_formats import integers
 from tests.attention import warp as machine
 from tests.launchers import cpu_as_gpu, recording
 from tests.linear import machine_code

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import few_rows, tiles
-from cute_kernels.linear.wgmma.schedule import limb_configs, schedule_of
-from cute_kernels.linear.work import RECIPROCAL_BITS
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import few_rows, tiles
+from cute_kernels.gemm.wgmma.schedule import limb_configs, schedule_of
+from cute_kernels.gemm.work import RECIPROCAL_BITS
 from simulator import PlainThread, stand_in
 from tests.linear import plain_work_tiles
 

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.inputs import kernel
-from cute_kernels.linear.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
-from cute_kernels.linear.reference import prepare_input
+from cute_kernels.gemm.inputs import kernel
+from cute_kernels.gemm.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
+from cute_kernels.gemm.reference import prepare_input
 from simulator import Meanings, PlainThread
 from tests.attention import warp as machine
 from tests.linear.warpgroup import WarpgroupWarp

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.linear import NormedRows, PackedWeight, checks, ops, quantized_linear
-from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.gemm import NormedRows, PackedWeight, checks, ops, quantized_linear
+from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording

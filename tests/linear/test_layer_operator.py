@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_layer
-from cute_kernels.layer_products import call as layer_call
-from cute_kernels.layer_products import operator
-from cute_kernels.layer_products.compile import SHIPPED_K
-from cute_kernels.linear import served
-from cute_kernels.linear.plan import problem_of
+from cute_kernels.gemm import served
+from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.layer import operator
+from cute_kernels.gemm.layer.compile import SHIPPED_K
+from cute_kernels.gemm.plan import problem_of
 from tests.launchers import recording
 from tests.linear.test_layer_products import layer_call as call_of
 
@@ -46,7 +46,7 @@ def test_without_kernels_it_is_the_calls_that_it_stands_for(rows: int):
 
 
 def test_it_passes_opcheck():
-    torch.library.opcheck(torch.ops.cute_kernels.layer_products.default, arguments(call_of(3)))
+    torch.library.opcheck(torch.ops.cute_kernels.gemm.layer.default, arguments(call_of(3)))
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (2, 4), (5, 4)])

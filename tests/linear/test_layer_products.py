@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_layer, quantized_linear, quantized_linear_norm
-from cute_kernels.layer_products import instructions
-from cute_kernels.layer_products import memory as memory_of
-from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
-from cute_kernels.layer_products.config import (
+from cute_kernels.gemm.layer import instructions
+from cute_kernels.gemm.layer import memory as memory_of
+from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, PRODUCTS
+from cute_kernels.gemm.layer.config import (
     EARLY_BYTES,
     EXCHANGE_WORDS,
     GROUP,
@@ -26,10 +26,10 @@ from cute_kernels.layer_products.config import (
     LayerProductsConfig,
     config_for,
 )
-from cute_kernels.layer_products.loads import Loader
-from cute_kernels.layer_products.memory import Product
-from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.layer_products.rows import PASSES, WARP_GROUPS, Rows
+from cute_kernels.gemm.layer.loads import Loader
+from cute_kernels.gemm.layer.memory import Product
+from cute_kernels.gemm.layer.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
+from cute_kernels.gemm.layer.rows import PASSES, WARP_GROUPS, Rows
 from cute_kernels.runtime.workspace import COUNTER_SLAB_WORDS
 from simulator.backend import Altered, Meanings
 from simulator.plain import stand_in

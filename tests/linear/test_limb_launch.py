@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.arguments import LIMB_ROWS
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.limb_launch import LimbProduct, LimbRows, block_rows
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, Limbs
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.arguments import LIMB_ROWS
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.limb_launch import LimbProduct, LimbRows, block_rows
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, Limbs
 from cute_kernels.runtime.gpu import standing_in
-from cute_kernels.weight_formats import integers
 from tests.launchers import cpu_as_gpu
 
 

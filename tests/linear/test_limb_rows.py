@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import limb_blocks, limb_rows
-from cute_kernels.linear.wgmma.config import LimbBlocksConfig
+from cute_kernels.gemm.wgmma import limb_blocks, limb_rows
+from cute_kernels.gemm.wgmma.config import LimbBlocksConfig
 from tests.attention.warp import LANES
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warp import LinearWarp

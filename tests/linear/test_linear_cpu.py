@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import cute_kernels
-import cute_kernels.linear as package
+import cute_kernels.gemm as package
 from cute_kernels import rms_norm
-from cute_kernels.linear import linear_reference, quantize_weight, quantized_linear
+from cute_kernels.gemm import linear_reference, quantize_weight, quantized_linear
 from tests.linear.cases import GROUPS, known
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

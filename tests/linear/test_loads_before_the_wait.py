@@ -7,16 +7,16 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.inputs.compile import InputRowsSpec
-from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
-from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.inputs.compile import InputRowsSpec
+from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec, default_cache
-from cute_kernels.weight_formats import integers
 from tests import golden
 from tests.linear import machine_code
 

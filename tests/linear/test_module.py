@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight, quantized_linear
-from cute_kernels.linear import ops
+from cute_kernels.gemm import ops
 from tests.linear.cases import known
 from tests.observed import calls_of
 

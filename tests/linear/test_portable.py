@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import numbers
-from cute_kernels.linear.portable import kernel
-from cute_kernels.linear.portable.config import PortableConfig, portable_config
-from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, tiles
-from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
-from cute_kernels.linear.wgmma.tiles import dense_scheduler
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.portable import kernel
+from cute_kernels.gemm.portable.config import PortableConfig, portable_config
+from cute_kernels.gemm.portable.schedule import make_portable_schedule, portable_schedules
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import epilogue, tiles
+from cute_kernels.gemm.wgmma.mainloops import PortableMmaSync
+from cute_kernels.gemm.wgmma.tiles import dense_scheduler
 from layouts import banks
 from simulator import Altered, Backend, PlainThread, stand_in
 from tests.attention import warp as machine

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from cute_kernels.linear.config import MMA_N
-from cute_kernels.linear.portable.compile import PortableSpec
-from cute_kernels.linear.portable.config import PortableConfig
-from cute_kernels.linear.portable.schedule import example_configs
+from cute_kernels.gemm.config import MMA_N
+from cute_kernels.gemm.portable.compile import PortableSpec
+from cute_kernels.gemm.portable.config import PortableConfig
+from cute_kernels.gemm.portable.schedule import example_configs
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import loads, places
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import tile_schedules
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import loads, places
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.schedule import tile_schedules
 from layouts.weights.hopper import TILE_BYTES
 from simulator import PlainThread
 

@@ -13,10 +13,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import kernel
-from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import kernel
+from cute_kernels.gemm.config import X_PAD, LinearConfig
+from cute_kernels.gemm.weight import PackedWeight
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight

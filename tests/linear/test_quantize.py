@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import blocks
-from cute_kernels.linear import PackedWeight, quantize_weight
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import rows_of
-from cute_kernels.weight_formats.integers import SCALE_LIMIT
+from cute_kernels.formats.weights.integers import SCALE_LIMIT
+from cute_kernels.gemm import PackedWeight, quantize_weight
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import rows_of
 from tests.linear.cases import GROUPS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -97,7 +97,7 @@ def test_scales_that_kernels_have_no_room_for_are_refused(scale, refused):
 
 
 def test_the_limit_is_what_the_decoder_has_room_for():
-    decode = pytest.importorskip("cute_kernels.weight_formats.integer_decode")
+    decode = pytest.importorskip("cute_kernels.formats.weights.integer_decode")
     factor = 2.0 ** (decode.UNIT_EXPONENT - decode.SUBNORMAL_EXPONENT)
     below = torch.tensor(SCALE_LIMIT, dtype=BF16).view(torch.int16) - 1
     assert (below.view(BF16).double() * factor).to(BF16).isfinite()

@@ -14,20 +14,20 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.quantize import quantize_weight
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.quantize import quantize_weight
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import (
     resident_kernel,
     resident_mainloop,
 )
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, EarlyDsmem, WorkspaceSplitK, dsmem
-from cute_kernels.linear.wgmma.schedule import schedule_of
-from cute_kernels.linear.wgmma.tiles import WorkTile
-from cute_kernels.weight_formats import integers
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, EarlyDsmem, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.schedule import schedule_of
+from cute_kernels.gemm.wgmma.tiles import WorkTile
 from simulator import Altered, Lanes, stand_in
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of

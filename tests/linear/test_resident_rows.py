@@ -11,13 +11,13 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import resident_rows
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
-from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.wgmma import resident_rows
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts import banks
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
 from tests.linear.limbs import GROUP, limbs_of

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import residual
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.epilogue import Store
-from cute_kernels.linear.wgmma.places import Corner
-from cute_kernels.linear.wgmma.results import StagedStore
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.wgmma import residual
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.epilogue import Store
+from cute_kernels.gemm.wgmma.places import Corner
+from cute_kernels.gemm.wgmma.results import StagedStore
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine

@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import FACTOR_ROWS, NORMED, SCALED, ResidentLimbs
-from cute_kernels.linear.wgmma.resident_schedule import with_factors
-from cute_kernels.linear.wgmma.results import dsmem
-from cute_kernels.linear.wgmma.row_factors import Factors, RowFactors
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import FACTOR_ROWS, NORMED, SCALED, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_schedule import with_factors
+from cute_kernels.gemm.wgmma.results import dsmem
+from cute_kernels.gemm.wgmma.row_factors import Factors, RowFactors
 from simulator import LANES, Int32, Uint32, Warp, running, stand_in
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

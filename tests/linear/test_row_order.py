@@ -12,17 +12,17 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import plan
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, ORDERED, ResidentLimbs
-from cute_kernels.linear.wgmma.resident_rows import STEP_ROWS, ResidentRows, room_of
-from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
-from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, dsmem
-from cute_kernels.linear.wgmma.row_order import LINE_BYTES, PLACE_BYTES
-from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import plan
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ORDERED, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_rows import STEP_ROWS, ResidentRows, room_of
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, dsmem
+from cute_kernels.gemm.wgmma.row_order import LINE_BYTES, PLACE_BYTES
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from simulator import LANES, Int32, Uint32, Warp, running
 
 X = 1 << 10

@@ -13,20 +13,20 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma import scale_pairs
-from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
-from cute_kernels.linear.wgmma.long_config import LongWgmma
-from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
-from cute_kernels.linear.wgmma.reading import StageReader
-from cute_kernels.linear.wgmma.results import WorkspaceSplitK, dsmem
-from cute_kernels.linear.wgmma.scale_pairs import ScalePairs
-from cute_kernels.linear.wgmma.scale_pairs_compile import ScalePairsSpec, has_scale_pairs
+from cute_kernels.formats.weights.integer_decode import IntegerDecoder
+from cute_kernels.formats.weights.integers import integers
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma import scale_pairs
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.gemm.wgmma.long_config import LongWgmma
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
+from cute_kernels.gemm.wgmma.reading import StageReader
+from cute_kernels.gemm.wgmma.results import WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.scale_pairs import ScalePairs
+from cute_kernels.gemm.wgmma.scale_pairs_compile import ScalePairsSpec, has_scale_pairs
 from cute_kernels.runtime import default_cache, native
-from cute_kernels.weight_formats.integer_decode import IntegerDecoder
-from cute_kernels.weight_formats.integers import integers
 from layouts.banks import report
 from simulator.backend import Altered
 from simulator.registers import LANES, Int32, from_halves, halves

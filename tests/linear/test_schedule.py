@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.architecture import HOPPER
-from cute_kernels.linear import schedule as schedules
-from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
-from cute_kernels.linear.schedule import MAX_TOKENS, LinearProblem, StreamSchedule, candidate_configs, make_schedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import schedule as schedules
+from cute_kernels.gemm.config import FEW_SEGMENTS, LinearConfig
+from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, StreamSchedule, candidate_configs, make_schedule
 from simulator import PlainThread, running
 
 FORMATS = st.tuples(
@@ -118,7 +118,7 @@ def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: StreamSc
 def epilogue_steps(
     segments: list[tuple[int, int, int, bool]], num_slices: int, num_buffers: int, has_outputs: bool
 ) -> list[tuple[str, int]]:
-    """What a warp of `cute_kernels.linear.epilogue.Epilogue.run` waits for and tells others, in its order.
+    """What a warp of `cute_kernels.gemm.epilogue.Epilogue.run` waits for and tells others, in its order.
 
     A warp has no outputs to finish if there are fewer than threads.
     """
@@ -201,7 +201,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: 
 @given(cuts())
 @settings(max_examples=100, deadline=None)
 def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
-    work = pytest.importorskip("cute_kernels.linear.work")
+    work = pytest.importorskip("cute_kernels.gemm.work")
     base, rest = divmod(schedule.total, schedule.num_groups)
     shape = work.StreamSizes(
         m=1, n=0, k=0, num_tiles=schedule.num_tiles, k_blocks=schedule.k_blocks, slice_k_blocks=schedule.slice_k_blocks,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.linear import served
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.tuned import candidates, chosen
-from cute_kernels.linear.wgmma.invariant import parts_of_k
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import served
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.tuned import candidates, chosen
+from cute_kernels.gemm.wgmma.invariant import parts_of_k
 
 GPU = "NVIDIA H200"
 READY = (1, 2, 4, 8, 16, 24, 32, 64, 128, 144, 208, 256, 384, 512, 1024, 2048)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import PackedExperts, PackedWeight, quantize_experts, quantized_linear
-from cute_kernels.linear import reorder_outputs, slice_inputs, slice_outputs
-from cute_kernels.weight_formats.integers import check_scales
+from cute_kernels.formats.weights.integers import check_scales
+from cute_kernels.gemm import reorder_outputs, slice_inputs, slice_outputs
 from tests.linear.cases import GROUPS, known
 
 FP64 = torch.float64

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.linear import deferred_choice, tuned
-from cute_kernels.linear.compile import shipped_specs, spec_of
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import candidates, chosen, chosen_by, find, key_of, modelled, problem_of, worth_measuring
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.deferred_config import GIVES
-from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
-from cute_kernels.moe import tuned as of_experts
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import deferred_choice, tuned
+from cute_kernels.gemm.compile import shipped_specs, spec_of
+from cute_kernels.gemm.experts import tuned as of_experts
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import candidates, chosen, chosen_by, find, key_of, modelled, problem_of, worth_measuring
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.deferred_config import GIVES
+from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
-from cute_kernels.weight_formats import integers
 from tests.tuned_tables import GPU, choice, no_tables, table
 
 SHIPPED = sorted(tables.SHIPPED.glob("*.json"))

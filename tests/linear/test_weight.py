@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels import blocks
-from cute_kernels.linear import PackedWeight, QuantizedLinear, quantized_linear
-from cute_kernels.linear import weight as weight_module
-from cute_kernels.linear.experts import stack_experts
-from cute_kernels.weight_formats import IntegerFormat, integers
+from cute_kernels.formats.weights import IntegerFormat, integers
+from cute_kernels.gemm import PackedWeight, QuantizedLinear, quantized_linear
+from cute_kernels.gemm import weight as weight_module
+from cute_kernels.gemm.packed_experts import stack_experts
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.launchers import recording
@@ -200,7 +200,7 @@ def test_a_bad_state_dict_is_refused_by_name(changes, message):
 
 ZEROED = integers(4, 32, True)
 BAD_FIELDS = {
-    "no format": ({"format": 4}, "format: got 4, want a WeightFormat, such as cute_kernels.weight_formats.integers"),
+    "no format": ({"format": 4}, "format: got 4, want a WeightFormat, such as cute_kernels.formats.weights.integers"),
     "zero points there are not": ({"format": ZEROED}, "zeros: got none, want some for a weight in the format w4_g32z"),
     "zero points there are": (
         {"zeros": torch.zeros(1, 2, 64).byte()},

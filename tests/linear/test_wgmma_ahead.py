@@ -14,14 +14,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.quantize import quantize_weight
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import kernel
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
-from cute_kernels.linear.wgmma.results import RowExchange
-from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.wgmma.kernel import GroupedLimbKernel
+from cute_kernels.gemm.quantize import quantize_weight
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import kernel
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
+from cute_kernels.gemm.wgmma.results import RowExchange
 from simulator import Altered, Lanes
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of

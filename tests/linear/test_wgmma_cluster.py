@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.results import RowExchange
-from cute_kernels.linear.wgmma.schedule import tile_schedules
-from cute_kernels.linear.wgmma.stages import with_stages
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import epilogue, places, reduction, tiles
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.results import RowExchange
+from cute_kernels.gemm.wgmma.schedule import tile_schedules
+from cute_kernels.gemm.wgmma.stages import with_stages
 from layouts import banks
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine

@@ -13,16 +13,16 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import Limbs, ResidentLimbs
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
-from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
-from cute_kernels.linear.wgmma.results import EarlyDsmem, dsmem
-from cute_kernels.linear.wgmma.schedule import schedule_of
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import Limbs, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.resident_kernel import START_BARRIER
+from cute_kernels.gemm.wgmma.resident_rows import CHUNK_BARRIER
+from cute_kernels.gemm.wgmma.results import EarlyDsmem, dsmem
+from cute_kernels.gemm.wgmma.schedule import schedule_of
 from simulator import Altered, Meanings, PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import places, tiles
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import Limbs, MmaSync
-from cute_kernels.linear.wgmma.results import RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
-from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
-from cute_kernels.linear.wgmma.stages import with_stages
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import places, tiles
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
+from cute_kernels.gemm.wgmma.results import RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, schedule_of
+from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread
 from tests.linear import plain_work_tiles
 

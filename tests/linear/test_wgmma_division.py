@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import M_TILE_BAND
-from cute_kernels.linear.wgmma.tiles import TileGrid
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND
+from cute_kernels.gemm.wgmma.tiles import TileGrid
 from simulator import PlainThread
 
 LARGEST = 2**31 - 1

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_kernels.linear import tuned
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import invariant
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.long_config import LONG_BLOCK_K, LongWgmma
-from cute_kernels.linear.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK, TmaStore
-from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import tuned
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import invariant
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.long_config import LONG_BLOCK_K, LongWgmma
+from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK, TmaStore
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from simulator import Altered, PlainThread, stand_in
 from tests import facts
 
@@ -184,7 +184,7 @@ def sequential(m: int, n: int, k: int, parts: int, num_sms: int) -> TileSchedule
 )
 def test_a_cta_has_all_parts_of_its_tiles_the_last_one_first(m, n, k, parts, num_sms, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.wgmma import tiles
+    from cute_kernels.gemm.wgmma import tiles
     from tests.linear import plain_work_tiles
 
     run_on(PlainThread())
@@ -235,7 +235,7 @@ def test_parts_are_added_in_the_order_of_parts_that_meet_in_memory(parts, run_on
     pytest.importorskip("cutlass")
     from types import SimpleNamespace
 
-    from cute_kernels.linear.wgmma import reduction
+    from cute_kernels.gemm.wgmma import reduction
 
     registers = {"make_rmem_tensor": lambda size, _: Accumulators([np.nan] * size)}
     run_on(Altered(PlainThread({reduction: {"corner_of": lambda *_: None}}), cute=registers))

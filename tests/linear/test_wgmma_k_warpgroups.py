@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import reading, register_mainloop
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import Limbs, MmaSync
-from cute_kernels.linear.wgmma.results import dsmem
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.wgmma import reading, register_mainloop
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
+from cute_kernels.gemm.wgmma.results import dsmem
 from simulator import PlainThread
 
 DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=dsmem(2, 2))

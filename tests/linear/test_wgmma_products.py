@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
-from cute_kernels.linear.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TmaStore
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import epilogue, kernel
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TmaStore
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import epilogue, places, ranges
-from cute_kernels.linear.wgmma.deferred_config import TAKES, DeferredNormConfig
-from cute_kernels.linear.wgmma.ranges_config import RangeSplitK, RangesWgmma
-from cute_kernels.linear.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import epilogue, places, ranges
+from cute_kernels.gemm.wgmma.deferred_config import TAKES, DeferredNormConfig
+from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles

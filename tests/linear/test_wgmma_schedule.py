@@ -9,15 +9,16 @@ from typing import TypeGuard
 import numpy as np
 import pytest
 
-from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.tuned import chosen, modelled
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.costs import cost_of
-from cute_kernels.linear.wgmma.mainloops import RegisterWgmma, ResidentLimbs
-from cute_kernels.linear.wgmma.ranges_config import RangesWgmma
-from cute_kernels.linear.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
-from cute_kernels.linear.wgmma.schedule import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.tuned import chosen, modelled
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import cost_of
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.ranges_config import RangesWgmma
+from cute_kernels.gemm.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
     dsmem_configs,
@@ -29,9 +30,8 @@ from cute_kernels.linear.wgmma.schedule import (
     schedule_of,
     tile_schedules,
 )
-from cute_kernels.linear.wgmma.shares_config import SharesWgmma
-from cute_kernels.linear.wgmma.stages import with_stages
-from cute_kernels.weight_formats import integers
+from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
+from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread, stand_in
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
@@ -427,7 +427,7 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 )
 def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.wgmma import tiles
+    from cute_kernels.gemm.wgmma import tiles
     from tests.linear import plain_work_tiles
 
     run_on(PlainThread())
@@ -466,7 +466,7 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
 )
 def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.wgmma import tiles
+    from cute_kernels.gemm.wgmma import tiles
     from tests.linear import plain_work_tiles
 
     run_on(PlainThread())

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma import epilogue, places, tiles
-from cute_kernels.linear.wgmma.deferred_config import TAKES, DeferredNormConfig
-from cute_kernels.linear.wgmma.schedule import TileSchedule, share_configs, tile_schedules
-from cute_kernels.linear.wgmma.shares import ShareReduction
-from cute_kernels.linear.wgmma.shares_config import SharedSplitK, SharesWgmma
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import epilogue, places, tiles
+from cute_kernels.gemm.wgmma.deferred_config import TAKES, DeferredNormConfig
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, share_configs, tile_schedules
+from cute_kernels.gemm.wgmma.shares import ShareReduction
+from cute_kernels.gemm.wgmma.shares_config import SharedSplitK, SharesWgmma
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles

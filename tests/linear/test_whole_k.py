@@ -9,15 +9,15 @@ from itertools import product
 
 import pytest
 
-from cute_kernels.linear import served
-from cute_kernels.linear.portable.schedule import portable_schedules
-from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.tuned import candidates, chosen
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma import invariant
-from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.weight_formats import integers
-from cute_kernels.weight_formats.integers import IntegerFormat
+from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights.integers import IntegerFormat
+from cute_kernels.gemm import served
+from cute_kernels.gemm.portable.schedule import portable_schedules
+from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.tuned import candidates, chosen
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma import invariant
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
 GPU = "NVIDIA H200"
 GROUPS = (None, 32, 64, 128, 256)

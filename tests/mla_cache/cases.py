@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.mla.cache.call import AppendMlaCall
+from cute_kernels.mla.cache.reference import tokens_of
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache.call import AppendMlaCall
-from cute_kernels.mla_cache.reference import tokens_of
 from layouts.kv.mla import ROPE_DIM
 
 # Every format with every width that it has.

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from cute_kernels.mla.cache import plan
+from cute_kernels.mla.cache.call import AppendMlaCall, check_append
+from cute_kernels.mla.cache.config import WIDE_POSITIONS, WriteConfig
 from cute_kernels.mla.problem import CacheShape
-from cute_kernels.mla_cache import plan
-from cute_kernels.mla_cache.call import AppendMlaCall, check_append
-from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
 from layouts.kv.mla import ROPE_DIM
 from simulator import Float32, Gpu, Int32, Int64, running
 
@@ -54,7 +54,7 @@ def _run(
     gpu: Gpu,
 ) -> None:
     """source: two addresses, two strides in elements, tokens, bytes of an element."""
-    from cute_kernels.mla_cache import kernel
+    from cute_kernels.mla.cache import kernel
 
     latent, k_rope, latent_stride, rope_stride, tokens, width = source
     cache, slots, positions, steps = addresses

@@ -11,9 +11,9 @@ import torch
 import cute_kernels
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.mla.cache import append_mla, ops, quantize_mla_kv
+from cute_kernels.mla.cache.call import AppendMlaCall
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla, ops, quantize_mla_kv
-from cute_kernels.mla_cache.call import AppendMlaCall
 from tests.launchers import recording
 from tests.mla_cache.cases import ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import MmaSync
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from tests import facts
 
 # Experts, topk, hidden, intermediate.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from cute_kernels.linear.config import LinearConfig
-from cute_kernels.moe.ranges.config import EntryLimbs, RangeConfig
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.experts.ranges.config import EntryLimbs, RangeConfig
 
 OF_ACTIVATIONS = {field.name for field in fields(EntryLimbs)}
 

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.moe.ranges import assignments
-from cute_kernels.moe.ranges.assignments import AssignmentFinder
-from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
-from cute_kernels.moe.ranges.schedule import row_factor
-from cute_kernels.moe.ranges.work import AssignedSizes
+from cute_kernels.gemm.experts.ranges import assignments
+from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
+from cute_kernels.gemm.experts.ranges.schedule import row_factor
+from cute_kernels.gemm.experts.ranges.work import AssignedSizes
 from simulator import stand_in
 from tests.moe.machine import Machine
 

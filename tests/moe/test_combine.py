@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe import combine
-from cute_kernels.moe.arguments import COMBINE
-from cute_kernels.moe.config import COMBINE_BATCH, CombineConfig
-from cute_kernels.moe.reference import combine_reference
+from cute_kernels.gemm.experts import combine
+from cute_kernels.gemm.experts.arguments import COMBINE
+from cute_kernels.gemm.experts.config import COMBINE_BATCH, CombineConfig
+from cute_kernels.gemm.experts.reference import combine_reference
 from simulator import Altered
 from tests.launchers import given_to
 from tests.moe.machine import Machine, Turns

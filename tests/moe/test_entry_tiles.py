@@ -1,5 +1,5 @@
 """Tiles of few rows among assignments: which there are, where rows of x come to lie, and where results go. The device's
-own code, thread by thread; the products are `cute_kernels.linear.wgmma.register_mainloop`'s."""
+own code, thread by thread; the products are `cute_kernels.gemm.wgmma.register_mainloop`'s."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ pytest.importorskip("cutlass")
 from cute_kernels.architecture import HOPPER
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
-from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K
-from cute_kernels.moe.ranges import assignments
-from cute_kernels.moe.ranges.assignments import AssignmentFinder
-from cute_kernels.moe.ranges.schedule import row_factor
-from cute_kernels.moe.schedule import GroupedProblem
-from cute_kernels.moe.wgmma.entry_config import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.ranges import assignments
+from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder
+from cute_kernels.gemm.experts.ranges.schedule import row_factor
+from cute_kernels.gemm.experts.schedule import GroupedProblem
+from cute_kernels.gemm.experts.wgmma.entry_config import (
     ENTRY_ROWS,
     LONG_BLOCK_K,
     RINGS,
@@ -33,8 +32,15 @@ from cute_kernels.moe.wgmma.entry_config import (
     entry_tiles,
     ring_config,
 )
-from cute_kernels.moe.wgmma.entry_kernel import EntryLoads, EntryResults, EntryTile, EntryTileScheduler, EntryTileSizes
-from cute_kernels.weight_formats import integers
+from cute_kernels.gemm.experts.wgmma.entry_kernel import (
+    EntryLoads,
+    EntryResults,
+    EntryTile,
+    EntryTileScheduler,
+    EntryTileSizes,
+)
+from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from layouts.weights.hopper import TILE_N
 from simulator import stand_in
 from tests.moe.machine import Machine, Pointer

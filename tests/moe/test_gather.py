@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe import gather
-from cute_kernels.moe.arguments import GATHER
-from cute_kernels.moe.config import GatherConfig
+from cute_kernels.gemm.experts import gather
+from cute_kernels.gemm.experts.arguments import GATHER
+from cute_kernels.gemm.experts.config import GatherConfig
 from tests.launchers import given_to
 from tests.moe.machine import Machine
 

@@ -16,16 +16,15 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import ring
-from cute_kernels.linear import epilogue, work
-from cute_kernels.linear import kernel as linear_kernel
-from cute_kernels.linear.config import BF16, FP32, LinearConfig
-from cute_kernels.linear.experts import PackedExperts, stack_experts
-from cute_kernels.linear.plan import ACTIVATIONS
-from cute_kernels.moe import kernel as moe_kernel
-from cute_kernels.moe import work as moe_work
-from cute_kernels.moe.arguments import GROUPED
-from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.schedule import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import epilogue, work
+from cute_kernels.gemm import kernel as linear_kernel
+from cute_kernels.gemm.config import BF16, FP32, LinearConfig
+from cute_kernels.gemm.experts import kernel as moe_kernel
+from cute_kernels.gemm.experts import work as moe_work
+from cute_kernels.gemm.experts.arguments import GROUPED
+from cute_kernels.gemm.experts.reference import grouped_linear_reference
+from cute_kernels.gemm.experts.schedule import (
     MOST_DIVIDED,
     TABLE_BYTES,
     GroupedProblem,
@@ -34,8 +33,9 @@ from cute_kernels.moe.schedule import (
     schedules,
     with_launches,
 )
+from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
+from cute_kernels.gemm.plan import ACTIVATIONS
 from cute_kernels.runtime.workspace import EMPTY
-from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.launchers import given_to

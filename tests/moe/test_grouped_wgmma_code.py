@@ -9,17 +9,17 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.limbs import MMA_K
-from cute_kernels.linear.wgmma.mainloops import MmaSync
-from cute_kernels.linear.wgmma.results import WorkspaceSplitK
-from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
-from cute_kernels.moe.schedule import GroupedProblem
-from cute_kernels.moe.wgmma.schedule import layouts
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec, compile_grouped_wgmma
+from cute_kernels.gemm.experts.schedule import GroupedProblem
+from cute_kernels.gemm.experts.wgmma.schedule import layouts
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.limbs import MMA_K
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
+from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
-from cute_kernels.weight_formats import integers
 from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions
 

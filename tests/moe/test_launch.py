@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.plan import OUT_KINDS
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, layer, ops, plan
-from cute_kernels.moe.layer import AssignedMoePlan, Scratch, SortedMoePlan
-from cute_kernels.moe.ranges.schedule import RangeLayout, layouts
-from cute_kernels.moe.schedule import GroupedSchedule
-from cute_kernels.moe.tuned import candidates, modelled
-from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
+from cute_kernels.gemm.experts import PackedExperts, checks, fused_moe, grouped_linear, layer, ops, plan
+from cute_kernels.gemm.experts.layer import AssignedMoePlan, Scratch, SortedMoePlan
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, layouts
+from cute_kernels.gemm.experts.schedule import GroupedSchedule
+from cute_kernels.gemm.experts.tuned import candidates, modelled
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.plan import OUT_KINDS
+from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import native
-from cute_kernels.weight_formats import integers
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
 from tests.observed import calls_of
 from tests.tensors import apart, offset

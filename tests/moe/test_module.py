@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels import PackedExperts, QuantizedLinear, QuantizedMoE, quantize_model
-from cute_kernels.moe import ops
+from cute_kernels.gemm.experts import ops
 from tests.moe import blocks
 from tests.observed import calls_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear import PackedWeight, quantize_weight
-from cute_kernels.moe import (
+from cute_kernels.gemm import PackedWeight, quantize_weight
+from cute_kernels.gemm.experts import (
     PackedExperts,
     fused_moe,
     grouped_linear,
@@ -17,7 +17,7 @@ from cute_kernels.moe import (
     quantize_experts,
     stack_experts,
 )
-from cute_kernels.moe.reference import route_reference
+from cute_kernels.gemm.experts.reference import route_reference
 from tests.linear.cases import known
 
 BF16 = torch.bfloat16

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma.limbs import MMA_K
-from cute_kernels.moe.compile import RangeSpec, shipped_specs
-from cute_kernels.moe.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.compile import RangeSpec, shipped_specs
+from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.wgmma.limbs import MMA_K
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report

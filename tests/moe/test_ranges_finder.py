@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe.ranges import finder
-from cute_kernels.moe.ranges.config import LANE_EXPERTS, ROUND_EXPERTS
-from cute_kernels.moe.ranges.finder import ExpertFinder
+from cute_kernels.gemm.experts.ranges import finder
+from cute_kernels.gemm.experts.ranges.config import LANE_EXPERTS, ROUND_EXPERTS
+from cute_kernels.gemm.experts.ranges.finder import ExpertFinder
 from tests.moe.machine import Machine
 
 CASES = {

@@ -17,23 +17,23 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import ring
-from cute_kernels.linear import epilogue
-from cute_kernels.linear import kernel as linear_kernel
-from cute_kernels.linear.config import BF16, FP32
-from cute_kernels.linear.experts import PackedExperts, stack_experts
-from cute_kernels.linear.plan import ACTIVATIONS
-from cute_kernels.linear.wgmma import limbs, loads
-from cute_kernels.moe import arguments as declared
-from cute_kernels.moe import work as moe_work
-from cute_kernels.moe.ranges import assigned, assignments, finder
-from cute_kernels.moe.ranges import kernel as ranges_kernel
-from cute_kernels.moe.ranges import work as ranges_work
-from cute_kernels.moe.ranges.assigned import AssignedRangeKernel, AssignedRouting
-from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import RangeKernel, RangeRoles, SortedRouting
-from cute_kernels.moe.ranges.schedule import row_factor
-from cute_kernels.moe.reference import grouped_linear_reference, route_reference
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import epilogue
+from cute_kernels.gemm import kernel as linear_kernel
+from cute_kernels.gemm.config import BF16, FP32
+from cute_kernels.gemm.experts import arguments as declared
+from cute_kernels.gemm.experts import work as moe_work
+from cute_kernels.gemm.experts.ranges import assigned, assignments, finder
+from cute_kernels.gemm.experts.ranges import kernel as ranges_kernel
+from cute_kernels.gemm.experts.ranges import work as ranges_work
+from cute_kernels.gemm.experts.ranges.assigned import AssignedRangeKernel, AssignedRouting
+from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles, SortedRouting
+from cute_kernels.gemm.experts.ranges.schedule import row_factor
+from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
+from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
+from cute_kernels.gemm.plan import ACTIVATIONS
+from cute_kernels.gemm.wgmma import limbs, loads
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.launchers import given_to

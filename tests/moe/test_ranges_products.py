@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import kernel as linear_kernel
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
-from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
-from cute_kernels.weight_formats import integers
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import kernel as linear_kernel
+from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine

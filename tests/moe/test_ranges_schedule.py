@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
-from cute_kernels.moe import tuned
-from cute_kernels.moe import work as moe_work
-from cute_kernels.moe.ranges import schedule
-from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
-from cute_kernels.moe.ranges.schedule import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts import tuned
+from cute_kernels.gemm.experts import work as moe_work
+from cute_kernels.gemm.experts.ranges import schedule
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
+from cute_kernels.gemm.experts.ranges.schedule import (
     LEAST_STAGES_BYTES,
     MODELLED_ROWS,
     PARTS,
@@ -32,9 +33,8 @@ from cute_kernels.moe.ranges.schedule import (
     make_parts,
     make_ranges,
 )
-from cute_kernels.moe.ranges.work import BlockRange
-from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
-from cute_kernels.weight_formats import integers
+from cute_kernels.gemm.experts.ranges.work import BlockRange
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
 from tests.moe import measured
 from tests.moe.machine import Machine
 from tests.moe.range_configs import changed

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe import routing
-from cute_kernels.moe.arguments import ROUTING
-from cute_kernels.moe.config import RoutingConfig
-from cute_kernels.moe.reference import route_reference
+from cute_kernels.gemm.experts import routing
+from cute_kernels.gemm.experts.arguments import ROUTING
+from cute_kernels.gemm.experts.config import RoutingConfig
+from cute_kernels.gemm.experts.reference import route_reference
 from simulator import Altered
 from tests.launchers import given_to
 from tests.moe.machine import Machine

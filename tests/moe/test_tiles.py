@@ -13,16 +13,13 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import M_TILE_BAND
-from cute_kernels.linear.wgmma.consumers import in_loop_of
-from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
-from cute_kernels.linear.wgmma.mainloops import MmaSync, RegisterWgmma
-from cute_kernels.moe import tuned
-from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
-from cute_kernels.moe.schedule import MAX_EXPERTS, GroupedProblem
-from cute_kernels.moe.tuned import GroupedLayout
-from cute_kernels.moe.wgmma import schedule, tiles
-from cute_kernels.moe.wgmma.schedule import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts import tuned
+from cute_kernels.gemm.experts.ranges.schedule import MODELLED_ROWS, RangeLayout
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, GroupedProblem
+from cute_kernels.gemm.experts.tuned import GroupedLayout
+from cute_kernels.gemm.experts.wgmma import schedule, tiles
+from cute_kernels.gemm.experts.wgmma.schedule import (
     ENTRY_BYTES,
     TABLE_BYTES,
     TABLE_WARPS,
@@ -33,8 +30,11 @@ from cute_kernels.moe.wgmma.schedule import (
     make_tiles,
     usual_tiles,
 )
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND
+from cute_kernels.gemm.wgmma.consumers import in_loop_of
+from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.runtime.tuned import choice_of
-from cute_kernels.weight_formats import integers
 from simulator import stand_in
 from tests.moe import measured
 from tests.moe.machine import Machine

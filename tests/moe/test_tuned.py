@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear import compile as linear_compile
-from cute_kernels.linear import tuned as of_linear
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.config import LimbRowsConfig
-from cute_kernels.linear.wgmma.mainloops import MmaSync
-from cute_kernels.moe import compile as moe_compile
-from cute_kernels.moe import plan, tuned
-from cute_kernels.moe.ranges.schedule import RangeLayout
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.moe.tuned import (
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm import compile as linear_compile
+from cute_kernels.gemm import tuned as of_linear
+from cute_kernels.gemm.experts import compile as moe_compile
+from cute_kernels.gemm.experts import plan, tuned
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.tuned import (
     candidates,
     chosen,
     find,
@@ -32,10 +29,13 @@ from cute_kernels.moe.tuned import (
     usual_entries,
     worth_measuring,
 )
-from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import own_path
-from cute_kernels.weight_formats import integers
 from tests.launchers import recording
 from tests.tuned_tables import GPU, choice, no_tables, table
 

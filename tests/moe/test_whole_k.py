@@ -7,13 +7,13 @@ from itertools import product
 
 import pytest
 
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe.ranges import schedule as ranges
-from cute_kernels.moe.ranges.schedule import RangeLayout
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.moe.tuned import GroupedLayout, candidates, chosen
-from cute_kernels.weight_formats import integers
-from cute_kernels.weight_formats.integers import IntegerFormat
+from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights.integers import IntegerFormat
+from cute_kernels.gemm.experts.ranges import schedule as ranges
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.tuned import GroupedLayout, candidates, chosen
+from cute_kernels.gemm.weight import padded_shape
 
 GPU = "NVIDIA H200"
 KS = (8, 136, 320, 504, 520, 576, 768, 2112)

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from cute_kernels._version import __version__
+from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import engine_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
-from cute_kernels.kv_formats import format_of
-from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.tuned import Choice, TunedTable, own_path, tables
-from cute_kernels.weight_formats import integers
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
 

@@ -98,7 +98,9 @@ def test_a_key_has_what_its_kernels_are_made_with_and_nothing_else():
     assert all("cute_kernels/runtime/launch_arguments.py" in names for names in by_name.values())
     others = ("layouts/draw/", "layouts/__main__.py", "layouts/registry.py", "cute_kernels/runtime/spec.py")
     calls = tuple(
-        f"cute_kernels/{room}/{name}.py" for room in families.family_rooms() for name in ("__init__", "ops", "plan")
+        f"cute_kernels/{room.replace('.', '/')}/{name}.py"
+        for room in families.family_rooms()
+        for name in ("__init__", "ops", "plan")
     )
     assert not {name for names in by_name.values() for name in names if name.startswith(others) or name in calls}
 

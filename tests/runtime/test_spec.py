@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cute_kernels.linear.portable.compile import PortableSpec
-from cute_kernels.linear.portable.schedule import example_configs
+from cute_kernels.gemm.portable.compile import PortableSpec
+from cute_kernels.gemm.portable.schedule import example_configs
 from cute_kernels.runtime import KernelSpec, compile_options
 from cute_kernels.runtime.artifact import compile_artifact
 from tests.runtime.tiny import BrokenSpec, TinyConfig, TinySpec

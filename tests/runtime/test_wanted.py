@@ -38,7 +38,10 @@ def test_a_list_grows(tmp_path: Path):
         ({"arch": "sm_80"}, "got kernels for 'sm_80', want 'sm_90a'"),
         ({"kernels": [{"spec": "os:system", "config": {}}]}, "got .os:system., want a class of cute_kernels"),
         ({"kernels": [{"spec": "cute_kernels.runtime.wanted:Path", "config": {}}]}, "want a KernelSpec"),
-        ({"kernels": [{"spec": "cute_kernels.moe.compile:CombineSpec", "config": {"no": 1}}]}, "no list of kernels"),
+        (
+            {"kernels": [{"spec": "cute_kernels.gemm.experts.compile:CombineSpec", "config": {"no": 1}}]},
+            "no list of kernels",
+        ),
         ({"kernels": None}, "got no list of kernels"),
     ],
 )
@@ -50,8 +53,8 @@ def test_what_is_no_list_is_refused(tmp_path: Path, change: dict, words: str):
 
 
 def test_a_bundle_is_built_from_a_list(tmp_path: Path):
-    from cute_kernels.moe.compile import CombineSpec
-    from cute_kernels.moe.config import CombineConfig
+    from cute_kernels.gemm.experts.compile import CombineSpec
+    from cute_kernels.gemm.experts.config import CombineConfig
 
     specs = [CombineSpec(CombineConfig("bf16")), CombineSpec(CombineConfig("fp16"))]
     wanted.write(tmp_path / "list.json", specs, ARCH)

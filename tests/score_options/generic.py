@@ -16,6 +16,13 @@ from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import arguments_of
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.extend import extend_attention
+from cute_kernels.attention.extend import ops as extend_ops
+from cute_kernels.attention.extend.arguments import attention_arguments
+from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.attention.extend.reference import extend_attention_reference
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.softmax import Rows, Softmax, row_of
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
@@ -24,13 +31,6 @@ from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
 from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend import extend_attention
-from cute_kernels.extend import ops as extend_ops
-from cute_kernels.extend.arguments import attention_arguments
-from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
-from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.extend.schedule import ExtendProblem, choose
-from cute_kernels.extend.softmax import Rows, Softmax, row_of
 from cute_kernels.runtime import KernelSpec, native
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.tile import BLOCK_TOKENS

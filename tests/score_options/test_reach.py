@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("cutlass", reason="the options' device code is written in nvidia-cutlass-dsl")
 
 from cute_kernels.attention.assignment import Assigner
+from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.work import Worker
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_terms import ScoreTerms
-from cute_kernels.extend.schedule import ExtendProblem, choose
-from cute_kernels.extend.work import Worker
 from simulator import PlainThread, stand_in
 from tests.score_options.test_nearby import REACH
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from cute_kernels import __main__ as command_line
-from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.plan import OUT_KINDS
-from cute_kernels.linear.tuned import FEW, MANY
-from cute_kernels.moe.compile import MODELS
-from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.tuned import RANGES, GroupedCandidate
+from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
+from cute_kernels.gemm.experts.compile import MODELS
+from cute_kernels.gemm.experts.reference import grouped_linear_reference
+from cute_kernels.gemm.experts.tuned import RANGES, GroupedCandidate
+from cute_kernels.gemm.plan import OUT_KINDS
+from cute_kernels.gemm.tuned import FEW, MANY
+from cute_kernels.gemm.tuning import command, experts
+from cute_kernels.gemm.tuning.experts import Experts, ExpertsSubject, random_routing
+from cute_kernels.gemm.tuning.linear import Format
 from cute_kernels.runtime.tuned import TunedTable
-from cute_kernels.tuning import command, experts
-from cute_kernels.tuning.experts import Experts, ExpertsSubject, random_routing
-from cute_kernels.tuning.linear import Format
 from tests.launchers import recording
 
 LAYER = 4, 2, 128, 192

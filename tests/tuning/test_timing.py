@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.timing import time_cold_in_turn
-from cute_kernels.tuning import timing
-from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, SHIFT_ROUNDS, ColdTimer, order_of
+from cute_kernels.gemm.tuning import timing
+from cute_kernels.gemm.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, SHIFT_ROUNDS, ColdTimer, order_of
 
 FLUSH_US = 70.0
 

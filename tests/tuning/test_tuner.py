@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cute_kernels import __main__ as command_line
-from cute_kernels.linear.reference import linear_reference
+from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.tuning import command, linear
+from cute_kernels.gemm.tuning.tuner import Step, measure, tune
 from cute_kernels.runtime.tuned import Choice, TunedTable
-from cute_kernels.tuning import command, linear
-from cute_kernels.tuning.tuner import Step, measure, tune
 from tests.launchers import RecordingCache, recording
 
 

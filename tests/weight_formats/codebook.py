@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.weight_formats import WeightFormat, register
-from cute_kernels.weight_formats.decoder import CodeDecoder
+from cute_kernels.formats.weights import WeightFormat, register
+from cute_kernels.formats.weights.decoder import CodeDecoder
 
 BOOK = (-1.0, -0.8125, -0.625, -0.46875, -0.3125, -0.1875, -0.0859375, 0.0, 0.07421875, 0.15625, 0.25, 0.34375,
         0.453125, 0.5859375, 0.75, 0.953125)  # fmt: skip

@@ -16,21 +16,21 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.portable.schedule import make_portable_schedule
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.slices import slice_inputs, slice_outputs
-from cute_kernels.linear.tuned import key_of, modelled, problem_of
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.mainloops import MmaSync, RegisterWgmma
+from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers, register, registered_formats
+from cute_kernels.formats.weights import weight_format as format_of
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.experts import tuned as moe_tuned
+from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
+from cute_kernels.gemm.experts.schedule import GroupedProblem
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.portable.schedule import make_portable_schedule
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.slices import slice_inputs, slice_outputs
+from cute_kernels.gemm.tuned import key_of, modelled, problem_of
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers
-from cute_kernels.moe import tuned as moe_tuned
-from cute_kernels.moe.compile import specs_of as grouped_specs_of
-from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.runtime import KernelSpec, default_cache
-from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, register, registered_formats
-from cute_kernels.weight_formats import weight_format as format_of
 from layouts.weights import hopper
 from tests import golden
 from tests.linear.cases import random_weight
@@ -179,8 +179,8 @@ def test_layers_of_a_model_take_it_and_say_so(form):
 
 @every_format
 def test_a_configuration_is_a_format_as_json(form):
-    from cute_kernels.linear.compile import spec_of
-    from cute_kernels.linear.tuned import modelled
+    from cute_kernels.gemm.compile import spec_of
+    from cute_kernels.gemm.tuned import modelled
 
     problem = LinearProblem(16, 4096, 4096, 4096, form, form.dtypes[0])
     spec = spec_of(modelled(problem).config)
@@ -204,7 +204,7 @@ def activations(m: int, k: int, dtype: str) -> torch.Tensor:
 @decoded
 def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.config import LinearConfig
+    from cute_kernels.gemm.config import LinearConfig
     from tests.linear.test_products import run_warps
 
     config = LinearConfig(form, dtype, block_k=128, chunk_k_blocks=2)
@@ -217,7 +217,7 @@ def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, run_on):
 @pytest.mark.parametrize("mainloop", [RegisterWgmma(), MmaSync()], ids=lambda mainloop: type(mainloop).__name__)
 def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.wgmma.config import WgmmaConfig
+    from cute_kernels.gemm.wgmma.config import WgmmaConfig
     from tests.linear.test_wgmma_products import Machine, rounded
 
     config = WgmmaConfig(form, dtype, tile_m=16, block_k=128, num_stages=2, mainloop=mainloop)
@@ -229,7 +229,7 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
 @decoded
 def test_the_portable_kernel_multiplies_it(form, dtype, run_on):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.portable.config import portable_config
+    from cute_kernels.gemm.portable.config import portable_config
     from tests.linear.test_portable import Launch, rounded
 
     config = portable_config(form, dtype, tile_m=16, n_tiles=1, num_stages=3)

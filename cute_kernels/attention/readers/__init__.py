@@ -13,7 +13,7 @@ query head ``2t + c`` of a block of 8.
 from typing import Any
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.kv_formats import load_code
+from cute_kernels.formats.kv import load_code
 
 
 def make_readers(config: DecodeConfig) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, V
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.attention.readers.swizzled import SwizzledLoads
 from cute_kernels.device import ptx
-from cute_kernels.kv_formats import KvFormat
+from cute_kernels.formats.kv import KvFormat
 from layouts.kv.swizzled_tile import LOAD_CHUNKS
 
 ODD_BYTES = 0xFF00FF00

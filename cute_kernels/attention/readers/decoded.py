@@ -16,7 +16,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.readers.common import Query, State
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx
-from cute_kernels.kv_formats import KvFormat, load_code
+from cute_kernels.formats.kv import KvFormat, load_code
 
 MIN_SCALE = 2.0**-80  # stands for smaller fp32 scales: probabilities of 2**80 may still be added up in fp32
 LOAD_WORDS = 4  # of queries at a time

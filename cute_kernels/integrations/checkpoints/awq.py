@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints import fields
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import PackedWeight
 
 COLUMN_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each nibble of a word, lowest first."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints import fields
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 
 
 def from_compressed_tensors(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.quantize import interleave_weights
+from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.quantize import interleave_weights
-from cute_kernels.linear.weight import PackedWeight, symmetric_zero
-from cute_kernels.weight_formats import integers
 
 
 class Stack:

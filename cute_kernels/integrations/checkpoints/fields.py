@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors, is_one_of
-from cute_kernels.linear.weight import GROUP_SIZES, SCALE_DTYPES
+from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES
 from layouts import transform
 
 PER_CHANNEL = -1  # what quantisation configurations write for one scale per output channel

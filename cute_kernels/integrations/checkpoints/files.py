@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.gemm.experts.blocks import shared_of
+from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
 from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
@@ -25,11 +30,6 @@ from cute_kernels.integrations.checkpoints.layer_formats import (
     said_of,
 )
 from cute_kernels.integrations.checkpoints.placement import place_layers
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.module import ModelProgress, QuantizedLinear
-from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.moe.blocks import shared_of
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 
 
 def load_safetensors(

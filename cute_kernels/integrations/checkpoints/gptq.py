@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints import fields
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 
 FORMATS = ("gptq", "gptq_v2")
 """`checkpoint_format` of the configuration: "gptq" (v1, and the default) stores zero points less one."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
 from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, Config
@@ -16,8 +18,6 @@ from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
 from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, layer_from_torchao
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

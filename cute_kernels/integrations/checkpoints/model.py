@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from cute_kernels.arguments import device_of
+from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.module import ModelProgress
+from cute_kernels.gemm.weight import SCALE_DTYPES
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, read_config
 from cute_kernels.integrations.checkpoints.files import Filling, path_of, read_layers
 from cute_kernels.integrations.checkpoints.headers import Headers, read_headers, read_json
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
 from cute_kernels.integrations.checkpoints.layer_formats import OWN, LayerFormat, find_layers, join
-from cute_kernels.linear.module import ModelProgress
-from cute_kernels.linear.weight import SCALE_DTYPES
 from cute_kernels.model_config import METHOD, record_layers
-from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
 
 IMPORT_METHOD = "cute_kernels_import"  # what transformers knows the loading of other projects' checkpoints by
 _TOKENS = 3  # of a check that a block of experts means what it did
@@ -302,7 +302,7 @@ def _quantizer_class() -> Any:
 def _is_the_same(block: nn.Module, layer: QuantizedMoE) -> bool:
     """Whether the block's own forward, around the packed experts, gives what the layer gives.
 
-    A skeleton has no weights to try (`cute_kernels.moe.blocks.refusal`); what a block does besides its experts, such as
+    A skeleton has no weights to try (`experts.blocks.refusal`); what a block does besides its experts, such as
     scaling what they say, shows here.
     """
     weight = layer.down.weight

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal
 
 GATE, UP, DOWN = "gate", "up", "down"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from cute_kernels.arguments import check_matrix_shape
+from cute_kernels.gemm.quantize import CodesOf, pack_codes
+from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints import fields
-from cute_kernels.linear.quantize import CodesOf, pack_codes
-from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 from layouts.algebra import Layout
 from layouts.transform import Transform
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints import fields, torchao
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 
 PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale")
 ACTIVATION_PARTS = ("act_quant_scale", "act_quant_zero_point")  # of 8-bit activations, which stay in 16 bits here

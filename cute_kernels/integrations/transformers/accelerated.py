@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
+from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
@@ -47,8 +49,6 @@ from cute_kernels.integrations.transformers.latents import (
 )
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
-from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
-from cute_kernels.linear import QuantizedLinear
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 

@@ -24,6 +24,8 @@ from transformers.activations import ACT2FN
 
 from cute_kernels import NormedRows
 from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.gemm import QuantizedLinear
+from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
@@ -44,8 +46,6 @@ from cute_kernels.integrations.transformers.norms import (
 )
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
 from cute_kernels.integrations.transformers.ropes import ModelRope, version_of
-from cute_kernels.layer_products.call import LayerRows
-from cute_kernels.linear import QuantizedLinear
 
 _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
+from cute_kernels.formats.kv import FORMATS, format_of, format_pair
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens, why_not
 from cute_kernels.integrations.transformers.latents import (
@@ -27,7 +28,6 @@ from cute_kernels.integrations.transformers.latents import (
 )
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
-from cute_kernels.kv_formats import FORMATS, format_of, format_pair
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from cute_kernels import NormedRows, PackedWeight, QuantizedLinear, quantized_linear, quantized_linear_norm
+from cute_kernels.gemm.deferred import leaves_norm
+from cute_kernels.gemm.layer.call import LayerCall, LayerRows, is_one_launch, layer, serves_rows
 from cute_kernels.integrations.transformers.norms import Projected, has_hooks, terms_of
-from cute_kernels.layer_products.call import LayerCall, LayerRows, is_one_launch, layer, serves_rows
-from cute_kernels.linear.deferred import leaves_norm
 from cute_kernels.names import Activation
 
 Normed: TypeAlias = "torch.Tensor | NormedRows"

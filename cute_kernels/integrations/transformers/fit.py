@@ -23,13 +23,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cute_kernels.arguments import check_count, check_positive
+from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import formats_of_layer
 from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
-from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.captures import graph_of
 
 _BETAS = (0.9, 0.98)

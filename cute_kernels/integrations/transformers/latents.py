@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import NotStaticError
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.norms import has_hooks
 from cute_kernels.integrations.transformers.ropes import version_of
-from cute_kernels.linear import QuantizedLinear
 from cute_kernels.mla import mla_decode
+from cute_kernels.mla.cache import append_mla
 from cute_kernels.mla.formats import FORMATS, V_DIM, MlaFormat
-from cute_kernels.mla_cache import append_mla
 
 LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
 ROPE_DIM = 64

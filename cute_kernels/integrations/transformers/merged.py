@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, reorder_outputs, slice_outputs
-from cute_kernels.linear.quantize import pack, simplest
-from cute_kernels.linear.weight import TENSOR_NAMES, TILE_N, rows_of
+from cute_kernels.gemm import PackedWeight, QuantizedLinear, interleave_weights, reorder_outputs, slice_outputs
+from cute_kernels.gemm.quantize import pack, simplest
+from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N, rows_of
 
 _TENSORS = (*TENSOR_NAMES, "bias", "shifts")
 _SHARED = ("perm", "input_scale")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.extend import extend_attention
-from cute_kernels.extend.policies import HEAD_DIMS, cannot_read
+from cute_kernels.attention.extend import extend_attention
+from cute_kernels.attention.extend.policies import HEAD_DIMS, cannot_read
+from cute_kernels.formats.kv import format_of
 from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
-from cute_kernels.kv_formats import format_of
 
 _DENSE_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

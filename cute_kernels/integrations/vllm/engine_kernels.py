@@ -22,14 +22,15 @@ import torch
 import cute_kernels
 import layouts
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import modelled, tuned
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
-from cute_kernels.kv_formats import format_of
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import modelled, tuned
-from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.sources import state_of
@@ -37,7 +38,6 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import PRIVATE
 from cute_kernels.runtime.trust import distrust
 from cute_kernels.runtime.tuned import tables
-from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))  # what vLLM captures

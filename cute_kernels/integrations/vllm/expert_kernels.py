@@ -6,16 +6,23 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.wgmma.compile import LimbRowsSpec
-from cute_kernels.linear.wgmma.config import LimbRowsConfig
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.launch import DTYPE_NAMES
-from cute_kernels.moe.plan import layout_of, problem_of
-from cute_kernels.moe.ranges.schedule import RangeLayout
-from cute_kernels.moe.tuned import GroupedLayout, assigned
-from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.experts.compile import (
+    CombineSpec,
+    GatherSpec,
+    GroupedSpec,
+    GroupedWgmmaSpec,
+    RangeSpec,
+    RoutingSpec,
+)
+from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.launch import DTYPE_NAMES
+from cute_kernels.gemm.experts.plan import layout_of, problem_of
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.experts.tuned import GroupedLayout, assigned
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations.checkpoints import awq, fields
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import TILE_N
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@
 
 The first is found by what it computes, not by how it is written: what lies between a product and the one result that
 others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
-operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.linear.deferred_ops`), which are
-known once the graph runs; the fourth for those that one launch serves (`cute_kernels.layer_products.operator`).
+operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.gemm.deferred_ops`), which are
+known once the graph runs; the fourth for those that one launch serves (`cute_kernels.gemm.layer.operator`).
 Whatever is not found stays as it is.
 """
 
@@ -24,16 +24,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
-from cute_kernels.layer_products import operator as layer_operator
-from cute_kernels.linear import deferred_ops
-from cute_kernels.linear.wgmma.deferred_config import STEP_N
+from cute_kernels.gemm import deferred_ops
+from cute_kernels.gemm.layer import operator as layer_operator
+from cute_kernels.gemm.wgmma.deferred_config import STEP_N
 from cute_kernels.norm.call import MAX_COLUMNS, VECTOR_BYTES
 
 LINEAR = torch.ops.cute_kernels.weight_only_linear.default
 RESIDUAL, FORMAT, COLUMNS, INPUTS, ACTIVATION, OUT_DTYPE, INVARIANT = 5, 6, 7, 8, 9, 10, 11  # arguments of LINEAR
 GIVING = torch.ops.cute_kernels.weight_only_linear_norm.default
 TAKING = torch.ops.cute_kernels.weight_only_linear_of_normed.default
-LAYER = torch.ops.cute_kernels.layer_products.default
+LAYER = torch.ops.cute_kernels.gemm.layer.default
 NORM = torch.ops.cute_kernels.norm.default
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BETWEEN = 24  # operations between a product and the gated result

@@ -13,14 +13,14 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm
+from cute_kernels.gemm.layer.call import kernel_of, serves_rows
+from cute_kernels.gemm.layer.operator import may_serve
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.tuned import chosen
+from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations.vllm import plugin, prepare
-from cute_kernels.layer_products.call import kernel_of, serves_rows
-from cute_kernels.layer_products.operator import may_serve
-from cute_kernels.linear.deferred_choice import config_beside_a_norm
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape

@@ -20,15 +20,15 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
+from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.gemm import PackedWeight, interleave_weights, slice_outputs
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
 from cute_kernels.integrations.vllm import fused_layers, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.linear import PackedWeight, interleave_weights, slice_outputs
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.weight_formats import WeightFormat, integers
 
 WEIGHT_TYPES = {
     scalar_types.uint4b8: (4, False),

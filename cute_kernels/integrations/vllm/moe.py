@@ -21,17 +21,17 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from cute_kernels import fused_moe
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
+from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.linear.experts import ExpertsForm, PackedExperts
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
-from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.weight_formats import integers
 
 logger = logging.getLogger("vllm.cute_kernels")
 

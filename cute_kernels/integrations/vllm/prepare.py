@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.served import note_ready
-from cute_kernels.linear.tuned import chosen
+from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.served import note_ready
+from cute_kernels.gemm.tuned import chosen
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
@@ -31,7 +31,7 @@ from cute_kernels.runtime.workspace import POOL
 GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
 """Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
 
-Steps of other numbers of rows run these kernels too (`cute_kernels.linear.served`).
+Steps of other numbers of rows run these kernels too (`cute_kernels.gemm.served`).
 """
 
 WANTED = "wanted_by_vllm.json"

@@ -34,7 +34,7 @@ def test_a_weight_has_the_importers_and_their_documentation(name):
 
 
 def test_a_weight_has_them_whatever_is_imported_first():
-    code = "from cute_kernels.linear.weight import PackedWeight; print(PackedWeight.from_awq.__name__)"
+    code = "from cute_kernels.gemm.weight import PackedWeight; print(PackedWeight.from_awq.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "from_awq"
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors, read_kv_scales
-from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.integrations.checkpoints import goldens
 from tests.moe import blocks
 

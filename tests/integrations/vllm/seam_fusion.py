@@ -24,7 +24,7 @@ HIDDEN, MIDDLE, EPS = 256, 384, 1e-5
 
 def product(k: int, n: int, seed: int) -> Callable[..., torch.Tensor]:
     """x W^T of a W4 layer, by the operator that the plugin's layers call."""
-    from cute_kernels.linear import quantize_weight
+    from cute_kernels.gemm import quantize_weight
 
     weight = quantize_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).bfloat16() / k**0.5)
     fields = weight.codes, weight.scales
@@ -79,7 +79,7 @@ def rewritten(
 LINEAR, NORM = "cute_kernels.weight_only_linear.default", "cute_kernels.norm.default"
 GIVING = "cute_kernels.weight_only_linear_norm.default"
 TAKING = "cute_kernels.weight_only_linear_of_normed.default"
-LAYER = "cute_kernels.layer_products.default"
+LAYER = "cute_kernels.gemm.layer.default"
 
 
 def rows(*columns: int) -> list[torch.Tensor]:

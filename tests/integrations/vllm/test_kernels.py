@@ -11,6 +11,11 @@ import torch
 
 from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.formats.kv import format_of, register
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import (
     attention_kernels,
     engine_kernels,
@@ -24,13 +29,8 @@ from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.step_compile import StepSpec
-from cute_kernels.kv_formats import format_of, register
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.weight_formats import integers
 from tests.gpu.vllm_scenarios import SCENARIOS, kernels_of
 from tests.launchers import recording
 

@@ -1,0 +1,252 @@
+"""Extend attention: many new queries a request over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
+
+Chunked prefill over a cached prefix, hits of a prefix cache, verification of long drafts, and batches that mix them
+with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `config`, `schedule`, `kernel`,
+`compile`, `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+
+from cute_kernels.attention.call import keys_seen
+from cute_kernels.attention.extend import ops
+from cute_kernels.attention.extend.appended import append_and_extend
+from cute_kernels.attention.extend.mixed import mixed_attention
+from cute_kernels.attention.extend.transformed import inputs_of, results_of
+from cute_kernels.attention.extend.tree import pack_tree_mask
+from cute_kernels.attention.score_options import check_mapping
+from cute_kernels.formats.kv import format_pair
+from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.names import CacheLayout, KvFormats, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["append_and_extend", "extend_attention", "mixed_attention", "pack_tree_mask"]
+
+
+class AppendedOptions(TypedDict, total=False):
+    """Options of extend attention but for new tokens."""
+
+    block_table: torch.Tensor | None
+    cache_layout: CacheLayout
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    transform: CacheTransform | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    tree_mask: torch.Tensor | None
+    num_splits: int | None
+    sm_margin: int
+    unpack: bool | None
+    fp8_products: bool
+    max_seq_len: int | None
+    score_options: Mapping[str, torch.Tensor] | None
+    out: torch.Tensor | None
+
+
+class ExtendOptions(AppendedOptions, total=False):
+    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ExtendOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: Literal[True],
+    **options: Unpack[ExtendOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: bool,
+    **options: Unpack[ExtendOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    block_table: torch.Tensor | None = None,
+    cache_layout: CacheLayout = "NHD",
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: WindowSize | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    sm_margin: int = 0,
+    unpack: bool | None = None,
+    max_seq_len: int | None = None,
+    fp8_products: bool = False,
+    score_options: Mapping[str, torch.Tensor] | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q K^T * softmax_scale) V for any number of new tokens of each request, over its cached tokens.
+
+    Query i of request b's q_len stands at position p = seq_lens[b] - q_len + i: the queries are the request's last
+    tokens, and their K and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k),
+    then capped, then biased by position, then masked, in this order.
+
+    Args:
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
+            80, 96, 128, 192 or 256. A query's heads lie together; queries may lie apart, on multiples of 16 bytes, as
+            parts of a fused projection's result do.
+        k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
+            of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
+            and query head h reads KV head h // (num_q_heads // num_kv_heads).
+        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them.
+        cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
+            may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
+            Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
+        kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's. A "bf16" or "fp16"
+            cache wants q in its dtype. "int4_channel32" is not read.
+        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
+        cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
+            page_size, row].
+        softmax_scale: a positive number, default head_dim ** -0.5.
+        causal: whether a query sees no key after its own position.
+        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them.
+            Or FlashAttention's (left, 0), as for :func:`cute_kernels.decode_attention`.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
+        alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
+        transform: how the cache was written, see :class:`cute_kernels.kv_cache.CacheTransform`; q, new_k, new_v and the
+            result are those without it. By PyTorch's operations before and after the kernels; not with a softcap where
+            K has a center.
+        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
+            on multiples of 16 bytes).
+        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
+            contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
+            read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both
+            parts.
+        tree_mask: int32 [total_q, words], contiguous: bit j % 32 of word j // 32 says whether a query sees new token j
+            of its request, whose queries' own tokens are 0 to q_len - 1; older tokens are seen by all, and new ones
+            that there is no word for by none. It takes causal's place, and goes with neither window_size nor
+            alibi_slopes. :func:`pack_tree_mask` makes it of booleans.
+        num_splits: into how many parts the keys of 128 rows of queries (positions times heads of a KV head's group) are
+            cut, each of them another CTA's, 1 to 32. Default: chosen for the shapes, 1 where there is work enough. If
+            given, a request's result does not depend on the rest of the batch.
+        sm_margin: SMs that are left to other kernels which run meanwhile, as FlashAttention-3 has it.
+        unpack: whether the cache is made into rows of 16 bits first, once for all queries, in memory that the call
+            takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
+            there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
+            per row, whose results differ by its rounding. True: in any case. Refused for INT8 with several groups a
+            row, and where K or V is of 16 bits alone.
+        max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
+            for more. Results of longer requests are undefined.
+        fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
+            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128, by way of 2 bytes times batch,
+            tokens a request may have, num_kv_heads and head_dim, however many queries there are. docs/extend.md says
+            what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
+        score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
+            :func:`cute_kernels.attention.score_options.register` has made known; without a size of q_len. Not with
+            new_k, new_v, a tree_mask, or a transform whose K has a center.
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: where to write the result, contiguous.
+
+    Returns:
+        out [total_q, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [total_q, num_q_heads], natural
+        log. A query that sees no key gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
+        bitwise equal outputs.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
+            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
+            message names the request and the position.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    options = {
+        "block_table": block_table,
+        "cache_layout": cache_layout,
+        "causal": causal,
+        "window_size": keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "new_k": new_k,
+        "new_v": new_v,
+        "tree_mask": tree_mask,
+        "num_splits": num_splits,
+        "sm_margin": sm_margin,
+        "unpack": unpack,
+        "max_seq_len": max_seq_len,
+        "fp8_products": fp8_products,
+        "score_options": score_options or None,
+    }
+    if score_options is not None:
+        check_mapping(score_options)
+    inputs, own_sinks, needs_lse = None, None, return_lse
+    if transform is not None:
+        inputs = inputs_of(transform, q, options, return_lse)
+        q, options["new_k"], options["new_v"], shift = inputs
+        if shift is not None:  # which the kernels' scores lack: sinks are for the whole ones
+            own_sinks, options["sinks"], needs_lse = sinks, None, True
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
+    results: Any = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
+    if transform is not None and inputs is not None:
+        result, lse = results
+        restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
+        results = (restored if out is None else out.copy_(restored)), lse
+    return results if return_lse else results[0]

@@ -1,0 +1,117 @@
+"""New tokens that attend to a cache while they are written into it.
+
+Attention takes them in 16 bits, from the tensors that they come in, and reads the cache for older ones alone; so the
+launch that quantises them has the whole launch of attention to run beside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of, strides_of
+from cute_kernels.attention.extend.mixed import side_by_side
+from cute_kernels.kv_cache import append_kv
+from cute_kernels.names import KvFormats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cute_kernels.attention.extend import AppendedOptions
+
+OF_APPEND = ("block_table", "cache_layout", "k_scale", "v_scale", "transform")
+
+
+@overload
+def append_and_extend(
+    q: torch.Tensor,
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AppendedOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def append_and_extend(
+    q: torch.Tensor,
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: bool,
+    **options: Unpack[AppendedOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def append_and_extend(
+    q: torch.Tensor,
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: bool = False,
+    **options: Unpack[AppendedOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`extend_attention` with new tokens beside the cache, and :func:`append_kv` of the same, side by side.
+
+    Args:
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`; seq_lens with the new
+            tokens. The pages of all tokens are in the block table.
+        new_k, new_v: K and V of the new tokens, [total_q, num_kv_heads, head_dim] in q's dtype, the last two dimensions
+            contiguous, tokens on multiples of 16 bytes. Rotated, where there is RoPE.
+        return_lse: also return the log-sum-exp.
+        options: others of :func:`extend_attention`.
+
+    Returns what :func:`extend_attention` does. On a GPU the new tokens are appended on a stream of its own, which the
+    current one waits for; graphs capture both. An attention that is refused appends nothing.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+    """
+    from cute_kernels.attention.extend import extend_attention
+
+    check_tensors(q=q, new_k=new_k, new_v=new_v, k_cache=k_cache, v_cache=v_cache)
+    for name, rows in (("new_k", new_k), ("new_v", new_v)):
+        _check_heads(name, rows)
+    of_append: dict[str, Any] = {name: value for name, value in options.items() if name in OF_APPEND}
+
+    def extend() -> Any:
+        return extend_attention(
+            q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, kv_format=kv_format, return_lse=return_lse,
+            new_k=new_k, new_v=new_v, **options,
+        )  # fmt: skip
+
+    def append() -> None:
+        append_kv(
+            new_k, new_v, k_cache, v_cache, kv_format=kv_format, seq_lens=seq_lens, cu_seqlens=cu_seqlens_q, **of_append
+        )
+
+    if q.is_cuda and not torch.compiler.is_compiling():
+        return side_by_side(q.device, append, extend)
+    result = extend()
+    append()
+    return result
+
+
+def _check_heads(name: str, rows: torch.Tensor) -> None:
+    """Raises ValueError unless a token's heads lie together, as `append_kv` wants them."""
+    if rows.dim() == 3 and rows.numel() and strides_of(rows)[1:] != (rows.shape[2], 1):
+        raise ValueError(
+            f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}, want the last two dimensions contiguous"
+        )

@@ -1,0 +1,514 @@
+"""Every compile-time choice of the extend attention kernel, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.attention.extend.policies import (
+    ELEMENT_BYTES,
+    GROUP_TOKENS,
+    HEAD_DIMS,
+    HEADED_ROW_BYTES,
+    KEY_ROWS_FEATURES,
+    KEY_ROWS_GROUPS,
+    KEY_ROWS_HEAD_DIM,
+    KEY_ROWS_WORDS,
+    MMA_THREADS,
+    MMA_WARPGROUPS,
+    MMA_WARPS,
+    MOST_COLUMNS,
+    PAIRED_NIBBLE_ROW_BYTES,
+    PAIRED_ROW_BYTES,
+    REGISTERS,
+    ROW_BYTES,
+    SCALED_ROW_BYTES,
+    SIDE_BY_SIDE,
+    SM_REGISTERS,
+    TILE_ROWS,
+    TILE_SCALE_BYTES,
+    TOKEN_BY_TOKEN,
+    TWO_STAGES,
+    WARPGROUP_ROWS,
+    WORK_BYTES,
+    WORK_SLOTS,
+    CachedKeys,
+    Fp8Products,
+    KeyRows,
+    Keys,
+    ProducerPipeline,
+    Queries,
+    RaggedKeys,
+    UnpackConfig,
+    UnpackedKeys,
+    cannot_multiply_fp8,
+    cannot_read,
+    cannot_unpack,
+    columns_of,
+    has_channel_scales,
+    has_token_scale,
+)
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.policies import PAGE_TOKENS
+from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """One compiled variant.
+
+    A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
+    keys and values: one or two of them by tensor maps where these come in 16 bits, all of them by decoding rows where
+    they are codes; half of them the one and the other half the other where K and V differ in that.
+
+    Attributes:
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. Of unpacked keys: what they
+            were.
+        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        head_dim: of q, K, V and out.
+        pipeline: tiles, stages, warps.
+        keys: where K and V lie.
+        features: what of attention it computes beyond softmax(q K^T) V.
+        merges: whether the result is merged with that of another launch over other keys.
+        tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
+        tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
+            :mod:`.key_rows`.
+        queries: how they lie.
+    """
+
+    limits: ClassVar[Limits] = HOPPER
+    k_format: str
+    v_format: str
+    q_dtype: str
+    head_dim: int
+    pipeline: ProducerPipeline = TWO_STAGES
+    keys: Keys = TOKEN_BY_TOKEN
+    features: Features = PLAIN
+    merges: bool = False
+    tree: bool = False
+    tile_rows: int = TILE_ROWS
+    queries: Queries = SIDE_BY_SIDE
+
+    @property
+    def strided_q(self) -> bool:
+        """Whether queries lie apart."""
+        return self.queries.strided
+
+    @property
+    def key_rows(self) -> KeyRows | None:
+        """Of products whose rows are keys; None where they are queries."""
+        if self.tile_rows == TILE_ROWS:
+            return None
+        rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
+        tokens = self.tile_tokens * (1 if self.paired else self.tile_heads)
+        tiles, apart = (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1])
+        return KeyRows(self.tile_rows, tiles, apart, self.tile_heads)
+
+    @property
+    def tile_heads(self) -> int:
+        """KV heads of a work tile: two of key rows, a warpgroup's each, whose tiles have half as many tokens."""
+        return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales, whose
+        rows touch two lines of the L2 cache each and three together, or nibbles of one group, of which one row begins
+        between multiples of 8 bytes."""
+        return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
+
+    def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
+        """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
+        if form.code_bits == 8 and form.header_bytes:
+            return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
+        if form.header_bytes == 4 and self.paired:
+            return PAIRED_NIBBLE_ROW_BYTES, 0
+        codes = self.head_dim * form.code_bits // 8
+        if codes + form.header_bytes == HEADED_ROW_BYTES:
+            return HEADED_ROW_BYTES, 0
+        return codes, form.header_bytes
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.pipeline.tile_tokens
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline.num_stages
+
+    @property
+    def producer_warps(self) -> int:
+        return self.pipeline.producer_warps
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.pipeline.ping_pong
+
+    @property
+    def page_tokens(self) -> int:
+        """Of :class:`CachedKeys`; 0 without pages."""
+        return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
+
+    @property
+    def mapped(self) -> bool:
+        """Of :class:`CachedKeys`."""
+        return isinstance(self.keys, CachedKeys) and self.keys.mapped
+
+    @property
+    def takes_table(self) -> bool:
+        """Whether a launch finds pages."""
+        return self.page_tokens > 0 or (self.unpacks is not None and self.unpacks.page_tokens > 0)
+
+    @property
+    def ragged(self) -> bool:
+        return isinstance(self.keys, RaggedKeys)
+
+    @property
+    def unpacked(self) -> bool:
+        return isinstance(self.keys, UnpackedKeys)
+
+    @property
+    def fp8(self) -> Fp8Products | None:
+        """How products of 8 bits are made; None for those of 16."""
+        return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
+
+    @property
+    def unpacks(self) -> UnpackConfig | None:
+        """What producer warps that fill no tiles make of a cache meanwhile; None where its rows are there before."""
+        return self.keys.beside if isinstance(self.keys, UnpackedKeys) else None
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def coded(self) -> bool:
+        """Whether the cache holds codes, of K or of V."""
+        return any(form.is_coded for form in self.formats)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether K or V is of 16 bits, and the other one of codes."""
+        return self.coded and not all(form.is_coded for form in self.formats)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether producers decode rows, of K or of V; else both come in 16 bits."""
+        return self.coded and not self.unpacked
+
+    @property
+    def decoded(self) -> tuple[bool, bool]:
+        """Whether K's rows are decoded, and V's."""
+        k, v = (form.is_coded and not self.unpacked for form in self.formats)
+        return k, v
+
+    @property
+    def tile_warps(self) -> int:
+        """Producer warps that decode a tile of K, or of V."""
+        return self.producer_warps // 2
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of a tile that a producer warp decodes."""
+        return self.tile_tokens // self.tile_warps
+
+    @property
+    def filling_warps(self) -> int:
+        """Producer warps that do something."""
+        if self.decodes:
+            return self.producer_warps
+        return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
+
+    @property
+    def unpacking_warps(self) -> int:
+        """Producer warps that unpack a cache."""
+        return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
+
+    @property
+    def cache_types(self) -> tuple[str | None, str | None]:
+        """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
+        k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
+        return k, v
+
+    @property
+    def operand_types(self) -> tuple[str, str]:
+        """ "bf16", "fp16" or "e4m3": of K's and V's operands, and so of queries and of probabilities. Codes, as the
+        numbers that they stand for, are exact in fp16."""
+        if self.fp8 is not None:
+            return "e4m3", "e4m3"
+        k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
+        return k, v
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of an operand's element."""
+        return ELEMENT_BYTES if self.fp8 is None else 1
+
+    @property
+    def slab_columns(self) -> int:
+        """Of a tile, that lie in rows of the swizzle."""
+        return ROW_BYTES // self.operand_bytes
+
+    @property
+    def cache_bytes(self) -> tuple[int, int]:
+        """Of an element of K and of V as the kernel is given them."""
+        k, v = (1 if own else self.operand_bytes for own in self.decoded)
+        return k, v
+
+    @property
+    def why_as_it_lies(self) -> str | None:
+        """Why nothing unpacks the cache, or None."""
+        if self.mixed:
+            return f"K in {self.k_format} and V in {self.v_format}, one of 16 bits and the other of codes"
+        return cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])
+
+    @property
+    def scale_words(self) -> tuple[int, int]:
+        """Registers of a lane with scales of a producer warp's rows of K, and of V; 0 where they have none."""
+        k, v = (
+            max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
+            for form in self.formats
+        )
+        return k, v
+
+    @property
+    def tile_fillers(self) -> tuple[int, int]:
+        """Warps that say of a tile of K, and of V, that it is there. K's say with it what V's tile is to be multiplied
+        with."""
+        k, v = (self.tile_warps if own else 1 for own in self.decoded)
+        return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
+
+    @property
+    def converts_queries(self) -> bool:
+        """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
+        return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
+
+    @property
+    def converts_by_piece(self) -> bool:
+        """Whether a lane converts 16 bytes of a query at a time, and not half of one. Half of one in registers is
+        faster, and spills others in FP8 products and beside registered options."""
+        return self.channel_scales[0] or self.fp8 is not None or bool(self.features.terms)
+
+    @property
+    def channel_scales(self) -> tuple[bool, bool]:
+        """Whether K's and V's columns have scales: queries are multiplied with K's, the output with V's."""
+        return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
+
+    @property
+    def tile_scales(self) -> tuple[bool, bool]:
+        """Whether tiles of K and of V have scales: rows have theirs multiplied in, up to a power of 2 that some of the
+        tile's have in common, see :attr:`scale_runs`."""
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def scale_runs(self) -> int:
+        """Parts of a tile that have powers of 2 of their own: what a producer warp decodes, or all that is
+        unpacked."""
+        return self.tile_warps if self.decodes and any(self.tile_scales) else 1
+
+    @property
+    def units(self) -> tuple[float, float]:
+        """What K's and V's tiles are to be multiplied with to be numbers."""
+        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
+        return k_unit, v_unit
+
+    @property
+    def num_threads(self) -> int:
+        return MMA_THREADS + self.producer_warps * WARP_THREADS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread."""
+        if self.fp8 is not None:
+            return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
+        if self.unpacks is not None:
+            return REGISTERS["unpacks", self.producer_warps]
+        if not self.decodes or self.key_rows is not None:
+            return REGISTERS["dense", 4]
+        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
+        return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
+
+    @property
+    def launch_registers(self) -> int:
+        """Of every thread before they are shared out anew, which cannot make more of them: a warp would wait for ever
+        for registers that its CTA does not have."""
+        return SM_REGISTERS // self.num_threads // 8 * 8
+
+    @property
+    def columns(self) -> int:
+        """Of operands in shared memory: head_dim and zeros."""
+        return columns_of(self.head_dim)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of K or V."""
+        return self.tile_tokens * self.columns * self.operand_bytes
+
+    @property
+    def ones_rows(self) -> int:
+        """Rows behind a tile of V's transpose, whose products are sums of probabilities."""
+        return 0 if self.fp8 is None else 8
+
+    @property
+    def tile_room(self) -> int:
+        """Bytes from a tile to the next one."""
+        return self.tile_bytes + self.ones_rows * ROW_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of a tile's columns that lie in rows of the swizzle."""
+        return self.tile_tokens * ROW_BYTES
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a warpgroup, as they come."""
+        return WARPGROUP_ROWS * self.columns * ELEMENT_BYTES
+
+    @property
+    def query_code_bytes(self) -> int:
+        """Of a warpgroup's queries in E4M3, which lie beside those that come."""
+        return 0 if self.fp8 is None else WARPGROUP_ROWS * self.columns
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a tile's scales."""
+        return TILE_SCALE_BYTES if any(self.tile_scales) else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
+        if self.key_rows is not None:
+            tiles = self.num_stages * self.key_rows.stage_bytes + self.key_rows.fixed_bytes
+            return tiles + WORK_SLOTS * WORK_BYTES + barriers
+        queries = MMA_WARPGROUPS * (self.query_bytes + self.query_code_bytes)
+        tiles = queries + 2 * self.num_stages * (self.tile_room + self.scale_bytes)
+        return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + barriers
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
+        shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.num_stages}p{self.producer_warps}"
+        layout = f"_p{self.page_tokens}" if self.page_tokens else ""
+        layout += f"_{self.features.name}" if self.features.name else ""
+        layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
+        if self.fp8 is not None:
+            layout += "_fp8" + ("_behind" if self.fp8.behind else "")
+        layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
+        layout += "_merges" if self.merges else ""
+        layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += "_mapped" if self.mapped else ""
+        layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
+        layout += "_strided_q" if self.strided_q else ""
+        return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.q_dtype not in ("bf16", "fp16"):
+            return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
+            if (reason := cannot_read(form)) is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            if not form.is_coded and name != self.q_dtype:
+                return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if self.unpacked and (reason := self.why_as_it_lies) is not None:
+            return f"unpacked keys: {reason}"
+        if self.producer_warps not in (4, 8):
+            return f"producer_warps {self.producer_warps} is not 4 or 8"
+        if self.producer_warps == 8 and self.columns > 128:
+            return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
+        if self.key_rows is not None:
+            return self._problem_of_key_rows() or self.limits.refuses(self.num_threads, self.smem_bytes)
+        if self.decodes and any(self.tile_scales) and self.warp_rows > WARP_THREADS:
+            return (
+                f"{self.producer_warps} producer_warps have {self.warp_rows} rows each, and a lane for the scale of one"
+            )
+        producing, consuming = self.registers
+        shared_out = MMA_WARPS * consuming + self.producer_warps * producing
+        if shared_out > (MMA_WARPS + self.producer_warps) * self.launch_registers:
+            return f"{producing} and {consuming} registers are more than {self.num_threads} threads begin with"
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        if self.ragged and (self.coded or self.features.head_major):
+            return "ragged keys lie in 16 bits, token by token"
+        if self.unpacked and not self.features.head_major:
+            return "unpacked keys lie head by head"
+        if self.unpacks is not None and (reason := self._problem_of_unpacking(self.unpacks)) is not None:
+            return reason
+        if self.fp8 is not None and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
+            return reason
+        if self.tree and (self.features.causal or self.features.window or self.features.alibi):
+            return "a tree's mask says what is seen: neither order nor positions do"
+        if self.features.bias is not None:
+            return "there is no additive bias"
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+    def _problem_of_unpacking(self, cache: UnpackConfig) -> str | None:
+        """Why producer warps cannot unpack a cache beside the products, or None."""
+        if self.fp8 is not None:
+            return "what is unpacked beside the products becomes rows of 16 bits"
+        if self.columns > 128:
+            return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
+        return cache.can_implement()
+
+    def _problem_of_key_rows(self) -> str | None:
+        """Why keys cannot be rows of products, or None."""
+        if not (self.tile_rows % 8 == 0 and 8 <= self.tile_rows <= MOST_COLUMNS):
+            return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
+        if not self.decodes or self.ragged or self.merges:
+            return f"{self.tile_rows} tile_rows of anything but a cache of codes"
+        if self.head_dim != KEY_ROWS_HEAD_DIM or self.producer_warps != 4:
+            return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
+        if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
+            return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
+        if not self.ping_pong:  # a warp would flag a block before another one has asked about the last one
+            return f"{self.tile_rows} tile_rows without ping_pong, whose barriers they want"
+        if any(self.channel_scales):
+            return f"{self.tile_rows} tile_rows of caches with scales of channels"
+        for form in self.formats:
+            words = "" if form.extend is None else form.extend.words.rpartition(":")[2]
+            groups = KEY_ROWS_GROUPS if words == "Int4Words" else (1,)
+            if words not in KEY_ROWS_WORDS or form.num_groups not in groups:
+                return f"{self.tile_rows} tile_rows of {form.name} caches"
+        if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
+            return f"{self.tile_rows} tile_rows with {self.features.name}"
+        return self._problem_of_maps() if self.mapped else None
+
+    def _problem_of_maps(self) -> str | None:
+        """Why tensor maps cannot bring rows with what is in front of them, or None."""
+        for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
+            if apart:
+                return f"mapped rows of {form.name}, whose headers lie apart"
+            if self.features.head_major and form.row_bytes(self.head_dim) != room:
+                return f"mapped rows of {form.name} that lie head by head: no multiples of 16 bytes"
+        return None
+
+
+MAX_SPLITS = 32  # a lane of the combining warp for each
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """One compiled variant of the kernel that puts splits together: dtype of the output ("bf16", "fp16"), head_dim."""
+
+    q_dtype: str
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"extend_combine_{self.q_dtype}_d{self.head_dim}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.q_dtype not in ("bf16", "fp16"):
+            return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        return None if self.head_dim in HEAD_DIMS else f"head_dim {self.head_dim} is not one of {HEAD_DIMS}"

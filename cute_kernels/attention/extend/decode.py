@@ -1,0 +1,403 @@
+"""Producers of caches of codes: rows of pages become fp16 tiles in the 128-byte swizzle, once for all 128 queries.
+
+A warp loads 32 words side by side, of a row or of some rows that follow each other: a lane's word is 4 or 8 codes, and
+half of a 16-byte piece, or one. So neither loads nor stores have bank conflicts, and a store's address is one of few
+per lane plus a constant.
+
+Half of the warps decode K, half V. A warp asks for its rows of the next tile when it has decoded those of this one, and
+then waits until the tile is free. It asks for nothing in between: the machine counts a thread's loads together, and a
+warp that decodes would wait for all that it has asked for. Which pages a tile lies in is asked for one tile ahead.
+
+Codes of bytes whose scale is a head's or tensor's are fp16 numbers without it. A row's scale is multiplied in, in fp16,
+up to a power of 2 that a warp's rows have in common (:mod:`.powers`); K's warps look at V's scales, too: consumers want
+V's powers with K's tile, before its softmax. INT4 rows are multiplied out in fp16, rounded once: half of code * scale +
+shift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.loads import load_word_below
+from cute_kernels.attention.extend.memory import KEYS, VALUES
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
+from cute_kernels.attention.extend.powers import exponent_beside, power_of_2, word_of
+from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.device.ring import advance
+from cute_kernels.device.types import RegisterTensor
+from cute_kernels.formats.kv import KvFormat, load_code
+
+WORD_BITS = 32
+SIGN_BITS = 0x80808080
+MAGIC_BYTES = 0x64646464  # upper bytes of fp16 1024 + n, n in the lower byte
+MINUS_1024, MINUS_1152 = 0xE400E400, 0xE480E480
+NIBBLES = 0xFFF0FF0F  # the lower nibble of the lower byte, the upper one of the upper half's
+HALVES_OF_SCALE = 0x28003800  # 2**-1 and 2**-5: of n and of 16 n
+HALVES = 0x38003800
+
+
+class Int8Words:
+    """4 codes a word."""
+
+    def numbers(self, word, header) -> list[Uint32]:
+        positive = word ^ Uint32(SIGN_BITS)
+        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in (0x4140, 0x4342)]
+        return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
+
+
+class E4m3Words:
+    def numbers(self, word, header) -> list[Uint32]:
+        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
+
+
+class E5m2Words:
+    def numbers(self, word, header) -> list[Uint32]:
+        return [ptx.prmt(word, Uint32(0), Uint32(select)) for select in (0x1404, 0x3424)]
+
+
+class Int4Words:
+    """8 codes a word; header: the fp16 scale and shift of their group."""
+
+    def numbers(self, word, header) -> list[Uint32]:
+        scales = ptx.mul_f16x2(ptx.prmt(header, Uint32(0), Uint32(0x1010)), Uint32(HALVES_OF_SCALE))
+        shifts = ptx.mul_f16x2(ptx.prmt(header, Uint32(0), Uint32(0x3232)), Uint32(HALVES))
+        pairs = []
+        for byte in range(4):
+            # The byte twice: n of its lower nibble below, 16 n of its upper one above.
+            twice = ptx.prmt(word, Uint32(MAGIC_BYTES), Uint32(0x4040 + 0x0101 * byte)) & Uint32(NIBBLES)
+            codes = ptx.add_f16x2(twice, Uint32(MINUS_1024))
+            pairs.append(ptx.fma_f16x2(codes, scales, shifts))
+        return pairs
+
+
+class RowShape(Protocol):
+    """Which rows of a tile a warp reads, and what they are: `ExtendConfig` or `UnpackConfig`, which say what each
+    is."""
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def warp_rows(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scales: of rows of
+    bytes, as `CodedRows.scale_place` says."""
+
+    words: RegisterTensor[Uint32]
+    headers: RegisterTensor[Uint32]
+    scales: RegisterTensor[Uint32]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: as :meth:`.memory.Pages.ask`
+    says it of the run's first row."""
+
+    entries: RegisterTensor[Int32]
+    places: RegisterTensor[Int32]
+
+
+class RowRuns:
+    """A warp's rows of a tile, K's and V's, as runs of rows that certainly lie together in the cache."""
+
+    def __init__(self, shape: RowShape):
+        self.tile_tokens, self.warp_rows, self.paged = shape.tile_tokens, shape.warp_rows, shape.page_tokens > 0
+        self.rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)  # of a run
+        self.count = self.warp_rows // self.rows
+
+    def make(self) -> Places:
+        return Places(cute.make_rmem_tensor(self.count, Int32), cute.make_rmem_tensor(self.count, Int32))
+
+    @cute.jit
+    def ask(self, places: Places, source, work, block: Int32, warp: Int32):
+        """Asks where a warp's rows of a block lie."""
+        first = block * self.tile_tokens + warp * self.warp_rows
+        last = cutlass.max(work.kv_stop - 1, 0)
+        for run in cutlass.range_constexpr(self.count):
+            token = first + run * self.rows
+            # The table may end, or its entries may be anything, where no token is.
+            token = cutlass.select_(token > last, Int32(0), token)
+            places.entries[run], places.places[run] = source.pages.ask(self.paged, work.request, token)
+
+    def bases(self, source, rows, places: Places, head) -> list[Int64]:
+        """Addresses of the runs' first rows, of K or of V."""
+        blocks = [source.pages.block(self.paged, places.entries[run]) for run in range(self.count)]
+        return [rows.address(block, places.places[run], head) for run, block in enumerate(blocks)]
+
+
+class CodedRows:
+    """K or V: which words are whose, and how a warp's rows of a tile come.
+
+    looks_first: whether rows that are all there are loaded by code of their own, without a look at each. around:
+    whether other warps read at the same time what lies around a row, see :func:`.loads.load_word_below`.
+    """
+
+    def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
+        self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
+        form = shape.formats[operand]
+        reader = form.extend
+        assert reader is not None  # `ExtendConfig.can_implement` has said so
+        self.decoder = load_code(reader.words)()
+        self.word_codes = WORD_BITS // form.code_bits
+        self.has_headers = reader.scales == "groups"
+        self.looks_first, self.around = looks_first, around
+        self.token_scale = has_token_scale(form)
+        self.header_bytes = form.header_bytes
+        self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
+        self.row_units = shape.columns // self.word_codes  # words in the tile; those that the cache lacks are zeros
+        self.real_units = shape.head_dim // self.word_codes
+        self.group_words = self.real_units // form.num_groups
+        self.warp_rows = shape.warp_rows
+        self.num_loads = self.num_words = self.warp_rows * self.row_units // WARP_THREADS
+        self.num_groups = form.num_groups if self.token_scale else 1
+        self.scale_rows = WARP_THREADS // self.num_groups  # whose scales all lanes hold a register of
+        self.scale_words = max(self.warp_rows // self.scale_rows, 1)
+
+    def make(self) -> Held:
+        return Held(
+            cute.make_rmem_tensor(self.num_loads, Uint32),
+            cute.make_rmem_tensor(self.num_loads if self.has_headers else 1, Uint32),
+            cute.make_rmem_tensor(self.scale_words, Uint32),
+        )
+
+    @cute.jit
+    def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
+        rows = source.rows(self.operand)
+        first = block * self.tile_tokens + warp * self.warp_rows
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        bases = self.runs.bases(source, rows, places, work.head)
+        if const_expr(self.looks_first):
+            if (low == 0) & (count >= self.warp_rows):
+                self.load_words(held, rows, bases, Int32(0), None, lane)
+            else:
+                self.load_words(held, rows, bases, low, count, lane)
+        else:
+            self.load_words(held, rows, bases, low, count, lane)
+        if const_expr(self.token_scale):
+            self.load_scales(held.scales, places, source, work, first_valid, block, warp, lane)
+
+    @cute.jit
+    def load_scales(self, scales, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for the scales of a warp's rows of a block."""
+        rows = source.rows(self.operand)
+        first = block * self.tile_tokens + warp * self.warp_rows
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        bases = self.runs.bases(source, rows, places, work.head)
+        for k in cutlass.range_constexpr(self.scale_words):
+            row, group = self.scale_place(lane, k)
+            base = bases[0]
+            for run in cutlass.range_constexpr(1, len(bases)):
+                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
+            address = base + (row % self.runs.rows) * rows.token_bytes
+            if const_expr(self.num_groups > 1):
+                address = address + 4 * group
+            scales[k] = load_word_below(row - low, count, address, around=self.around)
+
+    def scale_place(self, lane, k: int) -> tuple[Any, Any]:
+        """(row, group) of a lane's ``k``-th scale, among those of the warp."""
+        if self.num_groups == 1:
+            return lane % self.warp_rows, 0
+        return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
+
+    def scale_of(self, scales, lane, k: int):
+        """The scale of a lane's word of load ``k``, which another lane may hold; scales: registers."""
+        row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
+        below, word = self.lane_place(lane)
+        if self.num_groups == 1:
+            return cute.arch.shuffle_sync(scales[0], below + row)
+        group = cutlass.min((word + part) // self.group_words, self.num_groups - 1)  # what follows is zeros
+        holder = group * self.scale_rows + (below + row % self.scale_rows)
+        return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
+
+    def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
+        """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
+        saves two instructions a word."""
+        below, word = self.lane_place(lane)
+        for k in range(self.num_loads):
+            row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
+            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
+            index, limit = (below - low) + row, count
+            if self.real_units < self.row_units:
+                there = self.warp_rows if count is None else count
+                limit = cutlass.select_(word + part < self.real_units, Int32(there), Int32(0))
+            held.words[k] = self.load_word(index, limit, address + 4 * word, self.header_bytes + 4 * part)
+            if self.has_headers:
+                group = (word + part) // self.group_words
+                held.headers[k] = self.load_word(index, limit, address + 4 * group)
+
+    def load_word(self, index, limit, address, offset: int = 0):
+        """A word of read-only global memory where 0 <= ``index`` < ``limit``, else zero; limit None: it is there."""
+        if limit is not None:
+            return load_word_below(index, limit, address, offset, around=self.around)
+        if self.around:
+            return load_word_below(Int32(0), Int32(1), address, offset, around=True)
+        return ptx.load_global_words(address, offset, 1)[0]
+
+    def lane_place(self, lane) -> tuple[Int32, Int32]:
+        """(row, word) of a lane's part of a load, among those of the load."""
+        if self.row_units < WARP_THREADS:
+            return lane // self.row_units, lane % self.row_units
+        return Int32(0), lane
+
+    def numbers(self, held: Held, k: int):
+        """What a lane's word of a load stands for: packed pairs, without a row's scale."""
+        return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
+
+
+class TileWriter:
+    """How a warp's rows of K or V go into a tile in shared memory."""
+
+    def __init__(self, config: ExtendConfig, operand: int):
+        self.config, self.operand = config, operand
+        # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
+        reader = config.formats[operand].extend
+        self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
+
+    def place(self, warp, lane):
+        """Byte offset in a tile of what a lane's first word becomes."""
+        word_codes = self.rows.word_codes
+        below, word = self.rows.lane_place(lane)
+        column = word * word_codes
+        slab, piece = column // SLAB_COLUMNS, column % SLAB_COLUMNS // 8
+        place = slab * self.config.slab_bytes + (warp * self.rows.warp_rows + below) * wgmma_tiles.ROW_BYTES
+        return place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
+
+    @cute.jit
+    def store(self, held: Held, value_scales, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
+        """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`; value_scales: of V's
+        rows, which K's warps hold."""
+        row_words, word_codes = self.rows.row_units, self.rows.word_codes
+        place = place + (memory.tiles + memory.tile(self.operand, stage))
+        exponent = self.exponent_of(held.scales, self.config.scale_words[self.operand])
+        if const_expr(self.operand == KEYS and any(self.config.tile_scales)):
+            values = self.exponent_of(value_scales, self.config.scale_words[VALUES])
+            self.tell(word_of(exponent, values), memory.scales_of(KEYS, stage) + warp * 4, lane)
+        scales = self.halves(held.scales, exponent)
+        for k in cutlass.range_constexpr(self.rows.num_loads):
+            row, part = k * WARP_THREADS // row_words, k * WARP_THREADS % row_words
+            offset = row * wgmma_tiles.ROW_BYTES + part * word_codes // SLAB_COLUMNS * self.config.slab_bytes
+            pairs = self.rows.numbers(held, k)
+            if const_expr(self.rows.token_scale):
+                own = Uint32(self.rows.scale_of(scales, lane, k))
+                pairs = [ptx.mul_f16x2(pair, own) for pair in pairs]
+            ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
+
+    def halves(self, scales, exponent) -> list[Any]:
+        """A lane's scales by a power of 2, each twice in fp16."""
+        found = []
+        for k in range(self.rows.scale_words):
+            scale = scales[k].bitcast(Float32) * power_of_2(-exponent)
+            found.append(ptx.pack_f16x2(scale, scale))
+        return found
+
+    @cute.jit
+    def exponent_of(self, scales, count: cutlass.Constexpr):
+        """Of the power of 2 that a warp's rows have in common; scales: ``count`` of a lane, 0 where there are none."""
+        exponent = Int32(0)
+        if const_expr(count > 0):
+            top = in_pairs(ptx.fmax, [Float32(scales[k].bitcast(Float32)) for k in range(count)])
+            exponent = exponent_beside(lane_max(top, neighbours(WARP_THREADS)))
+        return exponent
+
+    @cute.jit
+    def tell(self, word: Uint32, address: Int32, lane: Int32):
+        """Consumers, with K's tile, of both powers of 2."""
+        if lane == 0:
+            ptx.store_shared(address, 0, [word])
+
+
+class RowProducer:
+    """The producer warps of a cache of codes."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config, self.runs = config, RowRuns(config)
+        self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
+
+    def make_maps(self, k_cache, v_cache):
+        """No tensor maps."""
+
+    @cute.jit
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        given = (source, work, span, first_valid, memory)
+        if warp < self.config.tile_warps:
+            stage, phase = self.fill_tiles(KEYS, *given, warp, lane, stage, phase)
+        else:
+            stage, phase = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def fill_tiles(
+        self,
+        operand: cutlass.Constexpr,
+        source,
+        work,
+        span,
+        first_valid,
+        memory,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """K's or V's; warp: of those that do."""
+        held, places = self.writers[operand].rows.make(), self.runs.make()
+        value_scales = cute.make_rmem_tensor(max(self.config.scale_words[VALUES], 1), Uint32)
+        # Not what it is made of: registers are scarce.
+        place = ptx.pinned(self.writers[operand].place(warp, lane))
+        if span.begin < span.end:
+            self.runs.ask(places, source, work, span.end - 1, warp)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            self.writers[operand].rows.load(held, places, source, work, first_valid, block, warp, lane)
+            if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
+                self.writers[VALUES].rows.load_scales(
+                    value_scales, places, source, work, first_valid, block, warp, lane
+                )
+            self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
+            self.publish(self.writers[operand], held, value_scales, memory, place, warp, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase
+
+    @cute.jit
+    def publish(
+        self,
+        writer: cutlass.Constexpr,
+        held,
+        value_scales,
+        memory,
+        place: Int32,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Writes a warp's rows of a tile when it is free, and says so."""
+        number = memory.barrier(writer.operand, stage)
+        cute.arch.mbarrier_wait(memory.empty + number, phase)
+        writer.store(held, value_scales, memory, stage, place, warp, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.full + number)

@@ -1,0 +1,139 @@
+"""Decode attention's calls of several queries a request over codes, where all of them at once are faster.
+
+Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.key_rows` does it once for up to 72.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.extend.call import ExtendCall
+from cute_kernels.attention.extend.compile import ExtendSpec
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.ops import DEFAULTS
+from cute_kernels.attention.extend.plan import (
+    ExtendPlan,
+    check_alignment,
+    key_rows_for,
+    lies_in_pieces,
+    make_plan,
+    problem_of,
+)
+from cute_kernels.attention.extend.schedule import choose, decodes_with_key_rows
+from cute_kernels.runtime import arch_of, default_cache
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.native import compiler_version
+
+
+@dataclass(frozen=True)
+class FewQueriesPlan:
+    """What of such a launch stays the same: extend attention's plan, where requests' queries begin, int32 [batch + 1],
+    and whether they are no one sequence of equal distances, which kernels know alone."""
+
+    plan: ExtendPlan
+    ends: torch.Tensor
+    copies_q: bool
+
+    @property
+    def device_index(self) -> int:
+        return self.plan.device_index
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_format: object,
+        softmax_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `attention.plan.DecodePlan` launches."""
+        shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
+        if out is None:
+            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
+        lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
+        given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
+        self.plan.call(
+            (q.contiguous() if self.copies_q else q).view(shape),
+            k_cache,
+            v_cache,
+            self.ends,
+            seq_lens,
+            out.view(shape),
+            lse,
+            softmax_scale,
+            given,
+        )
+        return out, lse
+
+
+def may_load(spec: ExtendSpec, device: torch.device) -> bool:
+    """Whether a kernel that a call can do without is there, or may be compiled."""
+    return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
+
+
+def plan_of(
+    call: AttentionCall, may_load: Callable[[ExtendSpec, torch.device], bool] = may_load
+) -> FewQueriesPlan | None:
+    """The plan of a call of decode attention that is served so; None for others.
+
+    Not with fixed splits, which say in what order its own kernel adds up; nor while a graph is captured, whose memory
+    is no place for what a plan keeps.
+    """
+    if call.num_splits is not None or call.head_dim != call.v.head_dim or not call.k.form.is_coded:
+        return None
+    if call.out is not None and not call.out.is_contiguous():
+        return None
+    copies_q = not _evenly(call.q)
+    checked, config = _served(call, copies_q)
+    if config is not None and config.strided_q and not may_load(ExtendSpec(config), call.q.device):
+        copies_q = True  # bundles have kernels of contiguous queries
+        checked, config = _served(call, copies_q)
+    if config is None or not lies_in_pieces(checked):
+        return None
+    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        check_alignment(checked)
+    except ValueError:
+        return None
+    return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device), copies_q)
+
+
+def _served(call: AttentionCall, copies_q: bool) -> tuple[ExtendCall, ExtendConfig | None]:
+    """The call as one of extend attention, and the kernel that serves it, if that is the faster way."""
+    q = call.q.contiguous() if copies_q else call.q
+    checked = ExtendCall(q.flatten(0, 1), call.seq_lens, call, None, None)
+    config = decodes_with_key_rows(
+        key_rows_for(checked, choose(problem_of(checked))),
+        call.batch,
+        call.q_len,
+        call.num_q_heads,
+        call.num_kv_heads,
+        GPU.num_sms(call.q.device),
+    )
+    return checked, config
+
+
+def _evenly(q: torch.Tensor) -> bool:
+    """Whether q [batch, q_len, ...] is as far from a request's last query to the next one's first as between queries:
+    so it is in parts of a fused projection's rows."""
+    return q.is_contiguous() or q.shape[0] == 1 or q.shape[1] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
+
+
+@per_gpu
+@lru_cache(maxsize=256)
+def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """Where the queries of equal requests begin and end. A copy that is waited for: another stream may launch next."""
+    return (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len).to(device)

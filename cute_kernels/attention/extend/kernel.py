@@ -1,0 +1,181 @@
+"""Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
+
+Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
+(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.tma_tiles`)
+or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
+(:mod:`.multiply`).
+Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
+
+docs/design/extend_attention.md has the balance of clocks, bytes and registers behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.attention.extend.beside import ProducerBeside, SourceBeside
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.decode import RowProducer
+from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
+from cute_kernels.attention.extend.key_rows.memory import KeyRowsMemory
+from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
+from cute_kernels.attention.extend.memory import ExtendMemory, Pages, Rows, Source
+from cute_kernels.attention.extend.mixed_tiles import MixedProducer
+from cute_kernels.attention.extend.multiply import Consumer, Features, Operands
+from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS
+from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
+from cute_kernels.attention.extend.work import END, ExtendSizes, Lengths, Work
+from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.ring import advance
+from cute_kernels.device.types import extents
+
+
+class ExtendKernel:
+    """One compiled variant; :class:`ExtendConfig` says which."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.memory, self.producer, self.consumer = _parts(config)
+        self.worker = self.consumer.worker
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.attention_arguments`."""
+        config = self.config
+        (total_q, num_q_heads, _), cache = extents(given.q), extents(given.k_cache)
+        ends = extents(given.cu_seqlens)
+        batch = ends[0] - 1
+        tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
+        group = num_q_heads // kv_heads
+        num_slots = total_q * group // config.tile_rows + batch
+        shape = ExtendSizes(
+            total_q=total_q,
+            batch=batch,
+            num_q_heads=num_q_heads,
+            max_seq_len=self.room(given.max_pages, tokens),
+            group=Divisor.of(group),
+            kv_heads=Divisor.of(kv_heads // config.tile_heads),
+            splits=Divisor.of(given.num_splits),
+            num_slots=num_slots,
+            num_tiles=num_slots * (kv_heads // config.tile_heads) * given.num_splits,
+            window=given.window,
+        )
+        caches = zip((given.k_cache, given.v_cache), config.cache_bytes, strict=True)
+        keys, values = (Rows.of(tensor, size, config.features.head_major) for tensor, size in caches)
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        maps = self.producer.make_maps(given.k_cache, given.v_cache)
+        source = Source(keys, values, pages, maps, given.tile_scales)
+        self.kernel(
+            shape,
+            source if config.unpacks is None else SourceBeside.of(source, given, config.unpacks),
+            Operands.of(given, config),
+            Features.of(given, config),
+            Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
+        ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+    def room(self, max_pages, tokens):
+        """Tokens that a request may have. tokens: of a block of the cache."""
+        if self.config.unpacked:
+            return max_pages
+        return max_pages * tokens if self.config.page_tokens else tokens
+
+    @cute.kernel
+    def kernel(self, shape, source, operands, features, lengths):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.memory.allocate(config)
+        if warp == 0:
+            if lane == 0:
+                memory.init_barriers()
+        if const_expr(config.ones_rows > 0):
+            if warp == 0:
+                memory.write_ones(lane)
+        cute.arch.sync_threads()
+        producing, consuming = config.registers
+        if warp >= MMA_WARPS:
+            cute.arch.setmaxregister_decrease(producing)
+            if warp < MMA_WARPS + config.filling_warps:
+                self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
+            else:
+                if const_expr(config.unpacks is not None):
+                    unpacking = warp - (MMA_WARPS + config.filling_warps)
+                    self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
+            if const_expr(config.unpacks is not None):
+                self.producer.leave(source, lane)
+        else:
+            cute.arch.setmaxregister_increase(consuming)
+            group = warp // WARPGROUP_WARPS
+            own = warp % WARPGROUP_WARPS
+            if const_expr(config.key_rows is None):
+                self.consumer.run(shape, operands, features, memory, group, own, lane)
+            else:
+                self.consumer.run(shape, source, operands, features, memory, group, own, lane)
+
+    @cute.jit
+    def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
+        """All work tiles of the CTA; the first producer warp finds them and tells the others."""
+        if const_expr(self.config.key_rows is not None):
+            self.producer.prefetch_maps(source)
+        stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(0)
+        tile, running = Int32(cute.arch.block_idx()[0]), Int32(1)
+        while running != 0:
+            if warp == 0:
+                tile = self.publish(shape, lengths, memory, tile, slot, slot_phase ^ 1, lane)
+            work = self.consumer.receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            if work.request == END:
+                running = Int32(0)
+            else:
+                span = self.worker.span(shape, work)
+                first_valid = self.worker.first_valid(shape, work)
+                stage, phase = self.producer.fill(source, work, span, first_valid, memory, warp, lane, stage, phase)
+                # Not before: who draws early has two work tiles where others have none.
+                if warp == 0:
+                    tile = self.worker.draw(shape, lengths.counter, lane)
+
+    @cute.jit
+    def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
+        """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
+        found = Int32(0)
+        request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
+        q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
+        while found == 0:
+            if tile >= shape.num_tiles:
+                request, found = Int32(END), Int32(1)
+            else:
+                request, part, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
+                    shape, lengths, tile, lane
+                )
+                if (first_row >= 0) & (first_row < num_rows):
+                    found = Int32(1)
+                else:
+                    tile = self.worker.draw(shape, lengths.counter, lane)
+        cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
+        if lane == 0:
+            words = Work(request, part, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
+            address = memory.slots + slot * 32
+            ptx.store_shared(address, 0, words[:4])
+            ptx.store_shared(address, 16, words[4:])
+            cute.arch.mbarrier_arrive(memory.work_full + slot)
+        cute.arch.sync_warp()
+        return tile
+
+
+def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
+    """Shared memory, what fills it and what multiplies."""
+    if config.key_rows is not None:
+        return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
+    return ExtendMemory, _producer(config), Consumer(config)
+
+
+def _producer(config: ExtendConfig) -> RowProducer | TmaTileProducer | MixedProducer:
+    """What fills tiles of queries' keys and values."""
+    if config.mixed:
+        return MixedProducer(config)
+    if config.decodes:
+        return RowProducer(config)
+    return TmaTileProducer(config) if config.unpacks is None else ProducerBeside(config)

@@ -1,0 +1,509 @@
+"""Rows of codes in shared memory to A operands of wgmma: keys as they lie, values transposed.
+
+A warp's keys are 16 rows of tokens; its values 32 columns of all of its warpgroup's 64 tokens. ldmatrix moves pairs of
+bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. Which columns a
+lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
+
+    bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
+             values: sum (m, i) is column 32 w + 16 m + 2 g + i; behind a scale 32 w + 4 g + 2 m + i
+    nibbles  keys: steps 2 c and 2 c + 1 have 32 c + 8 t + (0, 4), (1, 5) and (2, 6), (3, 7)
+             values: sum (m, i) is column 32 w + 4 g + 2 m + i
+
+Lane (g, t) = (lane / 4, lane % 4) of warp w, MMA m of two, row half i. Chunks of 16 bytes of a row are exchanged so
+that ldmatrix has no bank conflicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.attention.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
+from cute_kernels.attention.extend.policies import (
+    GROUP_TOKENS,
+    HEADED_ROW_BYTES,
+    PAIRED_NIBBLE_ROW_BYTES,
+    PAIRED_ROW_BYTES,
+    SCALED_ROW_BYTES,
+)
+from cute_kernels.device import ptx
+from cute_kernels.formats.kv import KvFormat
+
+CHUNK_BYTES = 16
+HEAD_DIM = 128
+SCALE_BYTES = 4
+WARP_TOKENS = 16
+# Of either nibble n of a byte: its mask; what makes 512 + n / 2 or 32 + n / 2 in fp16 of it; what is subtracted again.
+LOW_NIBBLES, HIGH_NIBBLES = (0x000F000F, 0x60006000, 0xE000E000), (0x00F000F0, 0x50005000, 0xD000D000)
+MAGIC = (LOW_NIBBLES[1], HIGH_NIBBLES[1])
+HALF = 0x38003800  # 2**-1 in fp16, twice
+
+
+def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
+    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant. Then
+    which halves of two words a lane takes, of `PairedNibbleRows`.
+
+    number: one of no more than 31 bits.
+    """
+    low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
+    return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
+
+
+@dsl_user_op
+def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
+    """Either half of a word, 0 or 1, in both. As a move, which the instructions that multiply with it do themselves."""
+    own = ("low", "high")[half]
+    asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip)
+    )
+
+
+def of_lanes(word, index: int):
+    """That of lane (index, t), in all lanes (g, t)."""
+    return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
+
+
+class Int8Codes:
+    """fp16 pairs of a word's bytes; ``pairs``: the two bytes of each."""
+
+    def numbers(self, word, pairs) -> list[Uint32]:
+        positive = word ^ Uint32(SIGN_BITS)
+        selectors = [0x4040 | high << 8 | low for low, high in pairs]
+        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in selectors]
+        return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
+
+
+class E4m3Codes:
+    def numbers(self, word, pairs) -> list[Uint32]:
+        (a, b), (c, d) = pairs
+        if (a, b, c, d) != (0, 1, 2, 3):
+            word = ptx.prmt(word, Uint32(0), Uint32(d << 12 | c << 8 | b << 4 | a))
+        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
+
+
+class E5m2Codes:
+    def numbers(self, word, pairs) -> list[Uint32]:
+        return [ptx.prmt(word, Uint32(0), Uint32(high << 12 | 4 << 8 | low << 4 | 4)) for low, high in pairs]
+
+
+class ByteRows:
+    """Rows of 128 bytes."""
+
+    row_bytes = HEAD_DIM
+    shifted = headed = False
+    key_words, key_header_words = HEAD_DIM // 8, 0  # of a lane's keys
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def group_place(self, group):
+        """Bytes from a tile to a warpgroup's rows."""
+        return group * (GROUP_TOKENS * self.row_bytes)
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        """As :meth:`ScaledByteRows.shifts`: rows begin where they are to."""
+        return 0, 0, 0
+
+    @staticmethod
+    def swizzle(row):
+        """What is exclusive-or-ed to the number of a chunk."""
+        return row % 8
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    def key_place(self, warp, lane):
+        """Bytes from a warpgroup's rows to what a lane gives the address of."""
+        matrix, row = lane // 8, lane % 8
+        return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
+            for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
+        ]
+
+    def header_start(self, memory, operand: int, stage) -> Any:
+        """What `key_header_place` and `value_header_place` are counted from: nothing."""
+        return 0
+
+    def key_header_place(self, group, warp, lane) -> Any:
+        """Bytes to the headers of a lane's tokens."""
+        return 0
+
+    def load_key_headers(self, address) -> list[Any]:
+        """Nothing: a scale meets scores and probabilities."""
+        return []
+
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
+        """A registers by step of 16 columns. magic: of `magic_of`."""
+        steps = []
+        for low, high in zip(words[0::2], words[1::2], strict=True):
+            of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
+            steps.append([of_low[0], of_high[0], of_low[1], of_high[1]])
+        return steps
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Words of a warp's columns, for :meth:`value_operands`. odd: bytes from what ``address`` is of to the same of
+        the next token, of rows that begin anywhere."""
+        return [
+            word
+            for first in range(0, tokens, 16)
+            for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
+        ]
+
+    def value_header_place(self, group, warp, lane) -> Any:
+        return 0
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
+        return []
+
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
+        """A registers of the two MMAs of a step of 16 tokens."""
+        own = words[4 * step : 4 * step + 4]
+        result = []
+        for mma in range(2):
+            low, high = (self.codes.numbers(word, ((0, 2), (1, 3))) for word in own[2 * mma : 2 * mma + 2])
+            result.append([*low, *high])
+        return result
+
+    @staticmethod
+    def column(warp, lane, mma):
+        """Of the sum of row half 0; that of row half 1 is the next one."""
+        return 32 * warp + 16 * mma + 2 * (lane // 4)
+
+    @staticmethod
+    def query_step(lane) -> tuple[Int32, Int32]:
+        """Of queries a lane writes: (step of 16 columns, t)."""
+        return lane // 4, lane % 4
+
+    @staticmethod
+    def query_columns(lane) -> tuple[Int32, int]:
+        """First column of the first of two words that it reads, and columns to the other one."""
+        return 4 * lane, 2
+
+    @staticmethod
+    def query_pairs(values):
+        """The operand's two pairs of the four numbers."""
+        return (values[0], values[1]), (values[2], values[3])
+
+
+class ScaledByteRows(ByteRows):
+    """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 of global memory.
+
+    They lie in shared memory with the bytes in front of them down to a multiple of 16, so that pieces of 16 bytes bring
+    them. That shifts a row by 0 to 12 bytes, for which ldmatrix has no use: lanes load words, 36 from a row to the next
+    one, without bank conflicts unless neighbouring rows are shifted differently (two ways at most).
+    """
+
+    row_bytes = SCALED_ROW_BYTES
+    shifted = headed = True
+
+    @staticmethod
+    def swizzle(row):
+        return row * 0
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        """Bytes by which a lane's rows are shifted: of keys, tokens g of every 8; of values, tokens 2 t, and how much
+        more the next ones are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        start = head * rows.head_bytes.to(Int32)
+
+        def shift(token):
+            return (start + token % 4 * rows.token_bytes) & 15
+
+        even = shift(lane % 4 * 2)
+        return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
+
+    def scale_place(self, group, row):
+        """Bytes from a tile to the scale of a row of a warpgroup's that is not shifted."""
+        return self.group_place(group) + row * self.row_bytes
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    def key_place(self, warp, lane):
+        return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
+
+    def load_keys(self, address) -> list[Any]:
+        chunks = HEAD_DIM // CHUNK_BYTES
+        return [
+            ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
+            for chunk in range(chunks)
+            for half in range(2)
+        ]
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def value_place(self, warp, lane):
+        return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + (8 * warp + lane // 4) * 4
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        return [
+            ptx.load_shared(start, first * self.row_bytes)
+            for first in range(0, tokens, 8)
+            for start in (address, address + odd)
+        ]
+
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
+        pairs = []
+        for even, odd in zip(words[4 * step : 4 * step + 4 : 2], words[4 * step + 1 : 4 * step + 4 : 2], strict=True):
+            both = [ptx.prmt(even, odd, Uint32(s)) for s in (0x5140, 0x7362)]
+            pairs.append([self.codes.numbers(word, ((0, 1), (2, 3))) for word in both])
+        low, high = pairs
+        return [[*low[m], *high[m]] for m in range(2)]
+
+    @staticmethod
+    def column(warp, lane, mma):
+        return 32 * warp + 4 * (lane // 4) + 2 * mma
+
+
+class PairedByteRows(ScaledByteRows):
+    """The same of two neighbouring heads, one a warpgroup's: their rows of a token lie one behind the other, 68 words
+    from those of the next token. Tokens begin at multiples of 16 bytes, so that all are shifted alike."""
+
+    row_bytes = PAIRED_ROW_BYTES
+    heads = 2
+
+    def group_place(self, group):
+        return group * (SCALE_BYTES + HEAD_DIM)
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        shift = head // self.heads * (self.heads * (SCALE_BYTES + HEAD_DIM)) & (CHUNK_BYTES - 1)
+        return shift, shift, 0
+
+
+class NibbleRows:
+    """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
+
+    row_bytes = HEAD_DIM // 2
+    shifted = headed = False
+
+    def __init__(self, num_groups: int):
+        self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
+        self.key_words, self.key_header_words = HEAD_DIM // 16, 2 * num_groups  # of a lane's keys
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        return 0, 0, 0
+
+    def group_place(self, group):
+        return group * (GROUP_TOKENS * self.row_bytes)
+
+    @staticmethod
+    def swizzle(row):
+        return row // 2 % 4
+
+    def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
+        """Pairs (i, i + 4) of a word's nibbles. shifts: halves of them."""
+        result = []
+        for index in range(4):
+            own = word if index < 2 else word >> 8
+            mask, _, zero = (LOW_NIBBLES, HIGH_NIBBLES)[index % 2]
+            codes = ptx.add_f16x2((own & Uint32(mask)) | magic[index % 2], Uint32(zero))
+            result.append(ptx.fma_f16x2(codes, scales, shifts))
+        return result
+
+    def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
+        """What :meth:`numbers` takes of headers."""
+        return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
+
+    def key_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
+        return rows * self.row_bytes + (matrix // 2 ^ self.swizzle(row)) * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
+            for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
+        ]
+
+    def header_start(self, memory, operand: int, stage):
+        return memory.header(operand, stage)
+
+    def key_header_place(self, group, warp, lane):
+        return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
+
+    def load_key_headers(self, address) -> list[Any]:
+        """[group][row half] of the lane's two tokens."""
+        groups = HEAD_DIM // 32 // self.group_chunks
+        return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
+
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
+        made = [[self.made(twice(word, 0), twice(word, 1)) for word in rows] for rows in headers]
+        steps = []
+        for chunk in range(4):
+            low, high = (
+                self.numbers(words[2 * chunk + i], magic, *made[chunk // self.group_chunks][i]) for i in range(2)
+            )
+            steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+        return steps
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * matrix) * self.row_bytes + (warp ^ self.swizzle(row)) * CHUNK_BYTES
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        return [
+            word
+            for first in range(0, tokens, 32)
+            for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
+        ]
+
+    def value_header_place(self, group, warp, lane):
+        """Bytes to those of tokens 8 g + 2 t and the next one."""
+        return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
+
+    def load_value_headers(self, address, tokens: int) -> list[Any]:
+        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of all lanes of its t, so
+        each of these makes them of 8 tokens, and tells the others."""
+        even, odd = self.load_two_headers(address)
+        scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
+        return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
+
+    def load_two_headers(self, address):
+        return ptx.load_shared_vector(address, 0, 2)
+
+    def value_word(self, words, index: int, magic):
+        """Of 8 tokens."""
+        return words[index]
+
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
+        pairs = []
+        for index in (2 * step, 2 * step + 1):
+            pairs.append(self.numbers(self.value_word(words, index, magic), magic, *headers[index]))
+        low, high = pairs
+        return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
+
+    @staticmethod
+    def column(warp, lane, mma):
+        return 32 * warp + 4 * (lane // 4) + 2 * mma
+
+    @staticmethod
+    def query_step(lane) -> tuple[Int32, Int32]:
+        return 2 * (lane // 8) + lane % 2, lane % 8 // 2
+
+    @staticmethod
+    def query_columns(lane) -> tuple[Int32, int]:
+        return 32 * (lane // 8) + 8 * (lane % 8 // 2) + 2 * (lane % 2), 4
+
+    @staticmethod
+    def query_pairs(values):
+        return (values[0], values[2]), (values[1], values[3])
+
+
+class HeadedNibbleRows(NibbleRows):
+    """Of four groups: rows of 80 bytes, headers and codes, as the cache has them; so they have no bank conflicts."""
+
+    row_bytes = HEADED_ROW_BYTES
+    headed = True
+
+    @staticmethod
+    def swizzle(row):
+        return row * 0
+
+    def key_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
+        return rows * self.row_bytes + CHUNK_BYTES + matrix // 2 * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, 4, 2)
+            for word in ptx.load_matrix_x4(address, chunk * CHUNK_BYTES, transpose=False)
+        ]
+
+    def header_start(self, memory, operand: int, stage):
+        return memory.tile(operand, stage)
+
+    def key_header_place(self, group, warp, lane):
+        return self.group_place(group) + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+
+    def load_key_headers(self, address) -> list[Any]:
+        rows = [ptx.load_shared_vector(address, 8 * i * self.row_bytes, 4) for i in range(2)]
+        return [[rows[i][group] for i in range(2)] for group in range(4)]
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
+
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane * 2 * self.row_bytes + 4 * warp
+
+    def load_two_headers(self, address):
+        return [ptx.load_shared(address, i * self.row_bytes) for i in range(2)]
+
+
+class PairedNibbleRows(HeadedNibbleRows):
+    """Of one group, those of two neighbouring heads, one a warpgroup's: rows of 68 bytes one behind the other, which
+    begin at a multiple of 4, and tokens at one of 16. Too shifted for ldmatrix: lanes load words, 36 from a row to the
+    next one."""
+
+    row_bytes = PAIRED_NIBBLE_ROW_BYTES
+    shifted = True
+    heads, head_bytes = 2, SCALE_BYTES + HEAD_DIM // 2
+
+    def __init__(self):
+        super().__init__(1)
+
+    def group_place(self, group):
+        return group * self.head_bytes
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        shift = head // self.heads * (self.heads * self.head_bytes) & (CHUNK_BYTES - 1)
+        return shift, shift, 0
+
+    def key_place(self, warp, lane):
+        return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
+            for chunk in range(HEAD_DIM // 2 // CHUNK_BYTES)
+            for half in range(2)
+        ]
+
+    def load_key_headers(self, address) -> list[Any]:
+        return [[ptx.load_shared(address, 8 * i * self.row_bytes) for i in range(2)]]
+
+    def value_place(self, warp, lane):
+        return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Of two neighbouring lanes' columns, of one token each."""
+        return [
+            ptx.load_shared(start, first * self.row_bytes)
+            for first in range(0, tokens, 8)
+            for start in (address, address + odd)
+        ]
+
+    def value_word(self, words, index: int, magic):
+        """The lane's two bytes of both tokens."""
+        return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
+
+    def value_header_place(self, group, warp, lane):
+        return self.group_place(group) + lane * 2 * self.row_bytes
+
+
+BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
+
+
+def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
+    """How rows of a format become operands. paired: whether those of two heads lie together."""
+    if form.codes not in BYTE_CODES:
+        if paired:
+            return PairedNibbleRows()
+        return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
+    kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
+    return kind(BYTE_CODES[form.codes]())

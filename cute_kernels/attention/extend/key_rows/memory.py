@@ -1,0 +1,160 @@
+"""Shared memory of a CTA that multiplies keys with queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+from cutlass._mlir.dialects import llvm, nvvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
+from cute_kernels.device.cuda import WARP_THREADS
+
+TOP_BYTES = 4 * MMA_WARPS
+
+
+@dsl_user_op
+def has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
+    """Whether a phase of an mbarrier is over. No thread is suspended, unlike by `mbarrier_try_wait`."""
+    kind = nvvm.MBarrierWaitKind.TEST
+    address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
+    return Boolean(nvvm.mbarrier_wait_parity(address, parity, kind, loc=loc, ip=ip))
+
+
+def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
+    """An instruction of 32-bit operands for lanes whose condition is not 0: a branch would keep others from being moved
+    across."""
+    values = [Int32(operand).ir_value(loc=loc, ip=ip) for operand in (condition, *operands)]
+    asm = f"{{ .reg .pred p; setp.ne.u32 p, $0, 0; @p {instruction} }}"
+    constraints = "r," * len(values) + "~{memory}"
+    llvm.inline_asm(None, values, asm, constraints, has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_if(condition, barrier: cute.Pointer, *, loc=None, ip=None) -> None:
+    """Arrives at an mbarrier."""
+    address = barrier.toint(loc=loc, ip=ip)
+    _if(condition, "mbarrier.arrive.shared::cta.b64 _, [$1];", [address], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_word_if(condition, address, word, *, loc=None, ip=None) -> None:
+    """Stores a word in shared memory."""
+    _if(condition, "st.shared.u32 [$1], $2;", [address, word], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_matrix_x2(address, offset: int, words, *, loc=None, ip=None) -> None:
+    """As `ptx.store_matrix_x4`, transposed, of two matrices: addresses of lanes 16 on do not matter."""
+    asm = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};"
+    values = [Int32(address), *map(Uint32, words)]
+    operands = [value.ir_value(loc=loc, ip=ip) for value in values]
+    llvm.inline_asm(None, operands, asm, "r,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dataclass(frozen=True)
+class KeyRowsMemory:
+    """Pointers and addresses; a tile is found by its operand (KEYS or VALUES) and stage.
+
+    Attributes:
+        tile_pointer, tiles: raw codes of K's stages, then V's.
+        headers: [stage][header words of K, then those of V][token], a word each.
+        queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
+        probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
+        told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
+        tops: fp32 [8], of each warp's queries; then a word for each warpgroup, see `flag`.
+        slots, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        full, empty: by stage, of K's tile and V's together: a consumer waits once a block, and arrives once.
+    """
+
+    config: ExtendConfig
+    tile_pointer: cute.Pointer
+    tiles: Int32
+    headers: Int32
+    queries: Int32
+    probabilities: Int32
+    told: Int32
+    tops: Int32
+    slots: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+
+    @staticmethod
+    def allocate(config: ExtendConfig) -> KeyRowsMemory:
+        smem, shape = cutlass.utils.SmemAllocator(), config.key_rows
+        assert shape is not None
+        pointers = [
+            smem.allocate(size, byte_alignment=alignment)
+            for size, alignment in (
+                (config.num_stages * sum(shape.tile_bytes), 1024),
+                (shape.heads * shape.query_bytes, 1024),
+                (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
+                (max(config.num_stages * sum(shape.header_bytes), 16), 16),
+                (shape.told_bytes, 16),
+                (TOP_BYTES + FLAG_BYTES, 16),
+                (WORK_SLOTS * WORK_BYTES, 16),
+            )
+        ]
+        tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
+        stages = config.num_stages
+        barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)
+        return KeyRowsMemory(
+            config=config,
+            tile_pointer=pointers[0],
+            tiles=tiles,
+            headers=headers,
+            queries=queries,
+            probabilities=probabilities,
+            told=told,
+            tops=tops,
+            slots=slots,
+            full=barriers,
+            empty=barriers + stages,
+            work_full=barriers + 2 * stages,
+            work_empty=barriers + (2 * stages + WORK_SLOTS),
+        )
+
+    def init_barriers(self) -> None:
+        """One thread, before anybody uses them."""
+        config = self.config
+        for i in range(config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, 2 * config.producer_warps * WARP_THREADS)
+            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
+        for i in range(WORK_SLOTS):
+            cute.arch.mbarrier_init(self.work_full + i, 1)
+            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + config.filling_warps)
+        cute.arch.mbarrier_init_fence()
+
+    def has_arrived(self, stage, phase) -> Boolean:
+        """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
+        return has_completed(self.full + stage, phase)
+
+    def flag(self, group):
+        """Address of whether a warp of a warpgroup has probabilities that are too large, 0 or 1."""
+        return self.tops + TOP_BYTES + 4 * group
+
+    def tile(self, operand: int, stage):
+        """Address of a tile's codes."""
+        return self.tiles + self.tile_offset(operand, stage)
+
+    def tile_offset(self, operand: int, stage):
+        """Bytes from the first tile."""
+        sizes = self.shape.tile_bytes
+        return operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
+
+    def header(self, operand: int, stage):
+        """Address of the headers of a tile's rows: [header word][token]."""
+        sizes = self.shape.header_bytes
+        return self.headers + stage * sum(sizes) + operand * sizes[0]
+
+    @property
+    def shape(self):
+        shape = self.config.key_rows
+        assert shape is not None
+        return shape

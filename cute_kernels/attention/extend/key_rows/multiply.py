@@ -1,0 +1,555 @@
+"""The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
+
+A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
+warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
+reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
+then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
+then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
+turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
+A block is a chain of what a warp waits for, so codes are loaded ahead: of values before a turn, of keys behind the
+block before, whose softmax hides the question whether they have come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
+from cute_kernels.attention.extend.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
+from cute_kernels.attention.extend.key_rows.queries import QueryWriter
+from cute_kernels.attention.extend.key_rows.results import KeyRowsResults, sum_index
+from cute_kernels.attention.extend.loads import load_word_below
+from cute_kernels.attention.extend.memory import KEYS, VALUES
+from cute_kernels.attention.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.attention.extend.policies import (
+    GROUP_TOKENS,
+    MMA_THREADS,
+    SLAB_COLUMNS,
+    WARPGROUP_WARPS,
+    WORK_SLOTS,
+    has_head_scale,
+)
+from cute_kernels.attention.extend.queries import query_row
+from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
+from cute_kernels.attention.extend.work import END, Worker
+from cute_kernels.attention.score_terms import ScoreTerms
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.ring import advance
+from cute_kernels.device.types import Index, RegisterTensor
+
+MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
+MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
+KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
+STEPS_AT_ONCE = 2  # of products whose operands are handed over together
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # that `KeyRowsConsumer.add_values` commits
+STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a thread keeps of a work tile, in registers.
+
+    Attributes:
+        values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
+        maximum, total: fp32 by column: the softmax's reference, alike in all lanes of a warpgroup; the sum over the
+            lane's own tokens.
+        probabilities: bytes from the first to the next tile's place of probabilities.
+    """
+
+    values: RegisterTensor[Float32]
+    maximum: RegisterTensor[Float32]
+    total: RegisterTensor[Float32]
+    probabilities: RegisterTensor[Int32]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The block that follows.
+
+    Attributes:
+        codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
+        stage, phase: of the ring, of its tiles.
+        missing: whether there is such a block, and its tiles had not arrived when asked.
+        source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
+        start: where there the lane's keys lie.
+    """
+
+    codes: RegisterTensor[Uint32]
+    stage: Int32
+    phase: Int32
+    missing: Boolean
+    source: Int32
+    start: Int32
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values: bytes from a tile to
+    the lane's. probabilities: their shared address in the first of the warpgroup's places. headers: bytes from where
+    those of K and of V start to the lane's. scales: by which those of its rows of K and V are shifted; next_value:
+    from values of its first token to those of its next one. magic: of `magic_of`."""
+
+    group: Int32
+    warp: Int32
+    lane: Int32
+    keys: Int32
+    values: Int32
+    probabilities: Int32
+    headers: tuple[Any, Any]
+    scales: tuple[Any, Any]
+    next_value: Index
+    magic: tuple[Uint32, Uint32, Uint32]
+
+
+class KeyRowsConsumer:
+    """What the consumer warps do."""
+
+    receive = Consumer.receive
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.blocks = config.tile_rows // 8
+        self.columns = 2 * self.blocks  # of a thread
+        self.heads = config.tile_heads
+        self.keys, self.values = (rows_of(form, config.paired) for form in config.formats)
+        self.key_scale, self.value_scale = config.tile_scales
+        self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
+        self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
+        shape = config.key_rows
+        assert shape is not None
+        self.shape = shape
+
+    @cute.jit
+    def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
+        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        if group == 1:
+            self.pass_turn(group)
+        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        start = self.with_probabilities(self.place_of(group, warp, lane, magic_of(shape.batch, lane)), memory)
+        work = self.receive(memory, slot, slot_phase, lane)
+        while work.request != END:
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            work = work.of_head(self.heads, group)
+            place = self.shifted(start, source, work)
+            stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
+            work = self.receive(memory, slot, slot_phase, lane)
+
+    def place_of(self, group, warp, lane, magic) -> Lane:
+        matrix, row = lane // 8, lane % 8
+        # Of two blocks of queries at a time, and two halves of the warp's tokens.
+        chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
+        return Lane(
+            group,
+            warp,
+            lane,
+            self.keys.key_place(warp, lane) + self.keys.group_place(group),
+            self.values.value_place(warp, lane) + self.values.group_place(group),
+            (matrix // 2 * 8 + row) * wgmma.ROW_BYTES + chunk,
+            (0, 0),
+            (0, 0),
+            0,
+            magic,
+        )
+
+    def with_probabilities(self, start: Lane, memory) -> Lane:
+        """With an address, which is not to be worked out again each block."""
+        return replace(
+            start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
+        )
+
+    def shifted(self, start: Lane, source, work) -> Lane:
+        """For a work tile: rows that begin anywhere are shifted in shared memory. Addresses are not to be worked out
+        again each block, 100 clocks of its chain."""
+        keys, values = self.keys, self.values
+        key, _, _ = keys.shifts(source.keys, work.head, start.lane)
+        value, even, more = values.shifts(source.values, work.head, start.lane)
+        return replace(
+            start,
+            keys=ptx.pinned(Int32(start.keys + key)),
+            values=ptx.pinned(Int32(start.values + even)),
+            headers=(
+                ptx.pinned(Int32(keys.key_header_place(start.group, start.warp, start.lane) + key)),
+                ptx.pinned(Int32(values.value_header_place(start.group, start.warp, start.lane) + value)),
+            ),
+            scales=(key, value),
+            next_value=values.row_bytes + more,
+        )
+
+    @cute.jit
+    def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
+        """One work tile; the ring's next stage and phase."""
+        span = self.worker.span(shape, work)
+        from_fp16 = self.queries.write(shape, operands, work, memory, place.group, place.warp, place.lane)
+        scale = self.score_scale(operands, work, from_fp16)
+        sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
+        self.clear_probabilities(memory, sums, place)
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(self.queries.tile(memory, place.group)))
+        before = stage  # where the last values lie; none yet: some, times probabilities of zero
+        if span.begin < span.end:
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.fetch_keys(memory, place, codes, stage)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            keys = self.make_keys(place, codes)
+            values = self.fetch_values(memory, place, before)
+            masked = self.masked_word(features, work, span, block)
+            self.await_turn(place.group)
+            dots = self.start_scores(queries, keys)
+            self.add_values(memory, sums, place, values)
+            self.pass_turn(place.group)
+            done = cutlass.select_((place.lane == 0) & (i > span.begin), Int32(1), Int32(0))
+            arrive_if(done, memory.empty + before)
+            before = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+            ahead = self.look_ahead(memory, place, codes, i + 1 < span.end, stage, phase, before)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead, masked)
+        if span.begin < span.end:
+            self.add_values(memory, sums, place, self.fetch_values(memory, place, before))
+            self.release(memory, before, place.lane)
+            self.wait_for(sums, [])
+        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
+        here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
+        self.results.write(shape, operands, features, work, memory, sums, here)
+        return stage, phase
+
+    def score_scale(self, operands, work, from_fp16):
+        """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
+        multiplied."""
+        scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
+        if has_head_scale(self.config.formats[0]):
+            scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
+        return ptx.fmax(scale, Float32(MIN_SCORE_SCALE))
+
+    def make_sums(self) -> Sums:
+        values = cute.make_rmem_tensor(4 * self.columns, Float32)
+        maximum, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
+        offset = cute.make_rmem_tensor(1, Int32)
+        values.fill(0.0)
+        maximum.fill(LOWEST)
+        total.fill(0.0)
+        offset[0] = Int32(0)
+        return Sums(values, maximum, total, offset)
+
+    # -- probabilities ------------------------------------------------------------------------------------------------
+
+    def own_probabilities(self, memory, place):
+        """Shared address of the warpgroup's two places."""
+        return memory.probabilities + place.group * (2 * self.shape.probability_bytes)
+
+    def last_place(self, memory, sums, place):
+        return self.own_probabilities(memory, place) + (self.shape.probability_bytes - sums.probabilities[0])
+
+    def is_first(self, place):
+        """1 in a warpgroup's first thread."""
+        return cutlass.select_((place.warp == 0) & (place.lane == 0), Int32(1), Int32(0))
+
+    @cute.jit
+    def clear_probabilities(self, memory, sums, place):
+        """Zeros for the first turn, in which there is no block before; nothing is too large yet."""
+        start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
+        size = self.shape.probability_bytes
+        for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
+            if const_expr(offset + CHUNK_BYTES * WARPGROUP_THREADS <= size):
+                ptx.store_shared_zero16(start, offset)
+            else:
+                if (place.warp * WARP_THREADS + place.lane) * CHUNK_BYTES + offset < size:
+                    ptx.store_shared_zero16(start, offset)
+        store_word_if(self.is_first(place), memory.flag(place.group), 0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+
+    # -- what stands before a turn ------------------------------------------------------------------------------------
+
+    @property
+    def key_words(self) -> int:
+        """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
+        return self.keys.key_words + self.keys.key_header_words
+
+    def look_ahead(self, memory, place, codes, more, stage, phase, current) -> Ahead:
+        """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
+        missing = more & ~memory.has_arrived(stage, phase)
+        source = cutlass.select_(more, stage, current)
+        return Ahead(codes, stage, phase, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
+
+    def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
+        """Loads the codes of the warp's 16 tokens, and their headers."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage) if start is None else start)
+        headers = self.keys.load_key_headers(self.keys.header_start(memory, KEYS, stage) + place.headers[KEYS])
+        for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
+            codes[index] = word
+
+    def make_keys(self, place, codes) -> list[list[Uint32]]:
+        """A registers of all steps of what `fetch_keys` has loaded."""
+        count = self.keys.key_words
+        words = [codes[i] for i in range(count)]
+        headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+
+    def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
+        """Codes and headers of the last block's values. They become operands behind the products of keys."""
+        words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
+        address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
+        return words, self.values.load_value_headers(address, GROUP_TOKENS)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def add_values(self, memory, sums, place, values) -> None:
+        """Starts adding the last block's values, of `fetch_values`, times their probabilities."""
+        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+        words, headers = values
+        mmas = range(2)
+        totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
+        for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
+            steps = [self.values.value_operands(words, headers, first + i, place.magic) for i in range(STEPS_AT_ONCE)]
+            ready = wgmma.fence([word for step in steps for a in step for word in a])
+            for i in range(STEPS_AT_ONCE):
+                for m in mmas:
+                    a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
+                    totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
+            wgmma.commit()
+        self._set(sums, [value for total in totals for value in total])
+
+    def start_scores(self, b, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
+
+        b: the queries' descriptor."""
+        dots: list[Any] = []
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
+        for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
+            ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
+            for i in range(STEPS_AT_ONCE):
+                step = first + i
+                own = wgmma.advanced(b, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+                a = ready[4 * i : 4 * i + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, own, dtype="f16")
+                else:
+                    dots = wgmma.first_mma(2 * self.columns, a, own, dtype="f16")
+        wgmma.commit()
+        return dots
+
+    def wait_for(self, sums, dots) -> list[Any]:
+        """Waits for all products; the sums are there then, and so are ``dots``."""
+        own = [sums.values[i] for m in range(2) for i in self._places(m)]
+        finished = wgmma.wait_for([*own, *dots], 0)
+        self._set(sums, finished[: len(own)])
+        return finished[len(own) :]
+
+    def _places(self, mma: int) -> range:
+        """Of an MMA's sums in the order of its registers."""
+        return range(2 * self.columns * mma, 2 * self.columns * (mma + 1))
+
+    def _set(self, sums, values) -> None:
+        for place, value in enumerate(values):
+            sums.values[place] = value
+
+    @cute.jit
+    def release(self, memory, stage: Int32, lane: Int32):
+        """A warp is done with a block's tiles."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.empty + stage)
+
+    # -- softmax ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def weigh(
+        self,
+        shape,
+        features,
+        work,
+        span,
+        memory,
+        sums,
+        place,
+        scale,
+        dots,
+        block: Int32,
+        stage: Int32,
+        ahead: Ahead,
+        masked: Int32,
+    ):
+        """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
+        block before have been behind the softmax. Codes of the keys that follow are loaded."""
+        row = place.warp * WARP_TOKENS + place.lane // 4
+        lines = self.load_scales(memory, place, KEYS, stage, row)
+        value_scales = self.load_scales(memory, place, VALUES, stage, row)
+        found = wgmma.wait_for(dots, VALUE_GROUPS)
+        s = cute.make_rmem_tensor(2 * self.columns, Float32)
+        for i in cutlass.range_constexpr(2 * self.columns):
+            s[i] = found[i]
+        if masked != 0:
+            first = block * self.config.tile_tokens
+            if const_expr(self.heads == 1):
+                first = first + place.group * GROUP_TOKENS
+            self.mask(shape, features, work, s, place, first + row)
+        if const_expr(self.key_scale):
+            lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
+        else:
+            lines = [scale, scale]
+        self.share(memory, sums, place, s, lines, value_scales, ahead)
+
+    def masked_word(self, features, work, span, block):
+        """1 where some query may not see some key of a block."""
+        masked = self.worker.is_masked(work, span, block)
+        if self.config.features.window:
+            # The last query is the first to lose sight of a key.
+            masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
+        return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
+
+    def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
+        """Those of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. They come while
+        products run."""
+        if not (self.key_scale, self.value_scale)[operand]:
+            return []
+        rows = (self.keys, self.values)[operand]
+        assert isinstance(rows, ScaledByteRows)
+        address = memory.tile(operand, stage) + rows.scale_place(place.group, row) + place.scales[operand]
+        return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
+
+    @cute.jit
+    def mask(self, shape, features, work, s, place, token: Int32):
+        """Hides what a query does not see. token: the lane's first one; its other one is 8 further on."""
+        for column in cutlass.range_constexpr(self.columns):
+            row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
+            _, query, _ = query_row(shape, work, row)
+            stop = work.kv_stop
+            if const_expr(self.config.features.causal):
+                stop = cutlass.min(work.before + query + 1, stop)
+            for half in cutlass.range_constexpr(2):
+                index = sum_index(column, half)
+                seen = token + 8 * half < stop
+                if const_expr(self.config.features.window):
+                    seen = seen & (token + 8 * half > work.before + query - features.window)
+                if const_expr(self.config.tree):
+                    seen = seen & self.tree_sees(shape, features, work, query, token + 8 * half)
+                s[index] = cutlass.select_(seen, s[index], -Float32.inf)
+
+    def tree_sees(self, shape, features, work, query, token):
+        """Whether the tree's mask shows a token to one of the request's queries."""
+        number, new = cutlass.min(work.q_start + query, shape.total_q - 1), token - work.before
+        address = features.tree_mask + (Int64(number) * features.tree_words + Int64(new >> 5)) * 4
+        word = load_word_below(new >> 5, features.tree_words, address)
+        return (new < 0) | (((word >> Uint32(new & 31)) & Uint32(1)) != 0)
+
+    @cute.jit
+    def share(self, memory, sums, place, s, lines, value_scales, ahead):
+        """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
+        totals = cute.make_rmem_tensor(self.columns, Float32)
+        target = place.probabilities + sums.probabilities[0]
+        exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
+        if const_expr(self.value_scale):
+            # Beside greater scales, what is too large here is so for fp16.
+            if cute.arch.vote_any_sync((value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE)):
+                exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
+        self.wait_for(sums, [])
+        store_word_if(Int32(exceeds), memory.flag(place.group), 1)
+        again = self.any_of_warpgroup(memory, place)
+        while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
+            bounds = self.bounds_of(value_scales)
+            self.raise_reference(memory, sums, place, s, lines, bounds)
+            self.write_probabilities(sums, totals, target, s, lines, value_scales, bounds)
+            again = self.any_of_warpgroup(memory, place)
+        if ahead.missing:
+            cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
+        self.fetch_keys(memory, place, ahead.codes, ahead.source, ahead.start)
+        for column in cutlass.range_constexpr(self.columns):
+            sums.total[column] = sums.total[column] + totals[column]
+        sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
+
+    def any_of_warpgroup(self, memory, place):
+        """Whether some thread's are too large; probabilities that were written before are where products see them."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+        return Int32(ptx.load_shared(memory.flag(place.group), 0))
+
+    def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
+        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
+
+        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of
+        2^30 are rounded by more than fp16 holds, which no other reference would help.
+        """
+        largest: Any = None
+        for first in range(0, self.blocks, 2):
+            words = []
+            for block in range(first, min(first + 2, self.blocks)):
+                logits = [[self.logit(sums, s, lines, 2 * block + c, j) for c in range(2)] for j in range(2)]
+                if bounds is not None:  # a NaN stays one
+                    pairs = zip(logits, bounds, strict=True)
+                    logits = [[cutlass.select_(x > -bound, -bound, x) for x in own] for own, bound in pairs]
+                p = [[ptx.exp2(x) for x in own] for own in logits]
+                for c in range(2):
+                    totals[2 * block + c] = p[0][c] + p[1][c]
+                for j in range(2):
+                    own = [x * value_scales[j] for x in p[j]] if self.value_scale else p[j]
+                    words.append(ptx.pack_f16x2(*own))
+            for word in words:
+                largest = word if largest is None else ptx.max_f16x2(largest, word)
+            offset = first * 8 * wgmma.ROW_BYTES
+            if len(words) == 4:
+                ptx.store_matrix_x4(target, offset, words, transpose=True)
+            else:
+                store_matrix_x2(target, offset, words)
+        product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
+        return product > 2.0**RESCALE_SLACK
+
+    def logit(self, sums, s, lines, column: int, half: int, start=None):
+        """A logit in powers of 2, less the reference; or ``start`` and it."""
+        start = -sums.maximum[column] if start is None else start
+        return ptx.fma(s[sum_index(column, half)], lines[half], start)
+
+    def bounds_of(self, value_scales) -> list[Any]:
+        """What logits of the lane's two tokens are counted higher by, in a reference under which P * scale of V is at
+        most 1."""
+        if not self.value_scale:
+            return [Float32(0.0)] * 2
+        return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
+
+    def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
+        """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
+        maxima = []
+        for column in range(self.columns):
+            logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
+            maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
+        told = memory.told + place.group * self.shape.group_told_bytes
+        row_bytes = 4 * self.config.tile_rows
+        own = told + place.warp * row_bytes + 8 * (place.lane % 4)
+        for block in range(self.blocks):
+            ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
+        barrier = {"barrier_id": FIRST_WARPGROUP + place.group, "number_of_threads": WARPGROUP_THREADS}
+        cute.arch.barrier(**barrier)
+        store_word_if(self.is_first(place), memory.flag(place.group), 0)
+        for block in range(self.blocks):
+            heard = [
+                ptx.load_shared_vector(told + 8 * (place.lane % 4), warp * row_bytes + 32 * block, 2)
+                for warp in range(WARPGROUP_WARPS)
+            ]
+            for c in range(2):
+                column = 2 * block + c
+                raised = in_pairs(ptx.fmax, [words[c].bitcast(Float32) for words in heard])
+                raised = ptx.fmax(raised, sums.maximum[column])
+                factor = ptx.exp2(sums.maximum[column] - raised)
+                sums.maximum[column] = raised
+                sums.total[column] = sums.total[column] * factor
+                for mma in range(2):
+                    for half in range(2):
+                        index = 2 * self.columns * mma + sum_index(column, half)
+                        sums.values[index] = sums.values[index] * factor
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def await_turn(self, group) -> None:
+        """Waits until the other warpgroup has issued its products."""
+        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+
+    def pass_turn(self, group) -> None:
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

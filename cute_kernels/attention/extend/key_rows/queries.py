@@ -1,0 +1,110 @@
+"""Queries of a work tile as the B operand of products with keys: fp16, by a power of 2 that all of them share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.elements import of_name
+from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.attention.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
+from cute_kernels.attention.extend.queries import TOP_EXPONENTS, QueryRows
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+
+TOP_EXPONENT = TOP_EXPONENTS["fp16"]
+CONSUMERS = 5  # named barrier of all consumer warps
+
+
+def sync_consumers() -> None:
+    """All consumer warps wait for each other."""
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=MMA_THREADS)
+
+
+def sync_head(heads: int, group) -> None:
+    """The consumer warps of a KV head wait for each other: all of them, or of two ``heads`` a warpgroup."""
+    if heads == 1:
+        sync_consumers()
+    else:
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
+
+
+class QueryWriter:
+    """Warp w of a KV head's 8, or of two heads 4 each, brings rows w, w + 8, ..., or w + 4, ... of a work tile."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config, self.rows, self.places = config, rows_of(config.formats[0]), QueryRows(config)
+        self.halves = of_name(config.q_dtype).halves
+        self.heads = config.tile_heads
+        self.warps = MMA_WARPS // self.heads
+        self.count = config.tile_rows // self.warps
+        assert config.key_rows is not None
+        self.tile_bytes = config.key_rows.query_bytes
+
+    def tile(self, memory, group):
+        """Address of the queries that a warpgroup multiplies with."""
+        return memory.queries if self.heads == 1 else memory.queries + group * self.tile_bytes
+
+    @cute.jit
+    def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
+        """What scores are to be multiplied with, as the queries' power of 2. Nobody reads the last tile's any more."""
+        own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
+        if const_expr(self.heads == 1):
+            warp = group * WARPGROUP_WARPS + warp
+            own_tops = memory.tops
+        values = self.load(shape, work, operands.q, warp, lane)
+        top = lane_max(
+            in_pairs(ptx.fmax, [self.size_of(value) for own in values for value in own]), neighbours(WARP_THREADS)
+        )
+        if lane == 0:
+            ptx.store_shared(own_tops + 4 * warp, 0, [top])
+        sync_head(self.heads, group)
+        words = [word for first in range(0, self.warps, 4) for word in ptx.load_shared_vector(own_tops, 4 * first, 4)]
+        top = in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
+        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
+        to_fp16 = numbers.from_bits(Uint32((127 + TOP_EXPONENT - exponent) << 23))
+        from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
+        self.store([[value * to_fp16 for value in own] for own in values], self.tile(memory, group), warp, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_head(self.heads, group)
+        return from_fp16
+
+    def size_of(self, value) -> Any:
+        """What a number says of the power of 2: one that is infinite nothing, or the other rows would become zeros."""
+        size = ptx.absolute(value)
+        return cutlass.select_(size < math.inf, size, Float32(0.0))
+
+    def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
+        """Four numbers of each of the warp's rows; zeros of those that the request does not have."""
+        column, distance = self.rows.query_columns(lane)
+        values = []
+        for i in range(self.count):
+            row = work.first_row + warp + self.warps * i
+            exists = row < work.num_rows
+            address = self.places.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            address = address + Int64(column * ELEMENT_BYTES)
+            words = [ptx.load_global_words(address, k * distance * ELEMENT_BYTES, 1)[0] for k in range(2)]
+            words = [cutlass.select_(exists, word, Uint32(0)) for word in words]
+            values.append([half(word) for word in words for half in self.halves])
+        return values
+
+    def store(self, values, tile, warp, lane) -> None:
+        """Puts the warp's rows into the operand."""
+        step, t = self.rows.query_step(lane)
+        slab, chunk = step // 4, step % 4 * 2
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES
+        place = tile + slab * slab_bytes + warp * wgmma.ROW_BYTES + 4 * t
+        for pair in range(2):
+            target = place + ((chunk + pair) ^ warp) * CHUNK_BYTES
+            for i, own in enumerate(values):
+                low, high = self.rows.query_pairs(own)[pair]
+                place_of_row = target ^ (self.warps * i % 8 * CHUNK_BYTES)
+                ptx.store_shared(place_of_row, i * self.warps * wgmma.ROW_BYTES, [ptx.pack_f16x2(low, high)])

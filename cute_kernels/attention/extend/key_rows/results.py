@@ -1,0 +1,229 @@
+"""From the sums of both warpgroups, each over half of the keys, to the result or to a split's part of it.
+
+What is to be known of a row, a thread of its own finds, once: with what each warpgroup's sums are to be multiplied, and
+where the row goes. Each warpgroup takes one of the two MMAs' columns and gives the other one's away, through the places
+of its probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.elements import of_name
+from cute_kernels.attention.extend.key_rows.codes import rows_of
+from cute_kernels.attention.extend.key_rows.queries import sync_consumers, sync_head
+from cute_kernels.attention.extend.multiply import WARPGROUP_THREADS
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, has_head_scale
+from cute_kernels.attention.extend.queries import query_row
+from cute_kernels.attention.extend.softmax import load_float
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import lane_sum
+
+PARTIAL_BYTES = 4  # of a number of a split's partial result
+NOWHERE = -1  # the number of a row that the request does not have
+
+
+def sum_index(column: int, half: int) -> int:
+    """Which register of an MMA is that of a lane's column, 2 block + c, in its row half."""
+    return column // 2 * 4 + 2 * half + column % 2
+
+
+class KeyRowsResults:
+    """What consumers do with a work tile's sums."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config, self.rows = config, rows_of(config.formats[1])
+        self.elements = of_name(config.q_dtype)
+        self.columns = config.tile_rows // 4
+        shape = config.key_rows
+        assert shape is not None
+        self.shape, self.heads = shape, config.tile_heads
+
+    @cute.jit
+    def write(self, shape, operands, features, work, memory, sums, place):
+        """A work tile's. No products are running."""
+        self.tell(memory, sums, place)
+        if const_expr(self.heads == 1):
+            self.write_together(shape, operands, features, work, memory, sums, place)
+        else:
+            self.write_alone(shape, operands, features, work, memory, sums, place)
+
+    @cute.jit
+    def write_alone(self, shape, operands, features, work, memory, sums, place):
+        """Of a warpgroup that has a KV head's tokens all."""
+        sync_head(self.heads, place.group)
+        row = place.warp * WARP_THREADS + place.lane
+        if row < self.config.tile_rows:
+            self.finish_row(shape, operands, features, work, memory, row, place.group)
+        sync_head(self.heads, place.group)
+        if shape.splits.value == 1:
+            self.write_own_rows(operands.out, ELEMENT_BYTES, memory, sums, place)
+        else:
+            self.write_own_rows(operands.partials, PARTIAL_BYTES, memory, sums, place)
+
+    @cute.jit
+    def write_together(self, shape, operands, features, work, memory, sums, place):
+        """Of two warpgroups that have half of the tokens each."""
+        sync_consumers()
+        row = (place.group * WARPGROUP_WARPS + place.warp) * WARP_THREADS + place.lane
+        if row < self.config.tile_rows:
+            self.finish_row(shape, operands, features, work, memory, row, Int32(0))
+        # The warpgroup's products have read its probabilities, and all warps what was told.
+        sync_consumers()
+        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+            if place.group == group:
+                self.send(memory, sums, place, group)
+        sync_consumers()
+        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+            if place.group == group:
+                if shape.splits.value == 1:
+                    self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, group)
+                else:
+                    self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, group)
+
+    def tell(self, memory, sums, place) -> None:
+        """The warp's totals, and its warpgroup's references, of all columns."""
+        told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
+        row_bytes = 4 * self.config.tile_rows
+        for block in range(self.columns // 2):
+            pair = [lane_sum(sums.total[2 * block + c], (4, 8, 16)) for c in range(2)]
+            ptx.store_shared(told + place.warp * row_bytes, 32 * block, pair)
+            pair = [sums.maximum[2 * block + c] for c in range(2)]
+            ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
+
+    def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
+        """(references, totals) of a row, by warpgroup of its KV head, the first of which is ``first``."""
+        references, totals = [], []
+        for index in range(self.warpgroups):
+            group = index if self.heads == 1 else first
+            told = memory.told + group * self.shape.group_told_bytes + 4 * row
+            numbers = [
+                ptx.load_shared(told, 4 * self.config.tile_rows * i).bitcast(Float32)
+                for i in range(WARPGROUP_WARPS + 1)
+            ]
+            references.append(numbers[WARPGROUP_WARPS])
+            totals.append((numbers[0] + numbers[1]) + (numbers[2] + numbers[3]))
+        return references, totals
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a KV head."""
+        return MMA_WARPGROUPS // self.heads
+
+    def factors(self, memory, first, index: int):
+        """Address of what sums of each row, of a warpgroup of the KV head whose first one is given, are to be
+        multiplied with. Its queries lay here, which no product reads any more."""
+        queries = memory.queries if self.heads == 1 else memory.queries + first * self.shape.query_bytes
+        return queries + index * (4 * self.config.tile_rows)
+
+    def numbers(self, memory, first):
+        """Address of the number of each row in the output or among the partial results, or NOWHERE."""
+        return self.factors(memory, first, self.warpgroups)
+
+    @cute.jit
+    def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
+        """What a thread finds of one row for all others; its log-sum-exp, or a split's weight. first: the first
+        warpgroup of its KV head."""
+        config = self.config
+        exists = work.first_row + row < work.num_rows
+        number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
+        references, totals = self.hear(memory, row, first)
+        common, total, weights = references[0], totals[0], [Float32(1.0)]
+        if const_expr(self.heads == 1):
+            common = ptx.fmax(*references)
+            weights = [ptx.exp2(own - common) for own in references]
+            total = ptx.fma(totals[0], weights[0], totals[1] * weights[1])
+        nothing = total == 0.0
+        unit = Float32(config.units[1])
+        if const_expr(has_head_scale(config.formats[1])):
+            unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
+        denominator = total
+        if shape.splits.value == 1:
+            if const_expr(config.features.sinks):
+                sink = load_float(features.sinks + Int64(head) * 4)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -common))
+            if exists & (operands.lse != 0):
+                lse = (common + ptx.log2(total)) * ptx.LN_2
+                ptx.store_global(operands.lse + Int64(number) * 4, [cutlass.select_(nothing, -Float32.inf, lse)])
+        else:
+            rows = shape.total_q * shape.num_q_heads
+            number = rows * work.split + number
+            if exists:
+                weight = cutlass.select_(nothing, -Float32.inf, common + ptx.log2(total))
+                averages = Int64(rows) * shape.splits.value * config.head_dim
+                ptx.store_global(operands.partials + (averages + number) * 4, [weight])
+        factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator)) * unit
+        for index in cutlass.range_constexpr(self.warpgroups):
+            ptx.store_shared(self.factors(memory, first, index) + 4 * row, 0, [weights[index] * factor])
+        ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
+
+    def send(self, memory, sums, place, group: int) -> None:
+        """Multiplies all of a warpgroup's sums; gives those of the other one's MMA to it."""
+        factors = self.factors(memory, 0, group) + 8 * (place.lane % 4)
+        place_bytes = 16 * WARPGROUP_THREADS
+        area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)
+        for block in range(self.columns // 2):
+            pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
+            for mma in range(2):
+                places = self.block_places(mma, block)
+                own = [sums.values[index] * pair[index % 2] for index in places]
+                if mma == group:
+                    for index, value in zip(places, own, strict=True):
+                        sums.values[index] = value
+                else:
+                    ptx.store_shared(area, place_bytes * block, own)
+
+    def thread_place(self, place):
+        return 16 * (place.warp * WARP_THREADS + place.lane)
+
+    def block_places(self, mma: int, block: int) -> list[int]:
+        """Of a block's four sums: [row half][column]."""
+        return [2 * self.columns * mma + sum_index(2 * block + c, half) for half in range(2) for c in range(2)]
+
+    @cute.jit
+    def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, group: cutlass.Constexpr):
+        """A warpgroup's columns of all rows, of so many bytes a number: its own sums and those of the other one."""
+        d = self.rows.column(place.warp, place.lane, group)
+        start, row_bytes = target + Int64(d * size), self.config.head_dim * size
+        numbers = self.numbers(memory, 0) + 8 * (place.lane % 4)
+        area = memory.probabilities + (1 - group) * (2 * self.shape.probability_bytes) + self.thread_place(place)
+        for block in cutlass.range_constexpr(self.columns // 2):
+            its = [word.bitcast(Float32) for word in ptx.load_shared_vector(area, 16 * WARPGROUP_THREADS * block, 4)]
+            values = [sums.values[i] + more for i, more in zip(self.block_places(group, block), its, strict=True)]
+            found = ptx.load_shared_vector(numbers, 32 * block, 2)
+            for c in cutlass.range_constexpr(2):
+                number = Int32(found[c])
+                if number != NOWHERE:
+                    address = start + Int64(number) * row_bytes
+                    if const_expr(size == PARTIAL_BYTES):
+                        ptx.store_global(address, [values[c], values[2 + c]])
+                    else:
+                        ptx.store_global(address, [self.elements.pack(values[c], values[2 + c])])
+
+    @cute.jit
+    def write_own_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place):
+        """All rows and columns of a warpgroup's KV head, of so many bytes a number."""
+        row_bytes = self.config.head_dim * size
+        factors = self.factors(memory, place.group, 0) + 8 * (place.lane % 4)
+        numbers = self.numbers(memory, place.group) + 8 * (place.lane % 4)
+        starts = [target + Int64(self.rows.column(place.warp, place.lane, mma) * size) for mma in range(2)]
+        for block in cutlass.range_constexpr(self.columns // 2):
+            pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
+            found = ptx.load_shared_vector(numbers, 32 * block, 2)
+            for c in cutlass.range_constexpr(2):
+                number = Int32(found[c])
+                if number != NOWHERE:
+                    for mma in cutlass.range_constexpr(2):
+                        places = self.block_places(mma, block)
+                        own = [sums.values[places[i]] * pair[c] for i in (c, 2 + c)]
+                        address = starts[mma] + Int64(number) * row_bytes
+                        if const_expr(size == PARTIAL_BYTES):
+                            ptx.store_global(address, own)
+                        else:
+                            ptx.store_global(address, [self.elements.pack(*own)])

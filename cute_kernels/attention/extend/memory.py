@@ -1,0 +1,205 @@
+"""Shared memory of a CTA, and where rows of a cache lie in global memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu.cpasync import TmaInfo
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.fp8 import QUARTERS
+from cute_kernels.attention.extend.policies import (
+    MMA_WARPGROUPS,
+    MMA_WARPS,
+    ROW_BYTES,
+    TILE_ROWS,
+    WORK_BYTES,
+    WORK_SLOTS,
+)
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+
+KEYS, VALUES = 0, 1
+
+
+@dataclass(frozen=True)
+class ExtendMemory:
+    """Pointers and addresses of shared memory; a tile is found by its operand (KEYS or VALUES) and stage.
+
+    Attributes:
+        tile_pointer, tiles: of K's stages, then V's.
+        query_pointer, queries: of the warpgroups' queries. code_pointer, codes: of the same in E4M3; else these.
+        scales: [2, stages, 4] words, K's: what :class:`.unpack.UnpackTarget` says of a tile, or :func:`.powers.word_of`
+            of what each producer warp has decoded.
+        query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
+        slots: work tiles that the CTA knows of.
+        drawn: two words, what warps that unpack have drawn, one after the other.
+        full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
+    """
+
+    config: ExtendConfig
+    tile_pointer: cute.Pointer
+    tiles: Int32
+    query_pointer: cute.Pointer
+    queries: Int32
+    code_pointer: cute.Pointer
+    codes: Int32
+    scales: Int32
+    query_scales: Int32
+    slots: Int32
+    drawn: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+
+    @staticmethod
+    def allocate(config: ExtendConfig) -> ExtendMemory:
+        smem = cutlass.utils.SmemAllocator()
+        tiles = smem.allocate(2 * config.num_stages * config.tile_room, byte_alignment=1024)
+        queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
+        query_address = Int32(queries.toint())
+        codes, code_address = queries, query_address
+        if config.query_code_bytes:
+            codes = smem.allocate(MMA_WARPGROUPS * config.query_code_bytes, byte_alignment=1024)
+            code_address = Int32(codes.toint())
+        scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
+        query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
+        slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
+        drawn = slots
+        if config.unpacks is not None:
+            drawn = smem.allocate(2 * 4, byte_alignment=8)
+        barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
+        count = 2 * config.num_stages
+        return ExtendMemory(
+            config=config,
+            tile_pointer=tiles,
+            tiles=Int32(tiles.toint()),
+            query_pointer=queries,
+            queries=query_address,
+            code_pointer=codes,
+            codes=code_address,
+            scales=Int32(scales.toint()),
+            query_scales=Int32(query_scales.toint()),
+            slots=Int32(slots.toint()),
+            drawn=Int32(drawn.toint()),
+            full=barriers,
+            empty=barriers + count,
+            work_full=barriers + 2 * count,
+            work_empty=barriers + (2 * count + WORK_SLOTS),
+        )
+
+    def init_barriers(self) -> None:
+        """One thread, before anybody uses them."""
+        for i in range(2 * self.config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, self.config.tile_fillers[i // self.config.num_stages])
+            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
+        for i in range(WORK_SLOTS):
+            cute.arch.mbarrier_init(self.work_full + i, 1)
+            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + self.config.filling_warps)
+        cute.arch.mbarrier_init_fence()
+
+    def barrier(self, operand: int, stage):
+        """Number of a tile among the barriers."""
+        return operand * self.config.num_stages + stage
+
+    def tile(self, operand: int, stage):
+        """Byte offset of a tile."""
+        return self.barrier(operand, stage) * self.config.tile_room
+
+    def write_ones(self, lane) -> None:
+        """Behind the tiles of V's transpose, by a warp before anybody reads them."""
+        for stage in range(self.config.num_stages):
+            behind = self.tile(VALUES, stage) + self.config.tile_bytes
+            for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
+                ptx.store_shared(self.tiles + lane * 16, behind + piece, [Uint32(QUARTERS)] * 4)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def scales_of(self, operand: int, stage):
+        """Address of the scales of a tile's rows."""
+        return self.scales + self.barrier(operand, stage) * self.config.scale_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of K or V lie in global memory; run-time values.
+
+    Attributes:
+        base: address of the first row.
+        block_bytes, token_bytes, head_bytes: from one block (a page, or a request's contiguous cache), token or head to
+            the next.
+    """
+
+    base: Int64
+    block_bytes: Int64
+    token_bytes: Int32
+    head_bytes: Int64
+
+    @staticmethod
+    def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
+        """On the host; cache: 4 dimensions, rows without gaps."""
+        strides: Any = cache.stride
+        block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
+        token, head = (inner, outer) if head_major else (outer, inner)
+        return Rows(ptx.address(cache), block, token.to(Int32), head)
+
+    def address(self, block, place, head):
+        """Of a head's row of the token at a place in a block."""
+        return (
+            self.base
+            + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)
+            + Int64(place) * Int64(self.token_bytes)
+        )
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which block a token of a request lies in; run-time values. table: int32 [batch, max_pages], or 0."""
+
+    table: Int64
+    max_pages: Int32
+    num_blocks: Int32
+    page_size: Divisor
+
+    @cute.jit
+    def ask(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
+        """(what says which block, see :meth:`block`; place in it) of a token that the table has an entry for."""
+        entry, place = request, token
+        if const_expr(paged):
+            index, place = self.page_size.divide_int(token)
+            address = self.table + (Int64(request) * self.max_pages + index) * 4
+            entry = Int32(ptx.load_global_words(address, 0, 1)[0])
+        return entry, place
+
+    @cute.jit
+    def block(self, paged: cutlass.Constexpr, entry: Int32):
+        """The block that an entry says, which is waited for; a wrong entry says some page."""
+        block = entry
+        if const_expr(paged):
+            block = cutlass.max(cutlass.min(entry, self.num_blocks - 1), 0)
+        return block
+
+    def locate(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
+        """(block, place in it) of a token that the table has an entry for."""
+        entry, place = self.ask(paged, request, token)
+        return self.block(paged, entry), place
+
+
+@dataclass(frozen=True)
+class Source:
+    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `tma_tiles`, else None.
+    tile_scales: address of what :class:`.unpack.UnpackTarget` has, of unpacked keys."""
+
+    keys: Rows
+    values: Rows
+    pages: Pages
+    maps: tuple[TmaInfo, TmaInfo] | None
+    tile_scales: Int64
+
+    def rows(self, operand: int) -> Rows:
+        return (self.keys, self.values)[operand]

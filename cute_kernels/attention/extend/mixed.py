@@ -1,0 +1,191 @@
+"""Batches of requests that decode and requests that prefill: two kernels side by side, each what its rows want.
+
+One query a request is a matter of bandwidth, hundreds are one of products: over 16-bit caches the two kernels leave
+each other what they want, if both have SMs to run on. So a prefill begins on all SMs but some, and decoding has these.
+Over codes both want all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention import checks, decode_attention
+from cute_kernels.attention.call import keys_seen
+from cute_kernels.attention.extend.call import check_out, check_query
+from cute_kernels.attention.extend.schedule import decode_sms
+from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.names import KvFormats
+from cute_kernels.runtime.gpu import GPU
+
+ResultT = TypeVar("ResultT")
+
+_streams: dict[int, torch.cuda.Stream] = {}
+OF_BOTH = ("block_table", "cache_layout", "softmax_scale", "window_size", "softcap", "sinks", "alibi_slopes", "k_scale")
+OF_BOTH += ("v_scale", "transform", "num_splits")
+OF_EXTEND = ("unpack", "max_seq_len", "fp8_products")
+
+
+def mixed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    num_decodes: int,
+    kv_format: KvFormats,
+    out: torch.Tensor | None = None,
+    sm_margin: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """:func:`extend_attention` of a batch whose first requests have one query each, which `decode_attention` serves.
+
+    Args:
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
+        num_decodes: requests 0 to num_decodes - 1 have exactly one query each: engines order batches so. It is not
+            checked on a GPU, where cu_seqlens_q is not looked at.
+        out: where to write the result, as q, contiguous.
+        sm_margin: SMs that the other requests' kernel leaves to decoding, which runs beside it then. Default: chosen
+            by what both have to do; one kernel after the other where that is better, as it is for codes.
+        options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
+            as both calls have them; unpack, max_seq_len and fp8_products, as :func:`extend_attention` has them.
+
+    Returns out, as :func:`extend_attention`. On a GPU decoding may run on a stream of its own, which the current one
+    waits for; graphs capture both.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+    """
+    from cute_kernels.attention.extend import extend_attention
+
+    for name in options:
+        if name not in OF_BOTH + OF_EXTEND:  # before anything is launched
+            known = ", ".join(OF_BOTH + OF_EXTEND)
+            raise TypeError(f"{name}: got it as an option of mixed_attention, want one of {known}")
+    check_tensors(q=q, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, k_cache=k_cache, v_cache=v_cache)
+    _check(q, seq_lens, cu_seqlens_q, num_decodes)
+    if out is None:
+        out = torch.empty_like(q)
+    else:
+        check_out(out, q)
+        checks.check_place("out", out, q.device)
+        checks.check_contiguous("out", out)
+    of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
+    first, rest = (
+        _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
+        _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,
+    )
+
+    def decode() -> None:
+        decode_attention(
+            q[:num_decodes].unsqueeze(1),
+            seq_lens=seq_lens[:num_decodes],
+            kv_format=kv_format,
+            out=out[:num_decodes].unsqueeze(1),
+            **first,
+        )
+
+    def extend(margin: int) -> None:
+        extend_attention(
+            q[num_decodes:],
+            seq_lens=seq_lens[num_decodes:],
+            cu_seqlens_q=cu_seqlens_q[num_decodes:] - num_decodes,
+            kv_format=kv_format,
+            out=out[num_decodes:],
+            sm_margin=margin,
+            **rest,
+        )
+
+    if num_decodes == 0:
+        extend(0)
+    elif num_decodes == seq_lens.shape[0]:
+        decode()
+    else:
+        margin = sm_margin
+        if margin is None and q.is_cuda:
+            margin = _margin_of(q, k_cache, seq_lens.shape[0], num_decodes, kv_format, options, of_extend)
+        if margin is None or not q.is_cuda:
+            decode()
+            extend(margin or 0)
+        else:
+            side_by_side(q.device, decode, lambda: extend(margin))
+    return out
+
+
+def _margin_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    batch: int,
+    num_decodes: int,
+    kv_format: KvFormats,
+    options: dict[str, Any],
+    of_extend: dict[str, Any],
+) -> int | None:
+    """SMs for decoding; None for one kernel after the other, whose calls say what of the arguments does not fit.
+
+    All requests count as long as they may be.
+    """
+    forms = [format_of(name) for name in format_pair(kv_format)]
+    if k_cache.dim() != 4 or any(form.is_coded for form in forms):
+        return None
+    head_major, table = options.get("cache_layout") == "HND", options.get("block_table")
+    tokens, kv_heads = k_cache.shape[2 if head_major else 1], k_cache.shape[1 if head_major else 2]
+    window, bound = options.get("window_size"), of_extend.get("max_seq_len")
+    window = keys_seen(window) if isinstance(window, (tuple, list)) else window
+    length = tokens if table is None else table.shape[1] * tokens
+    length = min(length, *(most for most in (window, bound) if type(most) is int and most > 0), length)
+    heads, head_dim = q.shape[1:]
+    queries, requests = q.shape[0] - num_decodes, batch - num_decodes
+    seen = max(length - queries / requests / 2, length / 2)
+    row_bytes = sum(form.row_bytes(head_dim) for form in forms)
+    num_sms = GPU.num_sms(q.device)
+    return decode_sms(num_decodes * length * kv_heads * row_bytes, 4 * head_dim * heads * queries * seen, num_sms)
+
+
+def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
+    """Raises ValueError for what keeps a batch from being cut in two; both calls check the rest."""
+    check_query(q)
+    if seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    batch, queries = seq_lens.shape[0], q.shape[0]
+    checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    if type(num_decodes) is not int or not 0 <= num_decodes <= min(batch, queries):
+        raise ValueError(f"num_decodes: got {num_decodes!r}, want a number of requests from 0 to {min(batch, queries)}")
+    if cu_seqlens_q.device.type == "cpu":
+        ends = cu_seqlens_q[: num_decodes + 1].tolist()
+        if ends != list(range(num_decodes + 1)):
+            raise ValueError(f"cu_seqlens_q: got {ends} first, want 0 to {num_decodes}: one query for each of them")
+
+
+def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, Any], part: slice) -> dict[str, Any]:
+    """Caches and options of some requests."""
+    table = options.get("block_table")
+    if table is not None:
+        check_tensors(block_table=table)
+        if table.dim() != 2:
+            raise ValueError(f"block_table: got shape {shape_of(table)}, want [batch, max_pages]")
+        return {"k_cache": k_cache, "v_cache": v_cache, **options, "block_table": table[part]}
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4:
+            raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
+    return {"k_cache": k_cache[part], "v_cache": v_cache[part], **options}
+
+
+def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
+    """The result of ``first``, and ``beside`` on a stream of its own, begun and waited for by the current one."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    side = _streams.get(index)
+    if side is None:
+        side = _streams[index] = torch.cuda.Stream(index)
+    current = torch.cuda.current_stream(index)
+    side.wait_stream(current)
+    # In this order: decoding would begin on all SMs and leave the prefill none to begin on.
+    result = first()
+    with torch.cuda.stream(side):
+        beside()
+    current.wait_stream(side)
+    return result

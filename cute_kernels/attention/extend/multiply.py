@@ -1,0 +1,314 @@
+"""The consumer warpgroups: scores, softmax and values of 64 rows of queries, for one work tile after the other.
+
+A block's softmax runs behind the products of the block before, its probabilities times its values, as in
+FlashAttention-3 (Shah et al. 2024); and the two warpgroups take turns issuing products, so that one's softmax is behind
+the other's.
+
+    tensor cores   Q K^T (b) | P V (b - 1) | ...        of the one warpgroup, then of the other
+    softmax                  | of block b
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.memory import KEYS, VALUES
+from cute_kernels.attention.extend.policies import (
+    MMA_THREADS,
+    WARPGROUP_ROWS,
+    WARPGROUP_WARPS,
+    WORK_SLOTS,
+    has_head_scale,
+)
+from cute_kernels.attention.extend.products import Fp8Products, HalfProducts
+from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
+from cute_kernels.attention.extend.results import ResultWriter
+from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
+from cute_kernels.attention.extend.two_level import TwoLevelSums
+from cute_kernels.attention.extend.work import END, Work, Worker
+from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.attention.score_terms import QueryColumn, ScoreState
+from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.ring import advance
+
+FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
+FIRST_TURN = 3
+WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+
+
+@dataclass(frozen=True)
+class Features:
+    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
+    int32 [total_q, tree_words]; tensors: those of registered score options, by name."""
+
+    window: Int32
+    soft_cap: Float32
+    sinks: Int64
+    alibi_slopes: Int64
+    tree_mask: Int64
+    tree_words: Int32
+    tensors: dict[str, Int64]
+
+    @classmethod
+    def of(cls, given, config: ExtendConfig) -> Features:
+        """Of a launch's arguments."""
+        tensors = {tensor.name: getattr(given, tensor.name) for tensor in tensors_in(config.features)}
+        names = (own.name for own in fields(cls) if own.name != "tensors")
+        return cls(**{name: getattr(given, name) for name in names}, tensors=tensors)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a launch gives consumers; addresses and numbers.
+
+    q, out: [total_q, num_q_heads, head_dim], q's as `queries.QueryRows` takes them; lse: fp32 [total_q, num_q_heads] or
+    0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits, total_q,
+    num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats that are
+    given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns side by side.
+    """
+
+    q: Int64 | StridedQueries
+    out: Int64
+    lse: Int64
+    other_out: Int64
+    other_lse: Int64
+    partials: Int64
+    k_scale: Int64
+    v_scale: Int64
+    k_scale_stride: Int32
+    v_scale_stride: Int32
+    softmax_scale: Float32
+
+    @classmethod
+    def of(cls, given, config: ExtendConfig) -> Operands:
+        """Of a launch's arguments."""
+        q = StridedQueries.of(given.q) if config.strided_q else ptx.address(given.q)
+        addresses = {"q": q, "out": ptx.address(given.out)}
+        others = (own.name for own in fields(cls) if own.name not in addresses)
+        return cls(**addresses, **{name: getattr(given, name) for name in others})
+
+
+class Consumer:
+    """What the consumer warps do."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.loader, self.softmax, self.writer = QueryLoader(config), Softmax(config), ResultWriter(config)
+        self.worker = Worker(config, self.softmax.terms)
+        self.products = HalfProducts(config) if config.fp8 is None else Fp8Products(config)
+        self.two_level = None if config.fp8 is None else TwoLevelSums(config, self)
+        self.has_key_scale = has_head_scale(config.formats[0])
+
+    @cute.jit
+    def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
+        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        if const_expr(self.config.ping_pong):
+            if group == 1:
+                self.pass_turn(group)
+        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        work = self.receive(memory, slot, slot_phase, lane)
+        self.ask_queries(shape, operands, work, memory, group, warp, lane)
+        while work.request != END:
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            work, stage, phase = self.attend(
+                shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage, phase
+            )
+
+    @cute.jit
+    def receive(self, memory, slot: Int32, phase: Int32, lane: Int32):
+        """The next work tile."""
+        cute.arch.mbarrier_wait(memory.work_full + slot, phase)
+        address = memory.slots + slot * 32
+        words = [*ptx.load_shared_vector(address, 0, 4), *ptx.load_shared_vector(address, 16, 4)]
+        work = Work.of_words(words)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.work_empty + slot)
+        return work
+
+    @cute.jit
+    def ask_queries(self, shape, operands, work, memory, group, warp, lane):
+        if work.request != END:
+            tile = memory.queries + group * self.config.query_bytes
+            first_row = work.first_row + group * WARPGROUP_ROWS
+            self.loader.ask(shape, work, operands.q, tile, first_row, warp, lane)
+
+    @cute.jit
+    def attend(
+        self, shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage: Int32, phase: Int32
+    ):
+        """One work tile, whose queries are on their way; (the next one, the ring's next stage and phase)."""
+        span = self.worker.span(shape, work)
+        tile = memory.queries + group * self.config.query_bytes
+        query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
+        codes = memory.codes + group * self.config.query_code_bytes
+        self.loader.finish(operands, work, tile, codes, query_scales, warp, lane)
+        self.sync_warpgroup(group)
+        rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
+        sums = wgmma_tiles.make_sums(self.config.columns)
+        sums.fill(0.0)
+        packed = cute.make_rmem_tensor(self.products.packed_words, Uint32)
+        factors = cute.make_rmem_tensor(2, Float32)
+        if span.begin < span.end:
+            self.begin(features, work, span, rows, packed, factors, memory, group, lane, stage, phase)
+        for i in cutlass.range(span.begin + 1, span.end, 1, unroll=1):
+            following = advance(stage, phase, self.config.num_stages)
+            block = span.end - 1 - (i - span.begin)
+            self.go_on(features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
+            stage, phase = following
+        # Nobody reads these queries any more.
+        self.sync_warpgroup(group)
+        after = self.receive(memory, slot, slot_phase, lane)
+        self.ask_queries(shape, operands, after, memory, group, warp, lane)
+        if span.begin < span.end:
+            self.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        self.writer.write(shape, operands, features, work, rows, sums, group, warp, lane)
+        return after, stage, phase
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def begin(self, features, work, span, rows, packed, factors, memory, group, lane, stage, phase) -> None:
+        """Probabilities of the first block."""
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        self.score(scores, memory, group, stage, phase)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, stage))
+        values = self.finish_scores(scores, memory, stage, lane, 0)
+        factors.fill(0.0)
+        self.weigh(features, work, span, rows, values, factors, tile, lane, span.end - 1)
+        self.products.pack(values, packed)
+
+    def go_on(
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+    ) -> None:
+        """Adds the values of the block before, in ``stage``, and makes probabilities of the next one."""
+        if self.two_level is not None:
+            given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
+            self.two_level.go_on(*given)
+            return
+        next_stage, next_phase = advance(stage, phase, self.config.num_stages)
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        self.await_turn(group)
+        self.score(scores, memory, group, next_stage, next_phase)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, next_stage))
+        self.add_values(sums, packed, memory, stage, phase)
+        wgmma_tiles.commit()
+        self.pass_turn(group)
+        values = self.finish_scores(scores, memory, next_stage, lane, 1)
+        factors.fill(1.0)
+        self.weigh(features, work, span, rows, values, factors, tile, lane, block)
+        self.finish_values(sums, memory, stage, lane)
+        rescale(sums, factors, self.config.columns // 2)
+        self.products.pack(values, packed)
+
+    def finish(self, rows, sums, packed, factors, memory, lane, stage, phase) -> None:
+        """Adds the values of the last block."""
+        if self.two_level is not None:
+            self.two_level.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+            return
+        self.add_values(sums, packed, memory, stage, phase)
+        wgmma_tiles.commit()
+        self.finish_values(sums, memory, stage, lane)
+
+    def score(self, scores, memory, group, stage, phase) -> None:
+        """Issues the scores of a block, which it waits for."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+        self.products.score(scores, memory, group, stage)
+        wgmma_tiles.commit()
+
+    def add_values(self, sums, packed, memory, stage, phase) -> None:
+        """Issues sums += probabilities times the values of a block, to be committed."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        self.products.multiply_values(sums, packed, memory, stage)
+
+    def finish_scores(self, scores, memory, stage, lane, pending: int) -> Any:
+        """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
+        count = self.config.tile_tokens // 2
+        wgmma_tiles.wait(pending)
+        found = wgmma.wait_for([scores[i] for i in range(count)], pending)
+        values = cute.make_rmem_tensor(count, Float32)
+        for i in range(count):
+            values[i] = found[i]
+        self.release(memory, KEYS, stage, lane)
+        return values
+
+    def finish_values(self, sums, memory, stage, lane) -> None:
+        """Waits for the sums of values; see :meth:`finish_scores`."""
+        count = self.config.columns // 2
+        wgmma_tiles.wait()
+        found = wgmma.wait_all([sums[i] for i in range(count)])
+        for i in range(count):
+            sums[i] = found[i]
+        self.release(memory, VALUES, stage, lane)
+
+    @cute.jit
+    def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
+        """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
+
+        ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
+        basic block: a branch that is always taken, which no compiler knows, keeps the softmax before it.
+        """
+        masked = self.worker.is_masked(work, span, block)
+        masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)
+        self.softmax.take(values, rows, features, work, block, masked, tile, lane)
+        if numbers.active_lanes() != 0:
+            self.softmax.weigh(values, rows, factors, tile)
+
+    @cute.jit
+    def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
+        """A warp is done with a tile."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.empty + memory.barrier(operand, stage))
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def make_rows(self, shape, operands, features, work, span, query_scales, group, warp, lane) -> Rows:
+        """What a thread knows of its rows before the first block."""
+        k_unit = self.config.units[0]
+        scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
+        if const_expr(self.has_key_scale):
+            scale *= load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
+        positions, scales, queries, masks = [], [], [], []
+        for i in range(2):
+            row = warp * WARP_ROWS + lane // 4 + 8 * i
+            _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
+            positions.append(work.before + place)
+            if const_expr(self.config.tree):
+                masks.append(cutlass.min(work.q_start + place, shape.total_q - 1))
+            own = scale
+            if const_expr(self.config.converts_queries):
+                own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
+            if const_expr(self.has_key_scale):
+                # A head of zeros has scale 0, queries of zeros the least one; masked scores, -inf, meet no 0.
+                own = ptx.fmax(own, Float32(MIN_SCORE_SCALE))
+            scales.append(own)
+            queries.append(QueryColumn(place, cutlass.min(head, shape.num_q_heads - 1)))
+        state = ScoreState()
+        state.values, state.length, state.positions = features, span.last_position + 1, positions
+        self.softmax.terms.open(state, work, queries, operands.softmax_scale)
+        references, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        references.fill(LOWEST)
+        totals.fill(0.0)
+        return Rows(positions, scales, state, masks, references, totals)
+
+    # -- barriers -----------------------------------------------------------------------------------------------------
+
+    def sync_warpgroup(self, group) -> None:
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
+
+    def await_turn(self, group) -> None:
+        """Waits until the other warpgroup has issued its products."""
+        if self.config.ping_pong:
+            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+
+    def pass_turn(self, group) -> None:
+        if self.config.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

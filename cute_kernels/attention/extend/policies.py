@@ -1,0 +1,297 @@
+"""What an extend attention kernel is composed of, as data: how tiles come, where keys and values lie, what unpacks
+them, and the numbers that these share. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cute_kernels.attention.policies import PAGE_TOKENS, joined
+from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+
+MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
+WARPGROUP_WARPS = 4
+WARPGROUP_ROWS = 64
+TILE_ROWS = MMA_WARPGROUPS * WARPGROUP_ROWS  # packed queries of a work tile: positions x heads of a KV head's group
+MMA_WARPS = MMA_WARPGROUPS * WARPGROUP_WARPS
+MMA_THREADS = MMA_WARPS * WARP_THREADS
+SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
+ELEMENT_BYTES = 2  # of operands, but for those of E4M3
+ROW_BYTES = 128  # of an operand's row in the 128-byte swizzle
+WORK_SLOTS = 2
+# Words of a launch's workspace: the counter of work tiles is the first; where a cache is unpacked beside the products,
+# see `extend.progress`, these and two for each block of a request's KV head.
+COUNTER_WORDS, CHUNK_WORD, LEAVING_WORD, TILE_WORDS_AT = 4, 1, 2, 4
+WORK_BYTES = 32  # of a slot: 8 words
+TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
+TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
+FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
+# Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
+REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
+REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192), ("unpacks", 4): (72, 216)}
+SM_REGISTERS = 65536
+UNPACK_WARPS = 8  # of a CTA, which share a tile
+UNPACK_CTAS_PER_SM = 4
+KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
+SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
+PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
+PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles behind a header of 4 bytes, in pieces of 16 that they may touch
+HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
+FLAG_BYTES = 16  # of a word for each warpgroup, there
+GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
+KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
+MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
+KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
+KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
+
+
+def cannot_unpack(form: KvFormat) -> str | None:
+    """Why nothing makes rows of 16 bits of a format that the kernel reads, or None."""
+    if has_token_scale(form) and form.num_groups > 1:
+        return f"{form.name} has {form.num_groups} scales a row"
+    return None
+
+
+def has_channel_scales(form: KvFormat) -> bool:
+    """Whether every column of a KV head has an fp32 scale, beside the cache."""
+    return form.given_scale == "channel"
+
+
+def has_head_scale(form: KvFormat) -> bool:
+    """Whether all rows of a KV head have an fp32 scale in common, beside the cache."""
+    return form.given_scale in ("tensor", "head")
+
+
+def has_token_scale(form: KvFormat) -> bool:
+    """Whether every row has an fp32 scale, or one for each of its groups, which is multiplied into its tile."""
+    return form.extend is not None and form.extend.scales == "row"
+
+
+def cannot_read(form: KvFormat) -> str | None:
+    """Why the kernel cannot read rows of a format, or None."""
+    if form.is_coded and form.extend is None:
+        return f"extend attention does not read {form.name} caches"
+    return None
+
+
+def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> str | None:
+    """Why there are no FP8 products over caches of K's and V's formats, or None."""
+    for form in formats:
+        if form.codes != "e4m3" or form.extend is None or form.extend.scales != "outside":
+            return f"FP8 products want e4m3_tensor or e4m3_head caches, not {form.name}"
+    if head_dim != FP8_HEAD_DIM:
+        return f"FP8 products want head_dim {FP8_HEAD_DIM}, not {head_dim}"
+    return None
+
+
+def columns_of(head_dim: int) -> int:
+    """Of the operands that hold rows of head_dim, one of `HEAD_DIMS`."""
+    return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
+
+
+@dataclass(frozen=True)
+class ProducerPipeline:
+    """How tiles come and how consumers take turns.
+
+    Attributes:
+        tile_tokens: keys and values of a tile.
+        num_stages: tiles of K, and of V, in shared memory.
+        producer_warps: 4 or 8; those that decode are half K's, half V's.
+        ping_pong: whether the consumers take turns issuing their products.
+    """
+
+    tile_tokens: int = 128
+    num_stages: int = 2
+    producer_warps: int = 4
+    ping_pong: bool = True
+
+
+TWO_STAGES = ProducerPipeline()
+
+
+@dataclass(frozen=True)
+class CachedKeys:
+    """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
+    with 0, one request's tokens after the other.
+
+    mapped: for :mod:`.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie; without,
+    these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    """
+
+    page_tokens: int = 0
+    mapped: bool = False
+
+
+TOKEN_BY_TOKEN = CachedKeys()
+
+
+@dataclass(frozen=True)
+class RaggedKeys:
+    """K and V are those of all requests one after the other, as the queries are; of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """How E4M3 operands are multiplied, see :mod:`.two_level`.
+
+    behind: whether the values of a block are multiplied behind the next one's softmax, in accumulators beside its
+    scores and the sums; else before its scores, whose registers they have.
+    """
+
+    behind: bool
+
+
+@dataclass(frozen=True)
+class UnpackConfig:
+    """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
+
+    Attributes:
+        k_format, v_format: of the cache. dtype: "bf16" or "fp16", of the rows that it makes; "e4m3" for codes as they
+            are, V's tiles transposed, see :mod:`.fp8`.
+        head_dim: of rows.
+        page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
+    """
+
+    k_format: str
+    v_format: str
+    dtype: str
+    head_dim: int
+    page_tokens: int = 0
+    head_major: bool = False
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the rows that it makes."""
+        return 1 if self.dtype == "e4m3" else ELEMENT_BYTES
+
+    @property
+    def tile_tokens(self) -> int:
+        return TILE_TOKENS[self.columns]
+
+    @property
+    def columns(self) -> int:
+        """Of the operands that its rows become."""
+        return columns_of(self.head_dim)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of a tile that a warp takes."""
+        return self.tile_tokens // UNPACK_WARPS
+
+    @property
+    def tile_scales(self) -> tuple[bool, bool]:
+        """As :class:`ExtendConfig` has them."""
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def layout(self) -> str:
+        """Of the cache, in its kernels' names."""
+        return (f"_p{self.page_tokens}" if self.page_tokens else "") + ("_head_major" if self.head_major else "")
+
+    @property
+    def what(self) -> str:
+        """The cache, in the name of a kernel that unpacks it beside its products."""
+        return joined(self.k_format, self.v_format) + self.layout
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        formats = joined(self.k_format, self.v_format)
+        return f"extend_unpack_{formats}_{self.dtype}_d{self.head_dim}{self.layout}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
+            if (reason := cannot_read(form) or cannot_unpack(form)) is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            wanted = "fp16" if form.is_coded else name
+            if self.dtype != wanted and self.dtype != "e4m3":
+                return f"dtype {self.dtype!r} is not {wanted!r}, that of rows of a {name} cache"
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        return cannot_multiply_fp8(self.formats, self.head_dim) if self.dtype == "e4m3" else None
+
+
+@dataclass(frozen=True)
+class UnpackedKeys:
+    """K and V are what :mod:`.unpack` has made of a cache: rows of 16 bits, one request's after the other and head by
+    head, with zeros behind a request's last token up to the end of its tile.
+
+    fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
+    beside: if given, what idle producer warps make them of, beside the products; else a launch of its own does before.
+    """
+
+    fp8: Fp8Products | None = None
+    beside: UnpackConfig | None = None
+
+
+Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
+
+
+@dataclass(frozen=True)
+class Queries:
+    """How queries lie: a query's heads together; strided: queries apart, as parts of a fused projection's rows do."""
+
+    strided: bool = False
+
+
+SIDE_BY_SIDE = Queries()
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
+
+    Attributes:
+        tile_bytes: of K's codes and of V's. header_bytes: of what is in front of their rows, unless it lies with them.
+        heads: KV heads of a work tile.
+    """
+
+    tile_rows: int
+    tile_bytes: tuple[int, int]
+    header_bytes: tuple[int, int]
+    heads: int = 1
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a head."""
+        return self.tile_rows * KEY_ROWS_HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def probability_bytes(self) -> int:
+        """Of one of the two places that a warpgroup has."""
+        return self.tile_rows * GROUP_TOKENS * ELEMENT_BYTES
+
+    @property
+    def group_told_bytes(self) -> int:
+        """What warps of a warpgroup tell each other: a number of each warp and one of all, for each query."""
+        return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
+
+    @property
+    def told_bytes(self) -> int:
+        return MMA_WARPGROUPS * self.group_told_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Beside tiles."""
+        places = 2 * MMA_WARPGROUPS * self.probability_bytes
+        return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(self.tile_bytes) + sum(self.header_bytes)

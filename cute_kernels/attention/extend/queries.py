@@ -1,0 +1,241 @@
+"""Queries of a warpgroup's 64 rows on their way into shared memory, by the warps that multiply them.
+
+They are asked for as soon as the last scores of the work tile before are there, and come behind its last products. For
+keys that are codes bf16 queries become fp16, each row times a power of 2 that brings its greatest number below 2**15:
+numbers 2**28 times smaller are still exact. For FP8 products they become E4M3, beside where they came to, each row
+times a power of 2 that brings its greatest number below 2**8: numbers down to 2**-13 of it keep 4 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.elements import of_name
+from cute_kernels.attention.extend.fp8 import pack_e4m3x4
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+
+TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
+WARP_ROWS = 16
+NO_SIGNS = 0x7FFF7FFF  # of a pair; as bf16 none is a number
+LEAST_EXPONENT, GREAT_EXPONENT = 27, 155  # of bf16, biased: what a power of 2 in bf16 brings to that of fp16
+DOWN, ONES, DOWN_EXPONENT = 0x0D800D80, 0x3F803F80, 100  # pairs of 2**-100 and 1 in bf16
+PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
+SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
+
+
+def query_row(shape, work, row):
+    """(the number of a packed row's query and head among all, its place among the request's queries, its head)."""
+    place, member = shape.group.divide_int(row)
+    head = work.head * shape.group.value + member
+    return (work.q_start + place) * shape.num_q_heads + head, place, head
+
+
+@dataclass(frozen=True)
+class StridedQueries:
+    """Queries that lie apart, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+
+    base: Int64
+    token_bytes: Int64
+
+    @classmethod
+    def of(cls, q: cute.Tensor) -> StridedQueries:
+        """On the host."""
+        first, *_ = cast("tuple[int, ...]", q.stride)
+        return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
+
+
+class QueryRows:
+    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where they lie apart."""
+
+    def __init__(self, config: ExtendConfig):
+        self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
+
+    def address(self, shape, work, queries, row):
+        """Of a packed row that the request has."""
+        number, place, head = query_row(shape, work, row)
+        if not self.strided:
+            return queries + Int64(number) * self.row_bytes
+        own = queries.base + Int64(work.q_start + place) * queries.token_bytes
+        return own + Int64(head) * self.row_bytes
+
+
+class QueryLoader:
+    """How queries come."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config, self.rows = config, QueryRows(config)
+        self.row_bytes = config.head_dim * ELEMENT_BYTES
+        self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
+        self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
+        self.halves = of_name(config.q_dtype).halves
+        self.step_rows = WARP_THREADS // self.row_pieces
+        self.num_steps = WARP_ROWS // self.step_rows
+        self.own_pieces = self.row_pieces // 2  # of half a row
+
+    def place(self, tile, warp, lane, step: int):
+        """Shared address of a lane's piece."""
+        row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
+
+    def code_place(self, codes, warp, lane, step: int):
+        """Shared address of what a lane's piece becomes in E4M3: half a piece."""
+        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
+
+    @cute.jit
+    def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
+        have become zeros. tile: shared address of the warpgroup's queries."""
+        for step in cutlass.range_constexpr(self.num_steps):
+            row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
+            exists = row < work.num_rows
+            address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            address = address + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            if const_expr(self.real_pieces < self.row_pieces):
+                exists = exists & (lane % self.row_pieces < self.real_pieces)
+            size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
+            numbers.copy_async(self.place(tile, warp, lane, step), address, size)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
+
+        codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
+        multiplied with afterwards.
+        """
+        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.config.converts_queries):
+            if const_expr(self.config.converts_by_piece):
+                self.convert_pieces(operands, work, tile, codes, scales, warp, lane)
+            else:
+                self.convert(tile, scales, warp, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def convert(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows, which all of its lanes have asked for, become fp16, each times a power of 2. A lane has half
+        of a row: its greatest number takes one shuffle, and all pieces are converted together."""
+        cute.arch.sync_warp()
+        row, half = lane % WARP_ROWS, lane // WARP_ROWS
+        own = (warp * WARP_ROWS + row) * wgmma_tiles.ROW_BYTES
+        words = cute.make_rmem_tensor(4 * self.own_pieces, Uint32)
+        place = tile + own + self.own_place(row, half)
+        for j in cutlass.range_constexpr(self.own_pieces):
+            piece = ptx.load_shared_vector(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, 4)
+            for i in cutlass.range_constexpr(4):
+                words[4 * j + i] = piece[i]
+        top = in_pairs(self.greater, [words[i] for i in range(4 * self.own_pieces)])
+        top = self.greater(top, cute.arch.shuffle_sync_bfly(top, WARP_ROWS))
+        from_operand = self.make_halves(words, top)
+        for j in cutlass.range_constexpr(self.own_pieces):
+            piece = [words[4 * j + i] for i in range(4)]
+            ptx.store_shared(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, piece)
+        self.tell(from_operand, scales + (warp * WARP_ROWS + row) * 4, lane)
+
+    def own_place(self, row, half):
+        """Byte offset in a row's slabs of a lane's first piece; that of its j-th is it ^ 16 j."""
+        if self.own_pieces < 8:
+            return (row % 8 ^ half * self.own_pieces) * wgmma_tiles.PIECE_BYTES
+        return half * (self.own_pieces // 8 * SLAB_BYTES) + row % 8 * wgmma_tiles.PIECE_BYTES
+
+    @cute.jit
+    def tell(self, from_operand: Float32, address: Int32, lane: Int32):
+        """Who multiplies, of a row's power of 2."""
+        if lane < WARP_ROWS:
+            ptx.store_shared(address, 0, [from_operand])
+
+    def greater(self, a: Uint32, b: Uint32) -> Uint32:
+        """Of two words the numbers of greater magnitude."""
+        return numbers.greater_magnitude(a, b, dtype=self.config.q_dtype)
+
+    @cute.jit
+    def make_halves(self, words, top: Uint32):
+        """Pairs of bf16 become pairs of fp16; what these are to be multiplied with. top: the row's greatest numbers.
+
+        A power of 2 brings exponents of bf16 below 2**5, where they are those of fp16, also of what is subnormal: then
+        sign, exponent and fraction only move apart. An infinite number, or none, makes all of its row NaN.
+        """
+        top = top & Uint32(NO_SIGNS)
+        exponent = cutlass.max(Int32(top >> 23), Int32(top & Uint32(0xFFFF)) >> 7)
+        nothing = exponent == 255
+        exponent = cutlass.max(exponent, Int32(LEAST_EXPONENT))
+        great = exponent > GREAT_EXPONENT
+        if cute.arch.vote_any_sync(great):
+            down = cutlass.select_(great, Uint32(DOWN), Uint32(ONES))
+            for i in cutlass.range_constexpr(4 * self.own_pieces):
+                words[i] = ptx.mul_bf16x2(words[i], down)
+        field = (GREAT_EXPONENT + 1) - exponent + cutlass.select_(great, Int32(DOWN_EXPONENT), Int32(0))
+        power = cutlass.select_(nothing, Uint32(NO_SIGNS), Uint32(field) * Uint32(0x00800080))
+        for i in cutlass.range_constexpr(4 * self.own_pieces):
+            moved = ptx.mul_bf16x2(words[i], power)
+            words[i] = (moved & Uint32(NO_SIGNS)) * Uint32(7) + moved
+        return numbers.from_bits(Uint32(exponent - TOP_EXPONENTS["fp16"]) << Uint32(23))
+
+    @cute.jit
+    def convert_pieces(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows become fp16, or E4M3, each times a power of 2, piece by piece; times scales of K's columns, if
+        these have any."""
+        channels: list[Float32] = []
+        if const_expr(self.config.channel_scales[0]):
+            channels = self.channel_scales(operands, work, lane)
+        for step in cutlass.range_constexpr(self.num_steps):
+            place = self.place(tile, warp, lane, step)
+            words, from_operand = self.convert_piece(ptx.load_shared_vector(place, 0, 4), channels)
+            if const_expr(self.config.fp8 is None):
+                ptx.store_shared(place, 0, words)
+            else:
+                ptx.store_shared(self.code_place(codes, warp, lane, step), 0, words)
+            self.tell_of_piece(from_operand, scales, warp, lane, step)
+
+    @cute.jit
+    def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: int):
+        """Who multiplies, of the power of 2 of a lane's row."""
+        if lane % self.row_pieces == 0:
+            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+            ptx.store_shared(scales + row * 4, 0, [from_operand])
+
+    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
+        """(a lane's piece, times scales of its columns if there are any, as fp16 or E4M3, what it is to be multiplied
+        with: a power of 2)."""
+        values = [half(word) for word in words for half in self.halves]
+        if channels:
+            values = [value * scale for value, scale in zip(values, channels, strict=True)]
+            top = in_pairs(ptx.fmax, [ptx.absolute(value) for value in values])
+        else:
+            top = Float32(0.0)  # in turn: one register
+            for value in values:
+                top = ptx.fmax(top, ptx.absolute(value))
+        top = lane_max(top, neighbours(self.row_pieces))
+        to_operand, from_operand = self.powers_of(top)
+        if self.config.fp8 is not None:
+            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
+            to_operand = to_operand + (top - top)
+        scaled = [value * to_operand for value in values]
+        if self.config.fp8 is not None:
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
+        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
+
+    def channel_scales(self, operands, work, lane) -> list[Float32]:
+        """Of the columns of a lane's pieces."""
+        piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
+        first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
+        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
+        return [word.bitcast(Float32) for half in words for word in half]
+
+    def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
+        """(the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
+        wanted = TOP_EXPONENTS["fp16" if self.config.fp8 is None else "e4m3"]
+        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
+        to_operand = numbers.from_bits(Uint32((127 + wanted - exponent) << 23))
+        return to_operand, numbers.from_bits(Uint32((127 - wanted + exponent) << 23))

@@ -1,0 +1,160 @@
+"""Attention over ragged K and V of 16 bits, without a cache: those of all requests one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention import call as attention_call
+from cute_kernels.attention import checks
+from cute_kernels.attention.extend import ops
+from cute_kernels.attention.extend.call import ExtendCall, check_query, check_rows
+from cute_kernels.attention.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.extend.schedule import choose, choose_newer
+from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.plans import identity
+
+
+def ragged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as :func:`cute_kernels.extend_attention` of the same options has them.
+
+    Args:
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim]; k, v: [total_k, num_kv_heads, head_dim], alike.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], from 0 on: where requests begin. A request's queries are its
+            last tokens.
+        options: causal, window_size, softcap, sinks, alibi_slopes.
+
+    Raises TypeError and ValueError, naming the argument, as `extend_attention`.
+    """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    complete = ops.DEFAULTS | options
+    if not q.is_cuda:
+        return _reference(_checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete), k, v, cu_seqlens_k, softmax_scale)
+    return launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete)
+
+
+@dataclass(frozen=True)
+class RaggedPlan:
+    """What of a launch stays the same from call to call: that of the kernel."""
+
+    plan: ExtendPlan
+
+    @property
+    def device_index(self) -> int:
+        return self.plan.device_index
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        softmax_scale: float | None,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches on the current stream of the plan's device, which is the current one."""
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        rows = k.unsqueeze(0), v.unsqueeze(0)
+        self.plan.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
+        return out, lse
+
+
+def _key(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> tuple[Any, ...]:
+    values = [identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()]
+    return (*[identity(tensor) for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k)], *values)
+
+
+def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> ExtendCall:
+    call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    check_alignment(call)
+    return call
+
+
+def _plan_of(call: ExtendCall) -> RaggedPlan | None:
+    if not (call.q.shape[0] and call.base.k.cache.numel() and call.batch):
+        return None
+    return RaggedPlan(make_plan(call, replace(choose_newer(choose(problem_of(call))), merges=False)))
+
+
+def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(call.q), call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+
+
+launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
+"""The calls on CUDA tensors."""
+
+
+def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> ExtendCall:
+    """The call as one over a contiguous cache, that of a single request, all of K and V."""
+    check_query(q)
+    if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")
+    batch = cu_seqlens_k.shape[0] - 1
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.check_place(name, ends, q.device)
+        checks.check_vector(name, ends, torch.int32, batch + 1, "the batch and one")
+    for name, rows in (("k", k), ("v", v)):
+        if rows.dim() != 3:
+            raise ValueError(f"{name}: got {rows.dim()} dimensions, want 3: [total_k, num_kv_heads, head_dim]")
+        if rows.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {rows.dtype}, want {q.dtype}, that of q")
+        if rows.shape[2] != q.shape[2] or rows.shape != k.shape:
+            raise ValueError(f"{name}: got shape {shape_of(rows)}, want {[*k.shape[:2], q.shape[2]]}, k's and q's")
+        check_rows(name, rows)
+    wanted = ("causal", "window_size", "softcap", "sinks", "alibi_slopes")
+    base = attention_call.make_call(
+        q.new_empty((1, 1, *q.shape[1:])),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        cu_seqlens_k[:1],
+        kv_format=checks.Q_DTYPES[q.dtype],
+        **{name: options[name] for name in wanted},
+    )
+    base = replace(base, q=q.new_empty((batch, 1, *q.shape[1:])), seq_lens=cu_seqlens_k[1:])
+    return ExtendCall(q, cu_seqlens_q, base, None, None)
+
+
+def _reference(call: ExtendCall, k, v, cu_seqlens_k, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request by request, each over its own K and V."""
+    base, out = call.base, torch.zeros_like(call.q)
+    lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+    ends = call.cu_seqlens_q.tolist()
+    for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
+        own = slice(ends[request], ends[request + 1])
+        if own.start >= own.stop:
+            continue
+        options = ops.DEFAULTS | {
+            "causal": base.causal,
+            "window_size": base.window,
+            "softcap": base.soft_cap,
+            "sinks": base.sinks,
+            "alibi_slopes": base.alibi_slopes,
+        }
+        count = torch.tensor([own.stop - own.start], dtype=torch.int32)
+        out[own], lse[own] = ops.reference(
+            call.q[own],
+            k[None, start:stop],
+            v[None, start:stop],
+            torch.tensor([stop - start], dtype=torch.int32),
+            torch.cat((torch.zeros_like(count), count)),
+            base.k.form.name,
+            softmax_scale,
+            True,
+            None,
+            options,
+        )
+    return out, lse

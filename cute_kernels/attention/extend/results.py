@@ -1,0 +1,134 @@
+"""What consumers do with a work tile's sums: the result, or a split's part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.elements import of_name
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
+from cute_kernels.attention.extend.queries import WARP_ROWS, query_row
+from cute_kernels.attention.extend.softmax import ROW_LANES, load_float, row_of
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import lane_sum, transpose_quad
+from cute_kernels.device.wgmma_tiles import sum_place
+
+
+class ResultWriter:
+    """Results from registers alone."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.elements = of_name(config.q_dtype)
+        self.has_value_scale = has_head_scale(config.formats[1])
+
+    @cute.jit
+    def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
+        """A warpgroup's rows: of the output, or, where other CTAs have other keys of them, of this split's part."""
+        unit = Float32(self.config.units[1])
+        if const_expr(self.has_value_scale):
+            unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
+        for i in cutlass.range_constexpr(2):
+            row = work.first_row + group * WARPGROUP_ROWS + warp * WARP_ROWS + lane // 4 + 8 * i
+            exists = row < work.num_rows
+            number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
+            total = lane_sum(rows.totals[i], ROW_LANES)
+            reference = rows.references[i]
+            if const_expr(self.config.merges):
+                self.write_row(operands, features, work, number, head, exists, reference, total, sums, unit, lane, i)
+            else:
+                if shape.splits.value == 1:
+                    self.write_row(
+                        operands, features, work, number, head, exists, reference, total, sums, unit, lane, i
+                    )
+                else:
+                    self.write_part(shape, operands, work, number, exists, reference, total, sums, unit, lane, i)
+
+    @cute.jit
+    def write_row(
+        self, operands, features, work, number, head, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
+    ):
+        """A row of the output: four lanes trade words until each has 16 bytes side by side."""
+        config = self.config
+        more: Any = None
+        if const_expr(config.merges):
+            reference, total, own, more = self.merge(operands, number, reference, total, lane)
+        denominator = total
+        if const_expr(config.features.sinks):
+            sink = load_float(features.sinks + Int64(head) * 4)
+            denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
+        nothing = total == 0.0
+        factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator))
+        if const_expr(config.merges):
+            more = [value * factor for value in more]
+            factor = factor * own
+        factor = factor * unit
+        if operands.lse != 0:
+            if exists & (lane % 4 == 0):
+                lse = (reference + ptx.log2(total)) * ptx.LN_2
+                lse = cutlass.select_(nothing, -Float32.inf, lse)
+                ptx.store_global(operands.lse + Int64(number) * 4, [lse])
+        address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
+        pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
+        for first in cutlass.range_constexpr(0, len(pairs), 4):
+            own = [(j, self.factors(operands, work, j, factor, lane)) for j in pairs[first : first + 4]]
+            values = [sums[j + k] * factors[k] for j, factors in own for k in range(2)]
+            if const_expr(config.merges):
+                values = [a + b for a, b in zip(values, more[2 * first : 2 * first + 8], strict=True)]
+            words = [self.elements.pack(values[k], values[k + 1]) for k in range(0, len(values), 2)]
+            piece = transpose_quad([*words, *[Uint32(0)] * (4 - len(words))], lane)
+            stored = exists
+            if const_expr(len(words) < 4):
+                stored = exists & (lane % 4 < len(words))
+            if stored:
+                ptx.store_global(address, piece, offset=first * 16)
+
+    @cute.jit
+    def write_part(
+        self, shape, operands, work, number, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
+    ):
+        """A split's row, in fp32: its average of values, and log2 of its sum of powers of 2, -inf for none."""
+        config = self.config
+        num_rows = Int64(shape.total_q) * shape.num_q_heads
+        place = num_rows * work.split + number
+        nothing = total == 0.0
+        factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(total)) * unit
+        if exists & (lane % 4 == 0):
+            weight = cutlass.select_(nothing, -Float32.inf, reference + ptx.log2(total))
+            averages = num_rows * shape.splits.value * config.head_dim
+            ptx.store_global(operands.partials + (averages + place) * 4, [weight])
+        address = operands.partials + place * (config.head_dim * 4) + Int64(lane % 4 * 8)
+        for j in cutlass.range_constexpr(0, config.head_dim // 2, 2):
+            if const_expr(row_of(j) == i):
+                if exists:
+                    own = self.factors(operands, work, j, factor, lane)
+                    ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
+
+    def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
+        """What a thread's ``j``-th accumulator and the next one, of the column beside it, are multiplied with: a row's
+        factor and their columns' scales."""
+        if not self.config.channel_scales[1]:
+            return [factor, factor]
+        first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2)
+        scales = ptx.load_global_words(operands.v_scale + first * 4, 4 * sum_place(j)[1], 2)
+        return [factor * scale.bitcast(Float32) for scale in scales]
+
+    def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
+        """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
+        and the other's values times their weight, of the thread's columns in order."""
+        other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
+        common = ptx.fmax(reference, other)
+        own, weight = ptx.exp2(reference - common), ptx.exp2(other - common)
+        row_bytes = self.config.head_dim * ELEMENT_BYTES
+        address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
+        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
+        return (
+            common,
+            ptx.fma(total, own, weight),
+            own,
+            [half(word) * weight for word in words for half in self.elements.halves],
+        )

@@ -1,0 +1,329 @@
+"""Which configuration serves a call. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cute_kernels.attention.extend.config import MAX_SPLITS, ExtendConfig
+from cute_kernels.attention.extend.policies import (
+    ELEMENT_BYTES,
+    KEY_ROWS_HEAD_DIM,
+    MOST_COLUMNS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    CachedKeys,
+    Fp8Products,
+    ProducerPipeline,
+    Queries,
+    RaggedKeys,
+    UnpackConfig,
+    UnpackedKeys,
+    columns_of,
+    has_channel_scales,
+    has_head_scale,
+)
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
+
+DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
+BLOCK_TOKENS = 128
+FP8_STAGES = 4  # tiles of half the bytes
+# Of a CTA, in blocks of keys that it could have multiplied meanwhile: to begin and to end a work tile; to write its
+# partial result and to have it read again; to wait for the kernel that puts splits together.
+TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
+# What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
+# (`ExtendReader`), at 128 to 256 queries, and for 16 bits in pages of so many tokens, head_dim 128: H200,
+# docs/design/history/extend_attention.md.
+READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95, 64: 0.975}
+PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
+UNPACKED_BYTES_PER_US = 3.0e6  # read and written
+# What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
+UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
+# Of 16 bits beside the products, which they take power and memory from: so that 1024 queries pay for pages of 16 and
+# 2048 for pages of 64, an H200.
+MOVED_BESIDE_BYTES_PER_US = 6.8e6
+# Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
+# each other, and to two streams that wait for each other.
+STREAMED_BYTES_PER_US = 4.4e6
+STREAMING_SMS, SMS_STEP = 40, 4
+SIDE_BY_SIDE_COST, STREAMS_US = 1.12, 10.0
+KEY_ROWS = (40, MOST_COLUMNS)  # columns: of 10 and 18 queries of 4 heads
+KEY_ROWS_TILES = 4  # work tiles an SM that they are fast with, as a fraction: splits cost as much as they gain
+DECODE_ROWS = 32  # up to so many rows decode attention's own kernel is as fast
+KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer warps, tiles; barriers of a stage
+MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
+
+
+@dataclass(frozen=True)
+class ExtendProblem:
+    """Everything about a call that its configuration depends on.
+
+    Attributes:
+        head_dim, k_format, v_format, q_dtype: of the tensors.
+        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        features: what the call asks for beyond softmax(q K^T) V.
+        tree: whether a mask says which new tokens a query sees.
+        strided_q: whether queries lie apart.
+    """
+
+    head_dim: int
+    k_format: str
+    v_format: str
+    q_dtype: str
+    page_tokens: int = 0
+    features: Features = PLAIN
+    tree: bool = False
+    strided_q: bool = False
+
+
+def choose(problem: ExtendProblem) -> ExtendConfig:
+    """The configuration that serves a problem."""
+    formats = problem.k_format, problem.v_format
+    return ExtendConfig(
+        k_format=kernel_format(problem.k_format),
+        v_format=kernel_format(problem.v_format),
+        q_dtype=problem.q_dtype,
+        head_dim=problem.head_dim,
+        pipeline=_pipeline(problem.head_dim, any(format_of(name).is_coded for name in formats)),
+        keys=CachedKeys(problem.page_tokens),
+        features=problem.features,
+        tree=problem.tree,
+        queries=Queries(problem.strided_q),
+    )
+
+
+def choose_newer(config: ExtendConfig) -> ExtendConfig:
+    """What serves the queries' own tokens in 16 bits, and merges with what ``config`` makes of those in the cache."""
+    return ExtendConfig(
+        k_format=config.q_dtype,
+        v_format=config.q_dtype,
+        q_dtype=config.q_dtype,
+        head_dim=config.head_dim,
+        pipeline=_pipeline(config.head_dim, decodes=False),
+        keys=RaggedKeys(),
+        features=replace(config.features, paged=False, head_major=False),
+        merges=True,
+        tree=config.tree,
+        queries=config.queries,
+    )
+
+
+def heads_of_tile(num_kv_heads: int) -> int:
+    """KV heads of a work tile of key rows: two, where there are any two."""
+    return 2 - num_kv_heads % 2
+
+
+def key_rows_of(
+    config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
+) -> ExtendConfig | None:
+    """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie.
+    tile_heads: of `heads_of_tile`."""
+    tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
+    least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    wide = replace(config, tile_rows=tile_rows, pipeline=least)
+    if mapped and any(form.header_bytes for form in wide.formats):
+        by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
+        wide = by_maps if by_maps.can_implement() is None else wide
+    if wide.can_implement() is not None:
+        return None
+    assert wide.key_rows is not None
+    free = wide.limits.shared_bytes - wide.smem_bytes
+    stages = min(MOST_STAGES, 2 + free // (wide.key_rows.stage_bytes + BARRIERS_BYTES))
+    return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
+
+
+def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped,
+    tile_heads: as :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
+    return [few for few in configs if few is not None]
+
+
+def serves_key_rows(
+    config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
+) -> bool:
+    """Whether a launch takes less time with ``config``, of key rows, than with tiles of 128 rows: where a request's
+    queries are one work tile of a KV head, and there are enough of these. They count as if requests had equally many.
+    """
+    rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
+    return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
+
+
+def decodes_with_key_rows(
+    configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
+) -> ExtendConfig | None:
+    """Which of some configurations of key rows takes less time than decode attention's own kernel, whose warps decode
+    for 32 rows at most; None for none. INT4 stays there, where keys are not rounded."""
+    if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
+        return None
+    exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
+    shape = (batch * q_len, batch, num_q_heads, num_kv_heads, num_sms)
+    return next((config for config in exact if serves_key_rows(config, *shape)), None)
+
+
+def _is_exact(form: KvFormat) -> bool:
+    """Whether operands are what codes stand for, unrounded: scales meet scores and probabilities."""
+    if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
+        return False
+    return form.extend.scales in ("outside", "row")
+
+
+def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
+    columns = columns_of(head_dim)
+    return ProducerPipeline(TILE_TOKENS[columns], producer_warps=DECODE_WARPS[columns] if decodes else 4)
+
+
+def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
+    """What serves the calls that ``config`` serves by two launches: one makes rows of 16 bits of the cache, the other
+    attends to them."""
+    unpack = UnpackConfig(
+        k_format=config.k_format,
+        v_format=config.v_format,
+        dtype=config.operand_types[0],
+        head_dim=config.head_dim,
+        page_tokens=config.page_tokens,
+        head_major=config.features.head_major,
+    )
+    attention = replace(
+        config,
+        k_format=_unpacked_as(config.formats[0]),
+        v_format=_unpacked_as(config.formats[1]),
+        pipeline=_pipeline(config.head_dim, decodes=False),
+        keys=UnpackedKeys(),
+        features=replace(config.features, paged=False, head_major=True),
+    )
+    return unpack, attention
+
+
+def choose_beside(config: ExtendConfig) -> ExtendConfig | None:
+    """What serves the calls that ``config`` serves by one launch, whose idle producer warps unpack the cache; None
+    where nothing does."""
+    unpack, attention = choose_unpacked(config)
+    beside = replace(attention, keys=UnpackedKeys(beside=unpack))
+    return beside if beside.can_implement() is None else None
+
+
+def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
+    """As :func:`choose_unpacked`, for products of 8 bits."""
+    unpack, attention = choose_unpacked(config)
+    # What changes and hides scores has no registers where values are multiplied behind the softmax: ptxas spills.
+    plain = replace(attention.features, causal=False, head_major=False) == PLAIN and not config.tree
+    return replace(unpack, dtype="e4m3"), replace(
+        attention,
+        k_format=config.k_format,
+        v_format=config.v_format,
+        pipeline=replace(attention.pipeline, num_stages=FP8_STAGES),
+        keys=UnpackedKeys(Fp8Products(behind=plain)),
+    )
+
+
+def _unpacked_as(form: KvFormat) -> str:
+    """The first format whose unpacked rows are the same to attention."""
+    if form.extend is None:
+        return form.name
+
+    def meaning(other: KvFormat) -> tuple[object, ...] | None:
+        reader = other.extend
+        return (
+            None if reader is None else (reader.scales, reader.unit, has_head_scale(other), has_channel_scales(other))
+        )
+
+    return next((name for name, other in FORMATS.items() if meaning(other) == meaning(form)), form.name)
+
+
+def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
+    """How many queries a launch of ``batch`` requests must have for unpacking to pay; None if it never does.
+
+    group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
+    each query that sees it saves what reading it again costs.
+    """
+    return _queries_that_pay(config, batch, group, window, UNPACKED_BYTES_PER_US)
+
+
+def _queries_that_pay(
+    config: ExtendConfig, batch: int, group: int, window: int | None, bytes_per_us: float
+) -> int | None:
+    """As :func:`queries_to_unpack_for`, at so many bytes read and written a us."""
+    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := form.extend) is not None]
+    rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
+    if not rates or config.why_as_it_lies is not None:
+        return None
+    saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
+    moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
+    queries = math.ceil(moved / bytes_per_us / saved)
+    return None if window is not None and window < queries else queries * batch
+
+
+def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
+    """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
+    them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
+    readers = [reader for form in config.formats if (reader := form.extend) is not None]
+    if not readers:
+        return _queries_that_pay(config, batch, group, window, MOVED_BESIDE_BYTES_PER_US)
+    rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]
+    # Of a number of K or V: 2 FLOP for each query and head of its group.
+    queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
+    return None if window is not None and window < queries else queries * batch
+
+
+def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
+    """How many SMs decoding gets beside a prefill, of 16-bit caches; None where both are better one after the other.
+
+    A few SMs stream at full rate, and products want all of them. Codes want all for either: decoding them is work.
+    """
+    decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
+
+    def time(sms: int) -> float:
+        """Of the longer one."""
+        own = decode_us * max(1.0, STREAMING_SMS / sms)
+        return STREAMS_US + SIDE_BY_SIDE_COST * max(own, prefill_us * num_sms / (num_sms - sms))
+
+    best = min(range(SMS_STEP, num_sms // 2 + 1, SMS_STEP), key=time, default=0)
+    return best if best and time(best) < decode_us + prefill_us else None
+
+
+def room_of(max_seq_len: int, head_dim: int) -> int:
+    """Tokens of unpacked keys that a request of at most so many has: whole tiles."""
+    tokens = TILE_TOKENS[columns_of(head_dim)]
+    return -(-max_seq_len // tokens) * tokens
+
+
+def count_tiles(
+    total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
+) -> int:
+    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head, or
+    for each ``tile_heads`` of them."""
+    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
+
+
+def choose_splits(
+    total_q: int,
+    batch: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    num_sms: int,
+    tile_rows: int = TILE_ROWS,
+    tile_heads: int = 1,
+) -> int:
+    """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
+
+    How long requests are is known on the device alone: queries count as if requests had equally many of them, and keys
+    as if all were max_seq_len long.
+    """
+    if not (total_q and batch):
+        return 1
+    rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads
+    blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
+
+    def time(splits: int) -> float:
+        """Of the busiest CTA, in blocks of keys."""
+        extra = PARTIAL_COST if splits > 1 else 0.0
+        rounds = -(-tiles * splits // num_sms)
+        return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)
+
+    return min(range(1, min(MAX_SPLITS, max(blocks, 1)) + 1), key=time)

@@ -1,0 +1,217 @@
+"""Online softmax over the accumulators of a 64-row product: two rows a thread, four threads a row.
+
+References are in powers of 2, and may fall behind the greatest logit by a factor of 2**8 before sums are rescaled
+(FlashAttention-4, Zadouri et al. 2026). Where V's rows have scales, the reference also bounds probability times scale,
+which is what fp16 has to hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.loads import load_word_below
+from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES
+from cute_kernels.attention.extend.powers import powers_in
+from cute_kernels.attention.score_terms import ScoreState, ScoreTerms
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.types import RegisterTensor
+from cute_kernels.device.wgmma_tiles import sum_place
+
+LOWEST = -1.0e30  # stands for -inf in references
+RESCALE_SLACK = 8.0  # powers of 2
+MIN_SCORE_SCALE = 2.0**-126
+ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
+
+
+def row_of(index: int) -> int:
+    """Which of a thread's two rows its ``index``-th accumulator belongs to."""
+    return sum_place(index)[0] // 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a thread keeps of its two rows of a work tile.
+
+    Attributes:
+        positions: of their queries.
+        scales: from scores to powers of 2.
+        state: what score options know and keep of them.
+        masks: their rows of the tree's mask; none without.
+        references, totals: rmem fp32 [2].
+    """
+
+    positions: list[Int32]
+    scales: list[Float32]
+    state: ScoreState
+    masks: list[Int64]
+    references: RegisterTensor[Float32]
+    totals: RegisterTensor[Float32]
+
+
+@dataclass(frozen=True)
+class TileScale:
+    """What a part of a tile is to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
+
+    key: Any
+    value_log: Any
+    value_reciprocal: Any
+
+
+class Softmax:
+    """For the features of a configuration."""
+
+    def __init__(self, config: ExtendConfig):
+        self.features = config.features
+        self.tokens = config.tile_tokens
+        self.count = config.tile_tokens // 2  # scores of a thread
+        # Probabilities of E4M3 are up to 2**8, so that its 17 powers of 2 are those of the great ones.
+        self.headroom = RESCALE_SLACK if config.fp8 is not None else 0.0
+        self.adds_totals = config.ones_rows == 0
+        self.tile_scales, self.runs, self.tree = config.tile_scales, config.scale_runs, config.tree
+        # A thread's two rows are the columns that terms know, and its keys of a block their rows.
+        self.terms = ScoreTerms(self.features, 2, self.count // 2)
+
+    def load_tile_scales(self, address) -> list[Any]:
+        """Words of shared memory that say what a tile is to be multiplied with, see :meth:`scales_in`."""
+        if not any(self.tile_scales):
+            return []
+        return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
+
+    def scales_in(self, words) -> list[TileScale]:
+        """By part of a tile; ones where tiles have none. To be asked for last: parts' words are a third of what they
+        say, and registers are scarce while scores and sums are on their way."""
+        if not words:
+            return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
+        if self.runs > 1:
+            return [TileScale(*powers_in(word)) for word in words]
+        key, _, value_log, reciprocal = (word.bitcast(Float32) for word in words)
+        return [TileScale(key, value_log, reciprocal)]
+
+    def run_of(self, index: int) -> int:
+        """Which of a tile's parts with a scale a thread's ``index``-th accumulator is of."""
+        return sum_place(index)[1] * self.runs // self.tokens
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator is of."""
+        return index // 4 * 2 + index % 2, row_of(index)
+
+    @cute.jit
+    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, lane: Int32):
+        """Scores, changed by options, then masked."""
+        token = block * self.tokens + lane % 4 * 2
+        if const_expr(self.terms.load):
+            own = [i for i in range(self.count) if row_of(i) == 0]
+            self.terms.ask(rows.state, [token + sum_place(i)[1] for i in own])
+        if const_expr(self.terms.change_scores):
+            scales = self.scales_in(tile)
+            for i in cutlass.range_constexpr(self.count):
+                x = scores[i] * self.scale_of(rows, scales[self.run_of(i)], row_of(i))
+                scores[i] = self.terms.change(rows.state, self.place(i), x, token + sum_place(i)[1])
+        if masked:
+            for row in cutlass.range_constexpr(2):
+                stop = work.kv_stop - token
+                if const_expr(self.features.causal):
+                    stop = cutlass.min(rows.positions[row] + 1, work.kv_stop) - token
+                bits = []
+                if const_expr(self.tree):
+                    first = block * self.tokens - work.before
+                    words = features.tree_mask + Int64(rows.masks[row]) * features.tree_words * 4
+                    bits = self.tree_bits(words, features.tree_words, first, lane)
+                for i in cutlass.range_constexpr(self.count):
+                    if const_expr(row_of(i) == row):
+                        column = sum_place(i)[1]
+                        seen = column < stop
+                        if const_expr(self.tree):
+                            seen = seen & ((bits[column // 32] & Uint32(1 << column % 32)) != 0)
+                        scores[i] = cutlass.select_(seen, scores[i], -Float32.inf)
+                        hidden = self.terms.hides(rows.state, rows.positions[row], token + column)
+                        if const_expr(hidden is not None):
+                            scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
+
+    def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
+        """Words of a query's mask, shifted so that bit c % 32 of word c // 32 is that of the lane's accumulator in
+        column c of a block, whose first token is new token ``first``: below 0 for older ones, which are seen."""
+        whole, shift = first >> 5, Uint32(first & 31)
+        words = []
+        for k in range(self.tokens // 32 + 1):
+            index = whole + k
+            word = load_word_below(index, num_words, address + Int64(index) * 4)
+            words.append(cutlass.select_(index < 0, Uint32(0xFFFFFFFF), word))
+        bits = []
+        for low, high in itertools.pairwise(words):
+            aligned = (low >> shift) | ((high << Uint32(1)) << (Uint32(31) - shift))
+            bits.append(aligned >> Uint32(lane % 4 * 2))
+        return bits
+
+    def scale_of(self, rows: Rows, scale: TileScale, row: int):
+        """From the scores of a part of a tile to powers of 2; not 0, by which masked scores, -inf, must not be
+        multiplied: a row of zeros and keys of zeros are both scaled by very small numbers."""
+        if not self.tile_scales[0]:
+            return rows.scales[row]
+        return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
+
+    def factor(self, rows: Rows, scale: TileScale, row: int):
+        """What makes powers of 2 of what :meth:`take` leaves."""
+        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
+
+    def own(self, row: int, run: int) -> list[int]:
+        """Which of a thread's accumulators are of one of its two rows and of a part of a tile."""
+        return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
+
+    def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
+        """The greatest of a row's powers of 2, times what V's tile is to be multiplied with."""
+        tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
+        if self.runs == 1:
+            tops = [lane_max(tops[0], ROW_LANES)]
+        logs = [scale.value_log if self.tile_scales[1] else Float32(0.0) for scale in scales]
+        tops = [
+            ptx.fma(top, self.factor(rows, scale, row), log) for top, scale, log in zip(tops, scales, logs, strict=True)
+        ]
+        return tops[0] if self.runs == 1 else lane_max(in_pairs(ptx.fmax, tops), ROW_LANES)
+
+    def weigh(self, scores, rows: Rows, factors, tile) -> None:
+        """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
+        which earlier sums shrink. Adds totals, unless products do."""
+        scales = self.scales_in(tile)
+        for row in range(2):
+            highest, before = self.highest(scores, rows, scales, row), rows.references[row]
+            reached = highest - self.headroom if self.headroom else highest
+            reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
+            rows.references[row] = reference
+            factors[row] = ptx.exp2(before - reference)
+        for row in range(2):
+            totals = []
+            for run, scale in enumerate(scales):
+                factor, shift = self.factor(rows, scale, row), -rows.references[row]
+                if self.tile_scales[1]:
+                    shift = shift + scale.value_log
+                parts = [Float32(0.0), Float32(0.0)]
+                for i in self.own(row, run):
+                    scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
+                    parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
+                total = parts[0] + parts[1]
+                totals.append(total * scale.value_reciprocal if self.tile_scales[1] else total)
+            if self.adds_totals:
+                rows.totals[row] = ptx.fma(rows.totals[row], factors[row], sum(totals[1:], totals[0]))
+
+
+@cute.jit
+def rescale(sums, factors, count: cutlass.Constexpr):
+    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
+    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
+    if needed:
+        for i in cutlass.range_constexpr(count):
+            sums[i] = sums[i] * factors[row_of(i)]
+
+
+def load_float(address: Int64) -> Float32:
+    """One fp32 of read-only global memory."""
+    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)

@@ -1,0 +1,221 @@
+"""The producer of 16-bit caches: TMA tiles, rows of 128 bytes in the 128-byte swizzle; nothing to decode.
+
+Where a block reaches beyond the tokens that a request has (and some query sees), its rows are copied one by one and the
+others are zeros: what lies there may be anything, and NaN times a probability of 0 is NaN.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.elements import of_name
+from cute_kernels.attention.extend.memory import KEYS, VALUES
+from cute_kernels.attention.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.ring import advance
+
+MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
+
+
+class TmaTileProducer:
+    """The producer warps of a 16-bit cache: one, or one for K and one for V (`ExtendConfig.filling_warps`)."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.types = [Uint8 if config.fp8 is not None else of_name(name).type for name in config.operand_types]
+        self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+        self.num_tma_tiles = config.tile_tokens // self.tma_rows
+        self.tma_shape = (self.tma_rows, config.slab_columns)
+        self.num_slabs = config.columns // config.slab_columns
+        self.row_pieces = config.columns // 8
+        self.real_pieces = config.head_dim // 8  # others are zeros
+        self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
+
+    def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
+        """On the host: tensor maps with coordinates [token of a block, column, head, block]."""
+        caches = ((KEYS, k_cache), (VALUES, v_cache))
+        return tuple(self.make_map(operand, cache) for operand, cache in caches)
+
+    def make_map(self, operand: int, cache: cute.Tensor):
+        """Of K or of V."""
+        modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
+        place = wgmma_tiles.tile_layout(*self.tma_shape, self.types[operand])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
+
+    def fill(self, *given):
+        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        return self.fill_by(self.copy_warps, *given)
+
+    @cute.jit
+    def fill_by(
+        self,
+        copy: cutlass.Constexpr,
+        source,
+        work,
+        span,
+        first_valid,
+        memory,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """The same, by what copies a block's tiles: called as `copy_warps` is."""
+        found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
+            copy(source, work, memory, block, first_valid, found, place, warp, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+            found, place = next_found, next_place
+        return stage, phase
+
+    @cute.jit
+    def copy_warps(
+        self,
+        source,
+        work,
+        memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """A block's tiles, K's and V's: one warp both, or each of two warps its own."""
+        if const_expr(self.config.filling_warps == 1):
+            for operand in cutlass.range_constexpr(2):
+                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+        else:
+            if warp == KEYS:
+                self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+            else:
+                self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+
+    @cute.jit
+    def copy(
+        self,
+        operand: cutlass.Constexpr,
+        source,
+        work,
+        memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Fills a tile when it is free."""
+        first = block * self.config.tile_tokens
+        number = memory.barrier(operand, stage)
+        cute.arch.mbarrier_wait(memory.empty + number, phase)
+        if const_expr(self.config.unpacked):  # whole tiles, whatever their request's length
+            self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+        else:
+            whole = (first >= first_valid) & (first + self.config.tile_tokens <= work.kv_stop)
+            if whole:
+                self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+            else:
+                self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.full + number)
+
+    def locate(self, source, work, block, lane):
+        """(block of the cache, place in it) of a lane's TMA tile of a block of tokens."""
+        token = block * self.config.tile_tokens + lane % self.num_tma_tiles * self.tma_rows
+        token = cutlass.select_(token < work.kv_stop, token, Int32(0))
+        if const_expr(self.config.ragged):
+            return Int32(0), work.kv_start + token
+        return source.pages.locate(self.config.page_tokens > 0, work.request, token)
+
+    def first_tile(self, source, work):
+        """Number of a request's head's first tile among those of unpacked keys."""
+        rows, config = source.keys, self.config
+        offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
+        return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)
+
+    @cute.jit
+    def copy_tma_tiles(
+        self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32
+    ):
+        """Asks for a whole tile."""
+        barrier = memory.full + memory.barrier(operand, stage)
+        scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
+            if const_expr(scaled):
+                tile = place // self.config.tile_tokens
+                address = source.tile_scales + (self.first_tile(source, work) + tile) * TILE_SCALE_BYTES
+                smem = memory.scales_of(operand, stage)
+                ptx.bulk_copy_to_shared(smem, address, Int32(TILE_SCALE_BYTES), Int32(barrier.toint()))
+        atom, view = source.maps[operand]
+        if const_expr(self.config.ragged):
+            view = cute.domain_offset((work.kv_start, 0, 0, 0), view)
+            place = place - work.kv_start
+        tma_tiles = cute.local_tile(view, self.tma_shape, (None, None, None, None))
+        tile = memory.tile_pointer + memory.tile(operand, stage)
+        for part in cutlass.range(0, self.num_tma_tiles, 1, unroll=min(self.num_tma_tiles, MOST_UNROLLED)):
+            where = cute.arch.shuffle_sync(found, part)
+            row = cute.arch.shuffle_sync(place, part) // self.tma_rows
+            for slab in cutlass.range_constexpr(self.num_slabs):
+                offset = slab * self.config.slab_bytes + part * (self.tma_rows * wgmma_tiles.ROW_BYTES)
+                target, origin = cpasync.tma_partition(
+                    atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.types[operand]), 0, 2),
+                    cute.group_modes(tma_tiles, 0, 2),
+                )
+                cute.copy(atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=barrier)
+
+    @cute.jit
+    def copy_rows(
+        self,
+        source,
+        work,
+        memory,
+        operand: cutlass.Constexpr,
+        stage: Int32,
+        first: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        lane: Int32,
+    ):
+        """Copies the rows of a tile that some query sees; the others become zeros."""
+        rows = source.rows(operand)
+        below, piece = lane // self.row_pieces, lane % self.row_pieces
+        slab = piece // 8
+        tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
+        for step in cutlass.range(
+            0, self.config.tile_tokens, self.step_rows, unroll=4 if self.num_tma_tiles < 8 else 1
+        ):
+            row = step + below
+            part = row // self.tma_rows
+            where = cute.arch.shuffle_sync(found, part)
+            start = cute.arch.shuffle_sync(place, part)
+            exists = (first + row >= first_valid) & (first + row < work.kv_stop)
+            if const_expr(self.real_pieces < self.row_pieces):
+                exists = exists & (piece < self.real_pieces)
+            token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))
+            size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
+            address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)
+            numbers.copy_async(tile + wgmma_tiles.piece_offset(row, piece % 8), address, size)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+assert (KEYS, VALUES) == (0, 1)  # the order of the tensor maps

@@ -1,0 +1,84 @@
+"""Trees of drafted tokens as masks: which of a request's new tokens each of its queries sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+
+WORD_BITS = 32
+# Options of `decode_attention` that do not go with a tree's mask, and what one is called.
+REFUSED = {"attn_bias": "a tensor", "q_shift": "a tensor", "transform": "one"}
+
+
+def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
+    """The ``tree_mask`` of `extend_attention`.
+
+    Args:
+        seen: bool [total_q, tokens]: whether a query sees new token j of its own request, as
+            ``seen[cu_seqlens_q[b] + i, j]``. A token's query usually sees itself and its ancestors.
+
+    Returns int32 [total_q, ceil(tokens / 32)] on the same device: 32 tokens a word, the first in the lowest bit.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    check_tensors(seen=seen)
+    if seen.dtype != torch.bool:
+        raise TypeError(f"seen: got dtype {seen.dtype}, want torch.bool")
+    if seen.dim() != 2:
+        raise ValueError(f"seen: got shape {shape_of(seen)}, want [total_q, tokens]")
+    words = -(-seen.shape[1] // WORD_BITS)
+    bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(seen.shape[0], words, WORD_BITS)
+    values = bits.to(torch.int64) << torch.arange(WORD_BITS, device=seen.device)
+    return values.sum(dim=2).to(torch.int32)
+
+
+def attend_to_trees(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode_attention` with a tree's mask: (out, lse), by `extend_attention`.
+
+    Args:
+        q, out: [batch, q_len, num_q_heads, head_dim].
+        k_cache, v_cache, seq_lens: as `decode_attention` has them.
+        tree_mask: int32 [batch, q_len, words].
+        options: as `extend_attention` has them; those of `REFUSED` are refused.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    from cute_kernels.attention.extend import extend_attention
+
+    for name, what in REFUSED.items():
+        if options.pop(name, None) is not None:
+            raise ValueError(f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is")
+    check_tensors(q=q, tree_mask=tree_mask)
+    if q.dim() != 4:
+        raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
+    batch, q_len = q.shape[:2]
+    if tree_mask.dim() != 3 or tree_mask.shape[:2] != q.shape[:2]:
+        raise ValueError(f"tree_mask: got shape {shape_of(tree_mask)}, want [{batch}, {q_len}, words]")
+    if out is not None:
+        check_tensors(out=out)
+        if out.shape != q.shape or not out.is_contiguous():
+            raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q, contiguous")
+    result, lse = extend_attention(
+        q.reshape(batch * q_len, *q.shape[2:]),
+        k_cache,
+        v_cache,
+        seq_lens,
+        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
+        tree_mask=tree_mask.reshape(batch * q_len, tree_mask.shape[2]),
+        out=None if out is None else out.view(batch * q_len, *q.shape[2:]),
+        return_lse=True,
+        **options,
+    )
+    return (result.view(q.shape) if out is None else out), lse.view(q.shape[:3])

@@ -1,0 +1,97 @@
+"""Two-level accumulation: the values of a block in the tensor cores' accumulators, those of all blocks in fp32.
+
+The tensor cores add products of E4M3 in some 14 bits, so a sum over many blocks loses what is small beside it. A
+block's accumulators begin at zero; what they hold is added to fp32 sums of the same thread, which are multiplied on the
+way by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums
+of probabilities, as they were rounded: weights add up to 1.
+
+Either the values of a block are multiplied behind the next one's softmax, as in :mod:`.multiply`, which takes 212
+accumulators a thread; or before its scores, which takes 132 and leaves it to the other warpgroup to keep the tensor
+cores busy meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend.memory import KEYS, VALUES
+from cute_kernels.attention.extend.products import Fp8Products
+from cute_kernels.attention.extend.softmax import row_of
+from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device.ring import advance
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.extend.multiply import Consumer
+
+
+class TwoLevelSums:
+    """How the consumer of a configuration goes from block to block; arguments as `multiply.Consumer`'s have them."""
+
+    def __init__(self, config: ExtendConfig, consumer: Consumer):
+        assert config.fp8 is not None
+        self.config, self.consumer, self.products = config, consumer, Fp8Products(config)
+        self.go_on = self.go_on_behind if config.fp8.behind else self.go_on_in_turn
+
+    def go_on_behind(
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+    ) -> None:
+        """Scores and the values of the block before; the softmax behind the latter."""
+        consumer, following = self.consumer, advance(stage, phase, self.config.num_stages)
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        consumer.await_turn(group)
+        consumer.score(scores, memory, group, *following)
+        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following[0]))
+        part = self.multiply(packed, memory, stage, phase)
+        consumer.pass_turn(group)
+        values = consumer.finish_scores(scores, memory, following[0], lane, 1)
+        next_factors = cute.make_rmem_tensor(2, Float32)
+        next_factors.fill(1.0)
+        consumer.weigh(features, work, span, rows, values, next_factors, tile, lane, block)
+        self.add(rows, sums, part, factors, memory, stage, lane)
+        for row in range(2):
+            factors[row] = next_factors[row]
+        self.products.pack(values, packed)
+
+    def go_on_in_turn(
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+    ) -> None:
+        """The values of the block before, then scores, then their softmax."""
+        consumer, following = self.consumer, advance(stage, phase, self.config.num_stages)
+        consumer.await_turn(group)
+        self.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        consumer.score(scores, memory, group, *following)
+        consumer.pass_turn(group)
+        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following[0]))
+        values = consumer.finish_scores(scores, memory, following[0], lane, 0)
+        factors.fill(1.0)
+        consumer.weigh(features, work, span, rows, values, factors, tile, lane, block)
+        self.products.pack(values, packed)
+
+    def finish(self, rows, sums, packed, factors, memory, lane, stage, phase) -> None:
+        """Adds the values of the block that ``packed`` is of."""
+        part = self.multiply(packed, memory, stage, phase)
+        self.add(rows, sums, part, factors, memory, stage, lane)
+
+    def multiply(self, packed, memory, stage, phase) -> Any:
+        """Accumulators of a block's values, on their way."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        part = self.products.make_part()
+        self.products.multiply_values(part, packed, memory, stage)
+        wgmma_tiles.commit()
+        return part
+
+    def add(self, rows, sums, part, factors, memory, stage, lane) -> None:
+        """Waits for a block's accumulators and adds them to the sums of all blocks, those of ones to the totals."""
+        wgmma_tiles.wait()
+        for i, value in enumerate(wgmma.wait_all([part[i] for i in range(self.products.rows // 2)])):
+            row = row_of(i)
+            if i < self.config.columns // 2:
+                sums[i] = ptx.fma(sums[i], factors[row], value)
+            elif i % 2 == 0:
+                rows.totals[row] = ptx.fma(rows.totals[row], factors[row], value)
+        self.consumer.release(memory, VALUES, stage, lane)

@@ -1,0 +1,357 @@
+"""A cache made into rows of 16 bits once, in front of attention that has many queries for each of them.
+
+Producers that decode rows for every 128 rows of queries cannot keep up with their products; this kernel decodes each
+row once for all queries, at the speed of memory, and attention then loads tiles by TMA as it does from a 16-bit cache.
+Rows of pages come to lie side by side on the way, which is all that happens to 16-bit caches.
+
+For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
+
+A CTA takes a tile of one KV head, of K or of V; a warp asks for all of its rows of it at once, and decodes them when
+they are there (:mod:`.decode` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
+decoding producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is
+rounded once, to fp16. So that any scale does, a tile has a power of 2 that its numbers are to be multiplied with
+(:mod:`.powers`), for which its warps tell each other their rows' greatest scale; attention gets it with the tile.
+
+Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
+
+Tokens that no query of a request sees become zeros, and requests without queries are not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend import fp8
+from cute_kernels.attention.extend.decode import CodedRows, Places, RowRuns, RowShape
+from cute_kernels.attention.extend.loads import load_piece_below, store_below
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.attention.extend.policies import (
+    ELEMENT_BYTES,
+    TILE_SCALE_BYTES,
+    UNPACK_CTAS_PER_SM,
+    UNPACK_WARPS,
+    UnpackConfig,
+)
+from cute_kernels.attention.extend.powers import exponent_beside, power_of_2
+from cute_kernels.attention.extend.work import tokens_of
+from cute_kernels.attention.score_terms import WindowTerm
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.device.types import RegisterTensor, extents
+
+PIECE_BYTES = 16
+TOPS_BYTES = 4 * UNPACK_WARPS  # of shared memory: what a CTA's warps tell each other of a tile
+SHARED_PERCENT = 8  # of an SM's memory that need not be L1: what its CTAs' tops and the driver want
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows of 16 bits that a warp holds: ``words``, 4 for each of a lane's loads."""
+
+    words: RegisterTensor[Uint32]
+
+
+class DenseRows:
+    """K or V of a 16-bit cache: which pieces of 16 bytes are whose; as :class:`.decode.CodedRows`."""
+
+    def __init__(self, config: RowShape, operand: int):
+        self.config, self.operand, self.token_scale = config, operand, False
+        self.warp_rows = config.warp_rows
+        self.row_units = config.columns * ELEMENT_BYTES // PIECE_BYTES
+        self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
+        self.unit_bytes = PIECE_BYTES
+        self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
+        self.num_words = 4 * self.num_loads
+        self.runs = RowRuns(config)
+
+    def make(self) -> HeldRows:
+        return HeldRows(cute.make_rmem_tensor(self.num_words, Uint32))
+
+    @cute.jit
+    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's rows of a tile; those that no query of the request sees become zeros."""
+        rows = source.rows(self.operand)
+        first = block * self.config.tile_tokens + warp * self.config.warp_rows
+        below, unit = lane // self.row_units, lane % self.row_units
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        bases = self.runs.bases(source, rows, places, work.head)
+        for k in cutlass.range_constexpr(self.num_loads):
+            row = k * WARP_THREADS // self.row_units
+            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
+            limit = count
+            if const_expr(self.real_units < self.row_units):
+                limit = cutlass.select_(unit < self.real_units, count, Int32(0))
+            words = load_piece_below((below - low) + row, limit, address + unit * PIECE_BYTES)
+            for i in cutlass.range_constexpr(4):
+                held.words[4 * k + i] = words[i]
+
+    def numbers(self, held: HeldRows, k: int) -> list[Any]:
+        """The words of a load."""
+        return [held.words[4 * k + i] for i in range(4)]
+
+
+@dataclass(frozen=True)
+class UnpackSizes:
+    """Run-time numbers of a launch.
+
+    total_q, batch: of the queries. kv_heads. max_seq_len: tokens that a request may have. window: keys that a query
+    sees, itself included; 0 for all. room: tokens that a request has in the target, whole tiles.
+    """
+
+    total_q: Int32
+    batch: Int32
+    kv_heads: Divisor
+    max_seq_len: Int32
+    window: Int32
+    room: Int32
+
+
+@dataclass(frozen=True)
+class UnpackLengths:
+    """Addresses of int32, and prefix_only, as :class:`.work.Lengths` has them."""
+
+    cu_seqlens_q: Int64
+    seq_lens: Int64
+    prefix_only: Int32
+
+
+@dataclass(frozen=True)
+class UnpackTarget:
+    """Where rows go; addresses. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales: fp32 [batch,
+    kv_heads, tiles, 4]: what K's tile is to be multiplied with, 0, log2 of the same of V's, its reciprocal."""
+
+    keys: Int64
+    values: Int64
+    tile_scales: Int64
+
+    def rows(self, operand: int) -> Int64:
+        return (self.keys, self.values)[operand]
+
+
+@dataclass(frozen=True)
+class UnpackWork:
+    """A tile's request and head, and the request's tokens: 0 to kv_stop."""
+
+    request: Int32
+    head: Int32
+    kv_stop: Int32
+
+
+class UnpackKernel:
+    """One compiled variant; :class:`UnpackConfig` says which."""
+
+    def __init__(self, config: UnpackConfig):
+        self.config = config
+        self.rows = self.rows_of(KEYS), self.rows_of(VALUES)
+        self.row_bytes = config.head_dim * config.element_bytes
+
+    def rows_of(self, operand: int) -> CodedRows | DenseRows:
+        """K's or V's. A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its
+        greatest scale."""
+        if self.config.formats[operand].is_coded:
+            return CodedRows(self.config, operand, looks_first=True, around=True)
+        return DenseRows(self.config, operand)
+
+    def launch(self, given, stream):
+        """``given`` has the arguments of :data:`.arguments.UNPACK`."""
+        config = self.config
+        element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
+        cache, target = extents(given.k_cache), extents(given.k_rows)
+        tokens = cache[2] if config.head_major else cache[1]
+        caches = given.k_cache, given.v_cache
+        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in caches)
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        shape = UnpackSizes(
+            total_q=given.total_q,
+            batch=target[0],
+            kv_heads=Divisor.of(target[1]),
+            max_seq_len=given.max_seq_len,
+            window=given.window,
+            room=target[2],
+        )
+        lengths = UnpackLengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.prefix_only)
+        rows = UnpackTarget(ptx.address(given.k_rows), ptx.address(given.v_rows), given.tile_scales)
+        sizes = {"grid": (given.num_ctas, 1, 1), "block": (UNPACK_WARPS * WARP_THREADS, 1, 1), "stream": stream}
+        sizes |= {"min_blocks_per_mp": UNPACK_CTAS_PER_SM, "preferred_smem_carveout": SHARED_PERCENT}
+        self.kernel(shape, Source(keys, values, pages, None, Int64(0)), rows, lengths).launch(**sizes)
+
+    @cute.kernel
+    def kernel(self, shape, source, target, lengths):
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        tops = Int32(0)
+        if const_expr(any(self.config.tile_scales)):
+            tops = Int32(cutlass.utils.SmemAllocator().allocate(2 * TOPS_BYTES, byte_alignment=2 * TOPS_BYTES).toint())
+        item, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        self.unpack(shape, source, target, lengths, tops, item, stride, warp, lane)
+
+    @cute.jit
+    def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
+        """A CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands innermost,
+        so that who runs at the same time reads the same tokens. tops: shared memory of two tiles in turn."""
+        for first in cutlass.range(0, shape.batch, WARP_THREADS):
+            first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
+            for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
+                own_valid, own_stop = cute.arch.shuffle_sync(first_valid, k), cute.arch.shuffle_sync(kv_stop, k)
+                end = (own_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
+                tiles = end - own_valid // self.config.tile_tokens
+                count = tiles * shape.kv_heads.value * 2
+                while item < count:
+                    self.unpack_tile(shape, source, target, first + k, own_valid, own_stop, item, tops, warp, lane)
+                    item, tops = item + stride, tops ^ TOPS_BYTES
+                item = item - count
+
+    @cute.jit
+    def tokens(self, shape, lengths, request: Int32):
+        """(first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that there are
+        not."""
+        exists = request < shape.batch
+        at = cutlass.select_(exists, request, Int32(0))
+        ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]
+        q_start = cutlass.min(cutlass.max(ends[0], 0), shape.total_q)
+        queries = cutlass.min(cutlass.max(ends[1], q_start), shape.total_q) - q_start
+        kv_len = Int32(ptx.load_global_words(lengths.seq_lens + Int64(at) * 4, 0, 1)[0])
+        before, kv_stop = tokens_of(kv_len, queries, shape.max_seq_len, lengths.prefix_only)
+        seen = WindowTerm.reach_of(shape.window, 1)
+        first = cutlass.select_(shape.window > 0, cutlass.max(before + 1 - seen, 0), Int32(0))
+        # Attention loads the last token's tile even if no query sees it, as with a window of 1 beside new tokens.
+        first = cutlass.min(first, kv_stop)
+        some = exists & (queries > 0) & (kv_stop > 0)
+        return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
+
+    @cute.jit
+    def unpack_tile(
+        self,
+        shape,
+        source,
+        target,
+        request,
+        first_valid,
+        kv_stop,
+        index: Int32,
+        tops: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """K's or V's tile of a number among its request's."""
+        tile, head = shape.kv_heads.divide_int(index >> 1)
+        block = first_valid // self.config.tile_tokens + tile
+        given = (shape, source, target, UnpackWork(request, head, kv_stop), first_valid, block, tops, warp, lane)
+        if (index & 1) == KEYS:
+            self.copy(KEYS, *given)
+        else:
+            self.copy(VALUES, *given)
+
+    @cute.jit
+    def copy(
+        self,
+        operand: cutlass.Constexpr,
+        shape,
+        source,
+        target,
+        work,
+        first_valid: Int32,
+        block: Int32,
+        tops: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """A warp's rows of a tile of one operand."""
+        rows = self.rows[operand]
+        line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
+        tile = target.rows(operand) + (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
+        held, places, source = rows.make(), rows.runs.make(), self.pinned(source)
+        rows.runs.ask(places, source, work, block, warp)
+        rows.load(held, places, source, work, first_valid, block, warp, lane)
+        factor = Float32(1.0)
+        if const_expr(any(self.config.tile_scales)):
+            number = line * (shape.room // self.config.tile_tokens) + block
+            factor = self.scale_tile(operand, held, target.tile_scales + number * TILE_SCALE_BYTES, tops, warp, lane)
+        first = warp * self.config.warp_rows
+        if const_expr(self.config.dtype == "e4m3"):
+            self.store_codes(operand, held, tile, first, lane)
+        else:
+            self.store(rows, held, factor, tile + first * self.row_bytes, lane)
+
+    def pinned(self, source):
+        """A source of which the compiler computes nothing before the loop: registers are scarce."""
+        keys, values = (
+            replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
+        )
+        return replace(source, keys=keys, values=values)
+
+    @cute.jit
+    def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
+        """Writes a tile's power of 2 to an address; returns its reciprocal, which rows' scales are to be multiplied
+        with."""
+        exponent = Int32(0)
+        if const_expr(self.config.tile_scales[operand]):
+            top = lane_max(Float32(held.scales[0].bitcast(Float32)), neighbours(WARP_THREADS))
+            exponent = exponent_beside(self.greatest(top, tops, warp, lane))
+        else:
+            cute.arch.barrier()  # tops are used in turn: nobody may be two tiles ahead
+        power, reciprocal = power_of_2(exponent), power_of_2(-exponent)
+        thread = warp * WARP_THREADS + lane
+        if const_expr(operand == KEYS):
+            store_below(thread, Int32(1), address, [power, Float32(0.0)])
+        else:
+            store_below(thread, Int32(1), address, [exponent.to(Float32), reciprocal], 8)
+        return reciprocal
+
+    @cute.jit
+    def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
+        """Of what the CTA's warps have. Who comes here for the next tile writes beside it."""
+        self.publish(top, tops + 4 * warp, lane)
+        cute.arch.barrier()
+        words = [word for i in range(0, UNPACK_WARPS, 4) for word in ptx.load_shared_vector(tops, 4 * i, 4)]
+        return in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
+
+    @cute.jit
+    def publish(self, top: Float32, address: Int32, lane: Int32):
+        """A warp's, for all others."""
+        if lane == 0:
+            ptx.store_shared(address, 0, [top])
+
+    @cute.jit
+    def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
+        """Decodes what a warp holds of a tile into the target's rows, whose first is at ``address``. factor: what
+        rows' scales are to be multiplied with."""
+        below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
+        unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
+        own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)
+        for k in cutlass.range_constexpr(rows.num_loads):
+            row, part = k * WARP_THREADS // rows.row_units, k * WARP_THREADS % rows.row_units
+            words = rows.numbers(held, k)
+            if const_expr(rows.token_scale):
+                scale = cute.arch.shuffle_sync(held.scales[0], below + row).bitcast(Float32) * factor
+                words = [self.scaled(word, scale) for word in words]
+            offset = row * self.row_bytes + part * rows.unit_bytes
+            if const_expr(rows.real_units < rows.row_units):
+                store_below(unit + part, Int32(rows.real_units), own, words, offset)
+            else:
+                ptx.store_global(own, words, offset=offset)
+
+    def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
+        """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address: K's as they are,
+        V's into rows that are columns of V, see :mod:`.fp8`. A lane's words are 4 columns of each row."""
+        words = [held.words[k] for k in range(self.config.warp_rows)]
+        if operand == KEYS:
+            own = tile + Int64(first * self.row_bytes + 4 * lane)
+            for k, word in enumerate(words):
+                ptx.store_global(own, [word], offset=k * self.row_bytes)
+            return
+        own = tile + Int64(4 * lane * self.config.tile_tokens + first)
+        for column, codes in enumerate(fp8.transposed(words)):
+            ptx.store_global(own, codes, offset=column * self.config.tile_tokens)
+
+    def scaled(self, word, scale):
+        """A pair of codes times a scale, rounded once."""
+        low, high = ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)
+        return ptx.pack_f16x2(low * scale, high * scale)

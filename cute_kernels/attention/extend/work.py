@@ -1,0 +1,230 @@
+"""What a CTA works on: 128 rows of queries of a request that share a KV head, one work tile after the other.
+
+A work tile's keys may be cut into splits, each another CTA's (:mod:`.combine` puts their results together).
+
+Queries are ragged: how many a request has is known on the device alone. A request b of which `cu` queries lie before it
+has its first work tile in slot ``cu * group / 128 + b``, rounded down: so slots are found by a search over requests,
+without a sum over them, and at most one a request stays empty. A ticket counter gives slots to CTAs as they come, the
+last queries of a request first, which see most keys. Who draws the last ticket makes the counter EMPTY again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.score_terms import ScoreTerms
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.exchange import EMPTY_WORD
+
+END = -1  # the request of a slot that says that there is no more work
+SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
+
+
+@dataclass(frozen=True)
+class ExtendSizes:
+    """Run-time numbers of a launch.
+
+    Attributes:
+        total_q: queries of all requests.
+        batch, num_q_heads, max_seq_len: of the tensors.
+        group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has.
+        splits: parts that each work tile's keys are cut into.
+        num_slots: of work tiles of a KV head; num_tiles: of all, each split counted.
+        window: keys that a query sees, itself included.
+    """
+
+    total_q: Int32
+    batch: Int32
+    num_q_heads: Int32
+    max_seq_len: Int32
+    group: Divisor
+    kv_heads: Divisor
+    splits: Divisor
+    num_slots: Int32
+    num_tiles: Int32
+    window: Int32
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work tile; run-time integers.
+
+    Attributes:
+        request: END behind the last work tile.
+        part: which KV head (`head`) and which part of its keys (`split`), in a word.
+        first_row: of its rows among the request's: row = query * group + head of the group.
+        num_rows: of the request.
+        q_start: the request's first query.
+        before: its position: so many tokens come before it; negative if there are more queries than tokens.
+        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop, of which the first lies kv_start tokens behind
+            the beginning of the caches if these are ragged.
+    """
+
+    request: Int32
+    part: Int32
+    first_row: Int32
+    num_rows: Int32
+    q_start: Int32
+    before: Int32
+    kv_start: Int32
+    kv_stop: Int32
+
+    def words(self) -> list[Uint32]:
+        """As they are told to consumers."""
+        places = (self.request, self.part, self.first_row, self.num_rows)
+        return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
+
+    @staticmethod
+    def of_words(words) -> Work:
+        """Every warp's own numbers, alike in all lanes."""
+        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
+
+    @property
+    def head(self):
+        return self.part & ((1 << SPLIT_SHIFT) - 1)
+
+    def of_head(self, tile_heads: int, index) -> Work:
+        """The same of a head of several, where ``head`` counts tuples of them."""
+        if tile_heads == 1:
+            return self
+        return replace(self, part=self.part + self.head * (tile_heads - 1) + index)
+
+    @property
+    def split(self):
+        return self.part >> SPLIT_SHIFT
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long things are; addresses of int32.
+
+    cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, of ragged keys, where each request's begin, [batch + 1]. counter:
+    of work tiles. prefix_only: 1 if a request's last tokens, its queries' own, are left to another launch, else 0.
+    """
+
+    cu_seqlens_q: Int64
+    seq_lens: Int64
+    counter: Int64
+    prefix_only: Int32
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys a work tile sees; run-time integers.
+
+    Attributes:
+        first_position, last_position: of its first and last query, negative where there are more queries than keys.
+        begin, end: blocks of tokens [begin, end); none is 0, 0.
+    """
+
+    first_position: Int32
+    last_position: Int32
+    begin: Int32
+    end: Int32
+
+
+def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
+    """(position of a request's first query, end of the tokens that a launch reads) of its length, whatever it says.
+
+    prefix_only: 1 if the queries' own tokens are left to another launch, else 0: they need no room in the cache then.
+    """
+    most = max_seq_len + cutlass.select_(prefix_only != 0, queries, Int32(0))
+    kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
+    before = kv_len - queries
+    return before, cutlass.select_(prefix_only != 0, cutlass.max(before, 0), kv_len)
+
+
+class Worker:
+    """Finds work tiles and what they see, for a configuration and its score options."""
+
+    def __init__(self, config: ExtendConfig, terms: ScoreTerms):
+        self.terms = terms
+        self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
+        self.rows = config.tile_rows
+        self.features = config.features
+
+    def slot_of(self, shape: ExtendSizes, cu_seqlens, request):
+        """The slot of a request's first work tile."""
+        before = self.load(cu_seqlens, request)
+        return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // self.rows + request
+
+    def load(self, address, index):
+        return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
+
+    @cute.jit
+    def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
+        """The work tile of a number, as what `Work` has; num_rows is at most first_row where there is none."""
+        cu_seqlens = lengths.cu_seqlens_q
+        outer, head = shape.kv_heads.divide_int(tile)
+        rank, split = shape.splits.divide_int(outer)
+        slot = shape.num_slots - 1 - rank
+        low, size = Int32(0), shape.batch
+        while size > 1:
+            step = (size + (WARP_THREADS - 1)) // WARP_THREADS
+            index = low + lane * step
+            before = Int32(0)
+            if lane * step < size:
+                before = cutlass.select_(self.slot_of(shape, cu_seqlens, index) <= slot, Int32(1), Int32(0))
+            votes = Uint32(cute.arch.vote_ballot_sync(before != 0))
+            found = cutlass.max(cute.arch.popc(votes).to(Int32) - 1, 0) * step
+            low = low + found
+            size = cutlass.min(step, size - found)
+        q_start = cutlass.min(cutlass.max(self.load(cu_seqlens, low), 0), shape.total_q)
+        q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
+        first_row = (slot - (q_start * shape.group.value // self.rows + low)) * self.rows
+        rows = (q_end - q_start) * shape.group.value
+        kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, low)
+        if const_expr(self.ragged):
+            kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
+            kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start
+        before, kv_stop = tokens_of(kv_len, q_end - q_start, shape.max_seq_len, lengths.prefix_only)
+        return low, head + split * (1 << SPLIT_SHIFT), first_row, rows, q_start, before, kv_start, kv_stop
+
+    @cute.jit
+    def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):
+        """The number of the CTA's next work tile: at least num_tiles where there is no more."""
+        ticket = Int32(0)
+        if lane == 0:
+            ticket = ptx.atomic_add(counter, Int32(1)) + 1
+            if ticket == shape.num_tiles - 1:
+                ptx.store_global(counter, [Uint32(EMPTY_WORD)])
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+
+    def span(self, shape: ExtendSizes, work: Work) -> Span:
+        """Which keys a work tile sees."""
+        first, _ = shape.group.divide_int(work.first_row)
+        last, _ = shape.group.divide_int(cutlass.min(work.first_row + self.rows, work.num_rows) - 1)
+        first_position, last_position = work.before + first, work.before + last
+        stop, start = work.kv_stop, Int32(0)
+        if const_expr(self.features.causal):
+            stop = cutlass.min(cutlass.max(last_position + 1, 0), stop)
+        if (seen := self.terms.reach(shape, 1)) is not None:
+            start = cutlass.max(first_position + 1 - seen, 0)
+        end = (stop + (self.tokens - 1)) // self.tokens
+        begin = cutlass.min(start // self.tokens, end)
+        before, _ = shape.splits.divide_int((end - begin) * work.split)
+        after, _ = shape.splits.divide_int((end - begin) * (work.split + 1))
+        return Span(first_position, last_position, begin + before, begin + after)
+
+    def is_masked(self, work: Work, span: Span, block):
+        """Whether some query may not see some key of a block, whatever score options hide."""
+        stop = work.kv_stop
+        if self.features.causal:
+            stop = cutlass.min(span.first_position + 1, stop)
+        if self.tree:
+            stop = cutlass.min(work.before, stop)
+        return (block + 1) * self.tokens > stop
+
+    def first_valid(self, shape: ExtendSizes, work: Work):
+        """The first token that some query of the request sees; what lies before, and from kv_stop on, may be
+        anything."""
+        seen = self.terms.reach(shape, 1)
+        return Int32(0) if seen is None else cutlass.max(work.before + 1 - seen, 0)

@@ -1,0 +1,208 @@
+"""What a KV cache format is: one object, which families ask what it can do."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from layouts.kv.channel_blocks import ChannelBlocks
+from layouts.kv.format import KvRow
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""Columns of the rows that the kernels are made for."""
+
+GIVEN_SCALES = ("tensor", "head", "channel")
+"""Granularities of scales that lie beside a cache."""
+
+GROUP_UNIT = 8
+"""Columns: the narrowest group with a scale of its own that attention reads, half of what an MMA contracts."""
+
+WRITERS, READERS = "cute_kernels.kv_cache.rows", "cute_kernels.attention.readers"
+"""Modules of device code that formats name."""
+
+
+@dataclass(frozen=True)
+class DecodeReader:
+    """How decode attention makes MMA operands of a format's rows.
+
+    Args:
+        keys, values: places of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`; None for
+            values of a format that is for keys alone.
+        cost: whose measured times the schedule goes by: "dense" (16 bits), "int4" or "byte".
+        warpgroups: whether :mod:`cute_kernels.attention.warpgroup` multiplies such rows.
+        codes: place of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
+    """
+
+    keys: str
+    values: str | None
+    cost: str = "byte"
+    warpgroups: bool = False
+    codes: str | None = None
+
+    @classmethod
+    def of_codes(cls, codes: str) -> DecodeReader:
+        """Of rows that begin with an fp32 scale for each group, by a class that makes fp16 numbers of a run's words."""
+        module = f"{READERS}.decoded"
+        return cls(f"{module}:DecodedKeyReader", f"{module}:DecodedValueReader", codes=codes)
+
+
+@dataclass(frozen=True)
+class ExtendReader:
+    """How extend attention's producer warps make fp16 tiles of a format's codes.
+
+    Args:
+        words: place of the class that makes numbers of a word of codes, see `cute_kernels.attention.extend.decode`.
+        scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
+            front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
+            the numbers), or in "groups" (a word in front for each group, which goes into the numbers).
+        registers: which of `cute_kernels.attention.extend.config.REGISTERS` the producers need: "bytes" or "int4".
+        unit: what the tile's numbers are to be multiplied with.
+    """
+
+    words: str
+    scales: str
+    registers: str = "bytes"
+    unit: float = 1.0
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """One format of cache rows, of any head_dim.
+
+    Args:
+        name: a C identifier, unique.
+        codes: what stands for an element: "bf16", "fp16" (the element itself), "u4", "int8", "e4m3", "e5m2" ...
+        code_bits: bits of it.
+        cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
+        make_row: head_dim to the row's bytes as an object of :mod:`layouts.kv`: what quantises, dequantises and packs,
+            proves its layout and bounds its error. None where rows are the elements themselves.
+        num_groups: groups of columns that have scales of their own in the row.
+        header_bytes: bytes of scales in front of a row's codes: 4 for each group, or none.
+        given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
+        code_max: the largest code, which a scale maps the largest magnitude to; None without scales of that kind.
+        writer: place of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
+        decode: of decode attention; None: it cannot read such caches.
+        extend: of extend attention; None: it cannot read such caches, unless they are of 16 bits.
+        read_as: the format whose kernels read such caches, default this one.
+        block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales, one for each
+            column. Such rows are written when the last of them is there; until then they wait in 16 bits
+            (`layouts.kv.channel_blocks`). A row has a header word for so many columns. For keys alone.
+        by_token: whether `append_kv` writes a token's row where the token is in the call, not where its position is in
+            the cache: keys on their way to their block.
+    """
+
+    name: str
+    codes: str
+    code_bits: int
+    cache_dtypes: tuple[torch.dtype, ...]
+    writer: str
+    make_row: Callable[[int], KvRow] | None = field(default=None, compare=False, repr=False)
+    num_groups: int = 1
+    header_bytes: int = 0
+    given_scale: str | None = None
+    code_max: float | None = None
+    decode: DecodeReader | None = None
+    extend: ExtendReader | None = None
+    read_as: str | None = None
+    block_tokens: int = 1
+    by_token: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", self.name):
+            raise ValueError(f"name: got {self.name!r}, want a C identifier")
+        if self.header_bytes not in (0, 4 * self.num_groups):
+            raise ValueError(f"header_bytes: got {self.header_bytes}, want 0 or 4 for each of {self.num_groups} groups")
+        if self.given_scale not in (None, *GIVEN_SCALES) or (self.given_scale and self.header_bytes):
+            raise ValueError(
+                f"given_scale: got {self.given_scale!r} with {self.header_bytes} header_bytes, want None or, "
+                f"without any, one of {GIVEN_SCALES}"
+            )
+        if (self.make_row is None) != (self.codes in ("bf16", "fp16")):
+            raise ValueError(
+                f"make_row: want what makes rows of {self.codes} codes, and none for rows of plain elements"
+            )
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The first of ``cache_dtypes``."""
+        return self.cache_dtypes[0]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether rows hold codes, not the elements themselves."""
+        return self.make_row is not None
+
+    @property
+    def has_header(self) -> bool:
+        """Whether rows carry their scales; attention copies them as raw bytes then, bare elements by tensor maps."""
+        return self.header_bytes > 0
+
+    @property
+    def kernel_name(self) -> str:
+        """The format whose kernel reads such caches."""
+        return self.read_as or self.name
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether a cache goes with q, k and v of ``dtype``: rows of plain elements have just theirs."""
+        return self.is_coded or self.cache_dtype == dtype
+
+    def row(self, head_dim: int) -> KvRow:
+        """The row's bytes at a head_dim; ValueError where there is no such row, or none but the elements."""
+        if self.make_row is None:
+            raise ValueError(f"{self.name}: rows are the elements themselves")
+        return self.make_row(head_dim)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tokens share scales, so that rows are written by blocks."""
+        return self.block_tokens > 1
+
+    def header_words(self, head_dim: int) -> int:
+        """Words in front of a row's codes."""
+        return head_dim // self.block_tokens if self.in_blocks else self.header_bytes // 4
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a row."""
+        return 4 * self.header_words(head_dim) + head_dim * self.code_bits // 8
+
+    def row_elements(self, head_dim: int) -> int:
+        """Elements of one row of the cache: one token of one KV head."""
+        return self.row_bytes(head_dim) if self.is_coded else head_dim
+
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; of formats in blocks
+        [..., tokens, num_kv_heads, head_dim], whole blocks."""
+        if self.by_token:
+            return ChannelBlocks(x.shape[-1]).waiting(x)
+        if self.in_blocks:
+            return self.row(x.shape[-1]).quantize(x.transpose(-2, -3), scale).transpose(-2, -3).contiguous()
+        return self.row(x.shape[-1]).quantize(x, scale) if self.is_coded else x.to(self.cache_dtype)
+
+    def dequantize(
+        self, rows: torch.Tensor, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; of formats in blocks
+        [..., tokens, num_kv_heads, row], whole blocks."""
+        if not self.is_coded:
+            return rows.to(dtype)
+        if self.in_blocks:
+            blocks = self.row(head_dim).dequantize(rows.transpose(-2, -3), dtype, scale)
+            return blocks.transpose(-2, -3).contiguous()
+        return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
+
+    def places(self) -> tuple[str, ...]:
+        """Where the format's device code lies, as "module:attribute"."""
+        decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
+        extend = () if self.extend is None else (self.extend.words,)
+        return tuple(place for place in (self.writer, *decode, *extend) if place is not None)
+
+
+def load_code(place: str) -> Any:
+    """The class at "module:attribute"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

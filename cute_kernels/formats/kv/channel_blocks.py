@@ -1,0 +1,26 @@
+"""Keys whose scales blocks of tokens share, one for each column."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.formats.kv.base import READERS, WRITERS, DecodeReader, KvFormat
+from layouts.kv.channel_blocks import BLOCK_TOKENS, ChannelBlocks
+
+CHANNEL_BLOCKS = KvFormat(
+    "int4_channel32",
+    "u4",
+    4,
+    (torch.uint8,),
+    "cute_kernels.kv_cache.channel_blocks_kernel:ColumnPair",
+    make_row=ChannelBlocks,
+    header_bytes=4,
+    decode=DecodeReader(f"{READERS}.channel_blocks:ChannelBlockKeyReader", None, "int4"),
+    block_tokens=BLOCK_TOKENS,
+)
+"""KIVI's grid of keys. Beside `FORMATS`, of which more holds: a row is written with its token, and may be V's."""
+
+WAITING = KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{WRITERS}:WaitingRow", by_token=True)
+"""Keys as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""
+
+BESIDE = (CHANNEL_BLOCKS, WAITING)

@@ -1,0 +1,117 @@
+"""Formats by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from cute_kernels.formats.kv.base import HEAD_DIMS, KvFormat
+from cute_kernels.names import KvFormatName
+
+PACKAGE = __name__.partition(".")[0]
+
+FORMATS: dict[str, KvFormat] = {}
+"""The formats that ship, by name."""
+
+ALIASES = {"int4": "int4_g4", "int8": "int8_token_head", "fp8": "e4m3_token_head"}
+"""What is recommended of a kind, by the kind's name."""
+
+_registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in blocks
+_homes: dict[str, Path] = {}  # of the formats of this package: the files that define them
+
+
+def ship(module: ModuleType) -> None:
+    """Makes the formats of a module of this package known: its `FORMS`, and its `BESIDE`, which are not both K's and
+    V's."""
+    shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
+    FORMATS.update({form.name: form for form in shipped})
+    for form in beside:
+        register(form)
+    _homes.update(dict.fromkeys((form.name for form in (*shipped, *beside)), Path(str(module.__file__)).resolve()))
+
+
+def register(form: KvFormat) -> KvFormat:
+    """Makes a format known by its name to every function that takes ``kv_format``; returns it.
+
+    Registering an equal one again changes nothing.
+
+    Raises:
+        ValueError: the name is another format's, or a row at some head_dim has not the bytes that the format says.
+    """
+    taken = FORMATS.get(form.name) or _registered.get(form.name)
+    if form.name in ALIASES or (taken is not None and taken != form):
+        raise ValueError(f"name: got {form.name!r}, which is the name of another format")
+    for head_dim in HEAD_DIMS if form.make_row is not None else ():
+        try:
+            row = form.row(head_dim)
+        except ValueError:
+            continue  # no such rows
+        if row.row_bytes != form.row_bytes(head_dim):
+            raise ValueError(
+                f"make_row: got {row.row_bytes} bytes at head_dim {head_dim}, want {form.row_bytes(head_dim)}: "
+                f"{form.header_bytes} bytes in front of {head_dim} codes of {form.code_bits} bits"
+            )
+    return _registered.setdefault(form.name, form)
+
+
+def names() -> tuple[str, ...]:
+    """Of all formats, those that ship first."""
+    return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
+
+
+def format_of(name: str) -> KvFormat:
+    """The format called ``name``; ValueError lists the known names, TypeError says that it is no name."""
+    try:
+        return FORMATS[ALIASES.get(name, name)]
+    except KeyError:
+        if name in _registered:
+            return _registered[name]
+        known = (*names(), *ALIASES)
+        raise ValueError(f"kv_format: got {name!r}, want one of {', '.join(known)}") from None
+    except TypeError:  # not hashable
+        raise TypeError(f"kv_format: got {name!r}, want the name of a format") from None
+
+
+def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
+    """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
+    if isinstance(kv_format, str):
+        name = cast("KvFormatName", kv_format)  # `format_of` says whether there is such a one
+        return name, name
+    if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
+        return cast("tuple[KvFormatName, KvFormatName]", tuple(kv_format))
+    raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")
+
+
+# -- device code ------------------------------------------------------------------------------------------------------
+
+
+def modules_of(*names: str) -> tuple[str, ...]:
+    """The modules outside this package that the device code of some formats lies in: what a process must import to
+    compile kernels for them."""
+    return tuple(filter(_is_foreign, _code_modules(*names)))
+
+
+def _code_modules(*names: str) -> tuple[str, ...]:
+    places = (place for name in names for place in format_of(name).places())
+    return tuple(dict.fromkeys(place.partition(":")[0] for place in places))
+
+
+@functools.lru_cache(maxsize=256)
+def sources_of(room: str, *names: str) -> tuple[Path, ...]:
+    """The files that decide what the kernels of a room ("attention") for some formats compile to: what a format is,
+    where these are defined, and their device code in that room, beside this module or outside the package."""
+    own = (Path(__file__).resolve().with_name(f"{name}.py") for name in ("base", "registry"))
+    homes = (_homes[name] for name in (format_of(name).name for name in names) if name in _homes)
+    rooms = (f"{PACKAGE}.{room}.", f"{__package__}.")
+    modules = (name for name in _code_modules(*names) if _is_foreign(name) or name.startswith(rooms))
+    found = [importlib.util.find_spec(module) for module in modules]
+    places = (Path(str(spec.origin)).resolve() for spec in found if spec is not None)
+    return tuple(dict.fromkeys((*own, *homes, *places)))
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] != PACKAGE

@@ -1,0 +1,21 @@
+"""Weight formats: how weights of linear layers and experts become bytes. One object per format, one registry.
+
+A format says its codes, its scales and zero points, what they stand for, how weights are quantised to it, how a kernel
+decodes it, and what that costs. `PackedWeight`, configurations, operators, tuned tables and tests carry the object or
+its key. Adding a format is one file that registers it: see docs/add_weight_format.md.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.formats.weights.base import WeightFormat, register, registered_formats, weight_format
+from cute_kernels.formats.weights.integers import GROUP_SIZES, IntegerFormat, integers
+
+__all__ = [
+    "GROUP_SIZES",
+    "IntegerFormat",
+    "WeightFormat",
+    "integers",
+    "register",
+    "registered_formats",
+    "weight_format",
+]

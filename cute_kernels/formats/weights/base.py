@@ -1,0 +1,242 @@
+"""`WeightFormat`, what every part of the package asks about the bytes of a weight, and the registry of formats."""
+
+from __future__ import annotations
+
+import re
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from layouts.weights.hopper import STEP_K, TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+
+CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
+GROUP_MULTIPLE = 2 * STEP_K  # of a group size: kernels multiply by pairs of k16 steps
+COPY_BYTES = 16  # of what bulk copies bring, a multiple
+MOST_SCALE_BYTES = 2
+_NAME = re.compile(r"[a-z][a-z0-9]*\Z")
+
+Format = TypeVar("Format", bound="WeightFormat")
+
+
+@dataclass(frozen=True, eq=False)
+class WeightFormat(ABC):
+    """How a weight [N, K] is stored: codes, and a scale for each group of consecutive inputs of a row.
+
+    Codes lie in the order of `layouts.weights.hopper`; scales and zero points in tiles [N_pad / 64, G, 64], those of 64
+    rows of a group side by side. Subclasses are frozen dataclasses with ``eq=False`` whose fields JSON can hold. There
+    is one object of each format, the registered one: it equals itself alone, and pickling returns it.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        group_size: consecutive inputs that share a scale, a multiple of 32 that divides 256; 0: one scale per row.
+        has_zeros: whether each group has a zero point, uint8.
+        scale_bytes: of a stored scale, 1 or 2.
+        dtypes: of activations that meet such weights, "bf16" and "fp16".
+        takes_limbs: whether a code less ``1 << (bits - 1)``, as a signed byte, is the weight but for its scale, so that
+            products of int8 limbs are exact.
+        limb_zeros: whether the same holds once the group's zero point takes the place of that number.
+        pad_code: what fills rows and columns behind a weight's own.
+        decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
+        key: names the format in operators, state dicts and tables: ``codes_name`` and ``scales_name``.
+    """
+
+    bits: int
+    group_size: int
+
+    has_zeros: ClassVar[Any] = False  # formats that may have them make it a field
+    scale_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
+    decode_cost: ClassVar[float] = 1.0
+
+    if TYPE_CHECKING:
+
+        @property
+        def key(self) -> str: ...  # an attribute of each object: calls look it up
+
+    def __post_init__(self) -> None:
+        for name in (self.codes_name, self.scales_name):
+            if not _NAME.match(name):
+                raise ValueError(f"{type(self).__name__}: got the name {name!r}, want lower-case letters and digits")
+        if self.bits not in CODE_BITS:
+            raise ValueError(f"bits: got {self.bits!r}, want 4 or 8")
+        size = self.group_size
+        if size and (size < GROUP_MULTIPLE or 256 % size):
+            raise ValueError(f"group_size: got {size!r}, want 32, 64, 128 or 256, or 0 for one scale per row")
+        if self.scale_bytes not in (1, MOST_SCALE_BYTES):
+            raise ValueError(f"scale_bytes: got {self.scale_bytes}, want 1 or 2")
+        object.__setattr__(self, "key", f"{self.codes_name}_{self.scales_name}")
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def codes_name(self) -> str:
+        """What codes are, such as "w4": lower-case letters and digits."""
+
+    @property
+    def scales_name(self) -> str:
+        """What scales are, such as "g128"."""
+        return f"g{self.group_size or 'channel'}"
+
+    def symbol_name(self, dtype: str) -> str:
+        """The format and the activations' dtype in names of kernels."""
+        return f"{self.codes_name}{dtype}_{self.scales_name}"
+
+    def table_name(self, dtype: str) -> str:
+        """The same in keys of tuned tables; `of_table_name` is the inverse."""
+        return f"{self.codes_name}_{dtype}_{self.scales_name}"
+
+    def __str__(self) -> str:
+        return self.key
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def group_scale_bytes(self) -> int:
+        """Scales of one group of a tile's 64 rows."""
+        return TILE_N * self.scale_bytes
+
+    @property
+    def group_zero_bytes(self) -> int:
+        """Zero points of one group of a tile's 64 rows."""
+        return TILE_N if self.has_zeros else 0
+
+    @property
+    def takes_limbs(self) -> bool:
+        return False
+
+    @property
+    def limb_zeros(self) -> bool:
+        return False
+
+    @property
+    def pad_code(self) -> int:
+        return 0
+
+    def with_group_size(self, group_size: int) -> WeightFormat:
+        """The same with scales for other groups, 0 for one per row. Raises ValueError if there is none registered."""
+        if group_size == self.group_size:
+            return self
+        return weight_format(replace(self, group_size=group_size).key)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the stored scales of a weight for activations of ``dtype``; 16-bit floats, or torch.uint8."""
+        return dtype
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        """The inverse of `scale_dtype`. Raises TypeError if no weight has such scales."""
+        return scale_dtype
+
+    @abstractmethod
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """The weights that codes stand for, exactly, in fp32: the reference.
+
+        Args:
+            codes: uint8 [rows, G, group]. scales: [rows, G]. zeros: uint8 [rows, G], of formats that have them.
+        """
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        """Raises ValueError if kernels cannot take such scales or zero points; waits for a GPU."""
+        return
+
+    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Scales near to fp32 ``values``, which are positive, as they are stored for activations of ``dtype``."""
+        return values.to(self.scale_dtype(dtype))
+
+    @abstractmethod
+    def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(scales, zeros) [rows, G] for weights fp32 [rows, G, group], finite, and activations of ``dtype``.
+
+        Raises:
+            ValueError: a group wants a scale that there is none of.
+        """
+
+    @abstractmethod
+    def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """Codes uint8 [rows, G, group] nearest to weights fp32 [rows, G, group], with such scales and zero points."""
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        """What makes numbers of ``dtype`` of codes, exactly, without their scales.
+
+        math: words, and packed pairs of ``dtype``, as the architecture has them: of `cute_kernels.device.packed_math`.
+            A format computes with nothing else, so its file needs no compiler.
+        """
+
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        """What makes scaled weights of codes at once, rounded once, on Hopper; of formats that `scales_codes`. Others
+        are decoded by `decoder`, and multiplied with their scales."""
+        raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
+
+    def scales_codes(self, dtype: str) -> bool:
+        """Whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
+        return False
+
+    def sources(self) -> tuple[Path, ...]:
+        """The files that say how the format is decoded: what a kernel's cache key has of them."""
+        own = Path(str(sys.modules[type(self).__module__].__file__)).resolve()
+        return (*(Path(__file__).resolve().with_name(f"{name}.py") for name in ("base", "decoder")), own)
+
+    # -- identity ------------------------------------------------------------------------------------------------------
+
+    def registered(self) -> WeightFormat:
+        """The registered object of this key."""
+        return weight_format(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (type(self), self.key)
+
+
+_FORMATS: dict[str, WeightFormat] = {}
+
+
+def register(weight_format: Format) -> Format:
+    """Makes a format known by its key; returns it.
+
+    Raises:
+        ValueError: the key is taken by another object.
+    """
+    if _FORMATS.setdefault(weight_format.key, weight_format) is not weight_format:
+        raise ValueError(f"{weight_format.key}: got another format of that name, want one object per format")
+    return weight_format
+
+
+def registered_formats() -> tuple[WeightFormat, ...]:
+    """All formats, in the order in which they were registered."""
+    return tuple(_FORMATS.values())
+
+
+def weight_format(key: str) -> WeightFormat:
+    """The format of a key.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = _FORMATS.get(key)
+    if found is None:
+        raise ValueError(f"format: got {key!r}, want one of {', '.join(_FORMATS)}")
+    return found
+
+
+def of_table_name(name: str) -> tuple[WeightFormat, str] | None:
+    """(format, dtype) of `WeightFormat.table_name`; None if there is no such format, or it does not take the dtype."""
+    codes, _, rest = name.partition("_")
+    dtype, _, scales = rest.partition("_")
+    found = _FORMATS.get(f"{codes}_{scales}")
+    return None if found is None or dtype not in found.dtypes else (found, dtype)
+
+
+def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:
+    """The registered object of a pickled one, whose class came first, and with it its module."""
+    return weight_format(key)

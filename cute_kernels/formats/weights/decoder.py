@@ -1,0 +1,79 @@
+"""`CodeDecoder`: how a consumer warp makes its A operand of codes, and numbers of stored scales."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cute_kernels.formats.weights.base import CODE_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cutlass import Uint32
+
+
+class PackedMath(Protocol):
+    """What decoders compute with, for one dtype: see `cute_kernels.device.packed_math`, which has two."""
+
+    def word(self, value: int | Uint32) -> Uint32: ...
+
+    def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32: ...
+
+    def add(self, a: Uint32, b: Uint32) -> Uint32: ...
+
+    def multiply(self, a: Uint32, b: Uint32) -> Uint32: ...
+
+    def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32: ...
+
+
+class CodeDecoder(ABC):
+    """Codes of one format to one 16-bit float.
+
+    A thread's 16 bytes of a tile are its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` registers
+    each. Of 4-bit codes a register's fields, lowest first, are columns 0 and 1 of fragment registers in this order:
+    column 0 of registers 0 to 3, then column 1. Of 8-bit codes a word has registers 0 and 1, the next one 2 and 3:
+    column 0 of both, then column 1. Fragment registers 0 and 2 are of row g, 1 and 3 of row g + 8.
+
+    Attributes:
+        words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
+        steps: k16 steps of 16 bytes.
+        scales_weights: whether `fragment` scales what it decodes.
+        unit: what 1 in a decoded weight counts.
+        symmetric_zero: the zero point of formats that store none.
+    """
+
+    scales_weights = False
+    unit = 1.0
+    symmetric_zero = 0
+
+    def __init__(self, bits: int) -> None:
+        assert bits in CODE_BITS, bits
+        self.bits = bits
+        self.words_per_step = bits // 4
+        self.steps = 4 // self.words_per_step
+
+    def scale_word(self, word: Uint32) -> Uint32:
+        """A word whose low 16 bits are a scale in the activations' dtype; word: a stored scale, zero-extended."""
+        return word
+
+    def masks(self, nothing: Uint32) -> tuple[Uint32, ...]:
+        """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
+        return ()
+
+    def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
+        """What `fragment` wants to know of the thread's two rows.
+
+        scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
+            points, `symmetric_zero` where none are stored.
+        """
+        return None
+
+    @abstractmethod
+    def fragment(
+        self, words: Sequence[Uint32], step: int, rows: Any, masks: Sequence[Uint32] | None = None
+    ) -> list[Uint32]:
+        """The four registers of the A operand of a k16 step.
+
+        words: the thread's 16 bytes, four registers. rows: of `row_numbers`. masks: of `masks`, or None.
+        """

@@ -1,0 +1,184 @@
+"""From integer codes to the A operand: the 16 bytes of a thread are its fragments of consecutive k16 steps.
+
+The blob's order (:mod:`layouts.weights.hopper`) leaves nothing to shuffle. A code is put into the low mantissa bits of
+a float with a fixed exponent (FasterTransformer's magic numbers), and one packed addition takes off that offset and
+the zero point together. Both are integers that the format holds, so code - zero comes out exactly. Instructions per 8
+codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
+
+bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
+A `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+
+LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
+BF16_128 = 0x43004300  # a code in its low bits: 128 + code
+F16_1024 = 0x64006400  # 1024 + code; 1024 + 16 code for a code four bits further up
+MINUS_BF16_128, MINUS_F16_1024, MINUS_F16_64 = 0xC300C300, 0xE400E400, 0xD400D400
+F16_SIXTEENTH = 0x2C002C00
+BOTH_SIGNS = 0x80008000
+BYTES, UPPER_BYTES = 0x00FF00FF, 0x4341  # mask of bytes 0 and 2; what PRMT puts there of bytes 1 and 3
+BF16_ONES = 0x3F803F80
+BF16_EXPONENT = 0x00800080  # one of both exponents of a packed pair
+SUBNORMAL_EXPONENT = -133  # of the unit of subnormal bf16 numbers, and of the smallest normal ones
+UNIT_EXPONENT = -32  # of the unit of a `SubnormalDecoder`'s weights
+FP32_TWO_TO_23, MINUS_TWO_TO_23 = 0x4B000000, 0xCB000000
+
+
+class IntegerDecoder(CodeDecoder):
+    """Code less zero point, exactly.
+
+    Args:
+        math: of `cute_kernels.device.packed_math`, for ``dtype``.
+    """
+
+    def __init__(self, bits: int, dtype: str, math: PackedMath):
+        super().__init__(bits)
+        self.dtype, self.math = dtype, math
+        self.symmetric_zero = 1 << (bits - 1)
+        self._fragment = {
+            (4, "bf16"): self._nibbles_to_bf16,
+            (4, "fp16"): self._nibbles_to_f16,
+            (8, "bf16"): self._bytes_to_bf16,
+            (8, "fp16"): self._bytes_to_f16,
+        }[bits, dtype]
+
+    def offsets(self, zeros) -> list[Any]:
+        """What is added to the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
+        zeros = [Uint32(zero) for zero in zeros]
+        if (self.bits, self.dtype) == (8, "bf16"):
+            return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
+        low, high = zeros
+        if (self.bits, self.dtype) == (4, "fp16"):
+            # The second row's codes stand four bits further up, where 64 + code / 16 * 16 has its units.
+            return [low * Uint32(0x00010001) + Uint32(MINUS_F16_1024), high * Uint32(0x00100010) + Uint32(MINUS_F16_64)]
+        magic = MINUS_BF16_128 if self.dtype == "bf16" else MINUS_F16_1024
+        return [zero * Uint32(0x00010001) + Uint32(magic) for zero in zeros]
+
+    def masks(self, nothing) -> tuple[Any, Any]:
+        """Constants for `fragment`, to be made before a loop.
+
+        A code is put between two constants by one LOP3, of which only one can be part of the instruction; the assembler
+        would make the other again for each, an eighth of all it issues. ``nothing`` is a run-time word that is 0, which
+        it does not know.
+        """
+        return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
+
+    def row_numbers(self, scales, points) -> list[Any]:
+        """Their `offsets`."""
+        return self.offsets(points)
+
+    def fragment(self, words, step: int, offsets, masks=None) -> list[Any]:
+        """code - zero, exactly."""
+        first = step * self.words_per_step
+        masks = masks or (Uint32(LOW_NIBBLES), Uint32(HIGH_NIBBLES))
+        return self._fragment(words[first : first + self.words_per_step], offsets, masks)
+
+    def _nibbles_to_bf16(self, words, offsets, masks):
+        pairs = [((words[0] >> (4 * i)) & masks[0]) | Uint32(BF16_128) for i in range(4)]
+        return [self.math.add(pair, offsets[i % 2]) for i, pair in enumerate(pairs)]
+
+    def _nibbles_to_f16(self, words, offsets, masks):
+        registers = []
+        for word in (words[0], words[0] >> 8):
+            low = (word & masks[0]) | Uint32(F16_1024)
+            high = (word & masks[1]) | Uint32(F16_1024)
+            registers.append(self.math.add(low, offsets[0]))
+            registers.append(ptx.fma_f16x2(high, Uint32(F16_SIXTEENTH), offsets[1]))
+        return registers
+
+    def _bytes_to_bf16(self, words, offsets, _masks):
+        registers = []
+        for word in words:
+            floats = [ptx.prmt(word, Uint32(FP32_TWO_TO_23), Uint32(0x7650 + byte)) for byte in range(4)]
+            values = [number.bitcast(Float32) + offsets[byte % 2] for byte, number in enumerate(floats)]
+            # Integers below 256: all their bits are in the upper half.
+            bits = [value.bitcast(Uint32) for value in values]
+            registers += [ptx.prmt(bits[i], bits[i + 2], Uint32(0x7632)) for i in range(2)]
+        return registers
+
+    def _bytes_to_f16(self, words, offsets, _masks):
+        registers = []
+        for word in words:
+            for row, selector in enumerate((0x5250, 0x5351)):
+                pair = ptx.prmt(word, Uint32(F16_1024), Uint32(selector))
+                registers.append(self.math.add(pair, offsets[row]))
+        return registers
+
+
+def packed_power(exponent: int) -> int:
+    """Two to an exponent, twice, in packed bf16."""
+    return BF16_ONES + exponent * BF16_EXPONENT
+
+
+class SubnormalDecoder(CodeDecoder):
+    """bf16 weights, scaled by the instruction that takes half the range of codes off, or right after zero points.
+
+    A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
+    the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
+    scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
+    A zero point times a scale need not be exact, so it comes off in an addition of its own before the product.
+    2**133 is no bf16 number: weights come in units of 2**-32, which their accumulators are multiplied with. Scales
+    below 2**27 have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8; with zero points 13
+    and 12.
+
+    That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
+    known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
+    """
+
+    scales_weights = True
+    unit = 2.0**-UNIT_EXPONENT
+
+    def __init__(self, bits: int, dtype: str, zero_point: bool = False):
+        assert dtype == "bf16", f"dtype {dtype!r} is not bf16"
+        super().__init__(bits)
+        self.symmetric_zero = 1 << (bits - 1)
+        self.zero_point = zero_point
+        self._pairs = self._nibbles if bits == 4 else self._bytes
+        # Of the thread's second row the codes of 4 bits stand four bits further up.
+        self.places = (0, 4 if bits == 4 else 0)
+        self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in self.places]
+        self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
+
+    def row_numbers(self, scales, points) -> list[Any]:
+        """(factor, offset) of the codes of each row; without scales those of 1.
+
+        points: zero points, of symmetric weights half the range, which is not looked at.
+        """
+        rows = [(Uint32(factor), self._offset(points, row)) for row, factor in enumerate(self.factors)]
+        if scales is None:
+            return rows
+        if self.zero_point:
+            return [(ptx.mul_bf16x2(scales[i], factor), offset) for i, (factor, offset) in enumerate(rows)]
+        return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
+
+    def _offset(self, points, row: int):
+        """What is added to the codes of a row before they are scaled, or scaled and added."""
+        if not self.zero_point:
+            return Uint32(self.half_range)
+        return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
+
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
+        """Scaled weights, in units of 1 / ``unit``."""
+        first = step * self.words_per_step
+        pairs = self._pairs(words[first : first + self.words_per_step])
+        return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]
+
+    def _scaled(self, pair, factor, offset):
+        if self.zero_point:
+            return ptx.mul_bf16x2(ptx.add_bf16x2(pair, offset), factor)
+        return numbers.fma_bf16x2(pair, factor, offset)
+
+    def _nibbles(self, words) -> list[Any]:
+        return [word & Uint32(mask) for word in (words[0], words[0] >> 8) for mask in (LOW_NIBBLES, HIGH_NIBBLES)]
+
+    def _bytes(self, words) -> list[Any]:
+        upper = Uint32(UPPER_BYTES)
+        return [pair for word in words for pair in (word & Uint32(BYTES), ptx.prmt(word, Uint32(0), upper))]

@@ -1,0 +1,198 @@
+"""4- and 8-bit integer codes: W = (code - zero) * scale, with 16-bit scales in the dtype of the activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import is_one_of
+from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
+from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+
+GROUP_SIZES = (32, 64, 128, 256)
+SCALE_DTYPES = (torch.bfloat16, torch.float16)
+SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `SubnormalDecoder`
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerFormat(WeightFormat):
+    """Unsigned codes, whose zero is half their range or a zero point of the group. `integers` finds the objects."""
+
+    has_zeros: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def codes_name(self) -> str:
+        return f"w{self.bits}"
+
+    @property
+    def scales_name(self) -> str:
+        return f"g{self.group_size or 'channel'}{'z' if self.has_zeros else ''}"
+
+    @property
+    def symmetric_zero(self) -> int:
+        """The code that stands for 0 without zero points: 8 or 128."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def pad_code(self) -> int:
+        return self.symmetric_zero
+
+    @property
+    def takes_limbs(self) -> bool:
+        return self.bits == 4 and not self.has_zeros
+
+    @property
+    def limb_zeros(self) -> bool:
+        return self.bits == 4 and self.has_zeros
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        if scale_dtype not in SCALE_DTYPES:
+            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.bfloat16 or torch.float16")
+        return scale_dtype
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        w = codes.float()
+        w -= self.symmetric_zero if zeros is None else zeros.unsqueeze(-1).float()
+        w *= scales.unsqueeze(-1).float()
+        return w
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        check_scales("scales", scales)
+        check_zeros("zeros", zeros, self.bits)
+
+    def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Round to nearest: the range of a group always contains 0.
+
+        Without a zero point the scale is the smallest that covers the range with codes -8..7 (-128..127); with one, 15
+        (255) steps span it. Scales are rounded up to ``dtype``.
+        """
+        middle, top = self.symmetric_zero, (1 << self.bits) - 1
+        low, high = w.amin(dim=-1).clamp(max=0), w.amax(dim=-1).clamp(min=0)
+        # Divided before they are subtracted: high - low may be beyond fp32.
+        if self.has_zeros:
+            exact = _quotient(high, top) - _quotient(low, top)
+        else:
+            exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
+        scales = _round_up(exact, dtype)
+        limit, reason = SCALE_LIMIT, ", want one below 2**27 in bf16"
+        if dtype != torch.bfloat16:
+            limit, reason = torch.inf, f", beyond {dtype}: want a wider dtype"
+        if bool((scales >= limit).any()):
+            raise ValueError(f"w: got a group that wants scale {exact.max().item():g}{reason}")
+        if not self.has_zeros:
+            return scales, None
+        zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
+        return scales, zeros.to(torch.uint8)
+
+    def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        scale = scales.unsqueeze(-1).float()
+        zero = self.symmetric_zero if zeros is None else zeros.unsqueeze(-1).float()
+        codes = torch.where(scale > 0, w / scale, 0.0).round_().add_(zero).clamp_(0, (1 << self.bits) - 1)
+        return codes.to(torch.uint8)
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        from cute_kernels.formats.weights.integer_decode import IntegerDecoder
+
+        return IntegerDecoder(self.bits, dtype, math)
+
+    def scales_codes(self, dtype: str) -> bool:
+        return dtype == "bf16"
+
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        from cute_kernels.formats.weights.integer_decode import SubnormalDecoder
+
+        return SubnormalDecoder(self.bits, dtype, self.has_zeros)
+
+    def sources(self) -> tuple[Path, ...]:
+        return *super().sources(), Path(__file__).resolve().with_name("integer_decode.py")
+
+
+def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = False) -> IntegerFormat:
+    """The format of integer codes.
+
+    Args:
+        bits: 4 or 8.
+        group_size: 32, 64, 128 or 256; None, -1 or 0 for one scale per row.
+        zero_points: whether groups have zero points.
+
+    Raises:
+        ValueError: there is no such format; the message names the argument.
+    """
+    if not is_one_of(bits, CODE_BITS):
+        raise ValueError(f"bits: got {bits!r}, want 4 or 8")
+    found = _INTEGERS.get((bits, _size_of(group_size), bool(zero_points)))
+    if found is None:
+        wanted = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None or -1 for one scale per row")
+    return found
+
+
+def _size_of(group_size: object) -> Any:
+    """0 for one scale per row, None for what is no group size."""
+    if group_size is None or (is_one_of(group_size, (0, -1))):
+        return 0
+    return group_size if is_one_of(group_size, GROUP_SIZES) else None
+
+
+_INTEGERS = {
+    (bits, group_size, zero_points): register(IntegerFormat(bits, group_size, zero_points))
+    for bits in CODE_BITS
+    for group_size in (0, *GROUP_SIZES)
+    for zero_points in (False, True)
+}
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_scales(name: str, scales: torch.Tensor) -> None:
+    """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
+
+    Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
+    """
+    if scales.dtype != torch.bfloat16 or scales.is_meta:
+        return
+    least, most = _range_of(scales)
+    if math.isnan(most):
+        least, most = _range_of(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+    largest = max(-least, most)
+    if largest >= SCALE_LIMIT:
+        raise ValueError(f"{name}: got a scale of {largest:g}, want bf16 scales below 2**27 = {SCALE_LIMIT:.0f}")
+
+
+def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
+    """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
+
+    Any byte comes off 8-bit codes. Of 4-bit ones up to 16 do: four bits further up, as the second row of a fragment has
+    them, more are no subnormal bf16 number (`SubnormalDecoder`). Checkpoints have no more.
+    """
+    top = 1 << bits
+    if zeros is not None and bits < 8 and int(zeros.max()) > top:
+        raise ValueError(f"{name}: got the zero point {int(zeros.max())}, want 0 to {top} for {bits}-bit codes")
+
+
+def _range_of(numbers: torch.Tensor) -> list[float]:
+    """[least, most], NaN if there is any, without a copy of the numbers."""
+    return torch.stack((numbers.amin(), numbers.amax())).tolist()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Rounded once on any device: CUDA multiplies by a rounded 1 / divisor, if that is a number and not a tensor."""
+    return values / values.new_tensor(divisor)
+
+
+def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
+    rounded = values.to(dtype)
+    return (rounded.view(torch.int16) + (rounded.float() < values)).view(dtype)

@@ -1,0 +1,206 @@
+"""Weight-only quantised linear layers: INT4 and INT8 weights, bf16 and fp16 activations.
+
+Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `checks`, `ops`,
+`launch`; `module` has the layer as an nn.Module. Checkpoints of other projects come in through
+`cute_kernels.integrations.checkpoints`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.deprecated import warn
+from cute_kernels.gemm import deferred, ops
+from cute_kernels.gemm.deferred import NormedRows
+from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.layer.call import LayerRows
+from cute_kernels.gemm.module import QuantizedLinear
+from cute_kernels.gemm.quantize import interleave_weights, quantize_weight
+from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.names import Activation
+
+__all__ = [
+    "LayerRows",
+    "NormedRows",
+    "PackedWeight",
+    "QuantizedLinear",
+    "interleave_weights",
+    "linear_reference",
+    "quantize_weight",
+    "quantized_layer",
+    "quantized_linear",
+    "quantized_linear_norm",
+    "reorder_outputs",
+    "slice_inputs",
+    "slice_outputs",
+]
+
+
+def quantized_linear(
+    x: torch.Tensor | NormedRows,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> torch.Tensor:
+    """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
+
+    Accumulators are in fp32, bias, activation and residual too; the result is rounded once. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
+    the result does not require one, whatever its operands do.
+
+    Args:
+        x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading
+            sizes may be 0. `input_scale` and `perm` of the weight are applied to it first. Or rows of
+            `quantized_linear_norm`, whose norm is taken.
+        weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
+        bias: [N] in x's dtype.
+        residual: added last, of the result's shape and dtype. It may be ``out``.
+        activation: None, "silu", "gelu" (the exact one, with erf) or "swiglu": silu(gate) * up, where the weight's even
+            rows make gate and its odd rows make up, so the result has N / 2 columns.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
+            On CUDA, K is then cut into parts by the weight's shape and format and the number of SMs alone, which may
+            cost time. A result never depends on timing, with or without it.
+        out: contiguous, written and returned; not x's memory.
+        norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
+            ``norm_offset`` (its ``weight_offset``). For one row it may be a part of the product's launch, where its
+            kernel has the row in registers (4-bit weights in groups of 128, a norm in x's dtype); squares are then
+            added up in another order than those of `rms_norm`. Else it is a launch before the product.
+
+    Returns:
+        [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    if isinstance(x, NormedRows):
+        if norm is not None:
+            raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
+        return deferred.take(
+            deferred.TakingCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out)
+        )
+    return ops.apply(
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.perm,
+        weight.input_scale,
+        format=weight.format,
+        shape=weight.shape,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
+        out=out,
+        norm=norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+    )
+
+
+def quantized_linear_norm(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    following: PackedWeight | None = None,
+) -> NormedRows:
+    """x W^T + bias + residual, and the RMSNorm of these rows for the products that come next.
+
+    `quantized_linear` takes the result as its x; there may be several such products. Where both kernels have the means
+    (bf16, up to 64 or 128 rows of most layers; N a multiple of 256; a norm in x's dtype), no launch lies
+    between the products: the first stores its rows times the norm's weight and sums of their squares, too, and the
+    second multiplies its accumulators with (mean square + eps)^-0.5. Else `rms_norm` is launched before each. Both ways
+    round a normed row once, at another place: results differ in their last bits.
+
+    Args:
+        x, weight, bias: as of `quantized_linear`.
+        residual: added last, of the result's shape, in x's dtype.
+        norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
+        norm_eps: a number of at least 0. norm_offset: added to the weight.
+        following: the weight of the product that takes the norm, where it is known: nothing is made for one that would
+            launch `rms_norm` anyway.
+
+    Returns:
+        `NormedRows`; its ``rows`` [..., N] are those of `quantized_linear` with this residual, bit for bit.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset, following))
+
+
+def quantized_layer(
+    x: torch.Tensor,
+    o: PackedWeight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    qkv: PackedWeight | None = None,
+    *,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    following_norm: torch.Tensor,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> LayerRows:
+    """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
+
+    What these calls compute, in one launch where there is a kernel for all of them::
+
+        h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
+        rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,
+                                     norm=following_norm, ...)
+        return LayerRows(rows, quantized_linear(rows, qkv))
+
+    One launch serves one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order or input
+    scales; N a multiple of 64 and K of 256; norms in bf16. All else, and calls that are traced, goes the
+    way of these calls. Both ways round alike, but add up in another order: results differ in their last bits. Each
+    repeats its own to the bit.
+
+    Args:
+        x: bf16 or fp16 [..., K of o], what attention gives.
+        o, gate_up, down: weights [hidden, K], [2 * inner, hidden] (gate and up in turn, as `interleave_weights` has
+            them) and [hidden, inner].
+        qkv: the next layer's [N, hidden], or None.
+        residual: [..., hidden], the residual stream, in x's dtype.
+        norm: [hidden], the weight of the norm before gate and up. following_norm: of that before the next qkv.
+        norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
+
+    Returns:
+        `LayerRows`: ``rows``, the residual stream behind the layer as `NormedRows` with following_norm; ``qkv``
+        [..., N], or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return layer_call.layer(
+        layer_call.LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, norm_eps, norm_offset)
+    )
+
+
+def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """What :func:`quantized_linear` was called before 0.2."""
+    warn("cute_kernels.linear.linear is called cute_kernels.quantized_linear now")
+    return quantized_linear(*args, **kwargs)

@@ -1,0 +1,113 @@
+"""What kernels of linear layers are launched with: declared here, and nowhere else listed.
+
+Dense products (`STREAM`, `TILES` and what begins with them): x [m, k], k and the distance of rows multiples of 8, on 16
+bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's dtype and zeros uint8
+[num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
+``out_kind``; workspace fp32, every word EMPTY before and after.
+
+    k_blocks              padded K / the k block of the configuration
+    activation, out_kind  see :mod:`cute_kernels.gemm.epilogue`
+    num_slices, num_groups, max_parts
+                          of a stream: slices of K, groups of CTAs, all of which must fit on the GPU together, parts of
+                          a block; workspace [blocks, max_parts, m * block_rows]
+    whole                 tiles that are not cut, of CTAs that multicast activations together one
+    splits                parts of the others, of K, none of them empty, or of rows of x, 1 unless the configuration
+                          cuts tiles; of every tile, where its CTA has them one after the other; workspace [tiles that
+                          are cut, splits - 1, block_rows * tile_m]
+    num_ctas              that are launched
+    factors, eps, offset  of rows that meet factors: [k], of x's dtype, on 16 bytes; bits of fp32
+    limbs, block_rows     of x, blocks of so many rows (`LIMB_BLOCKS`); of x itself only the sizes count
+
+Limbs of rows (`LIMB_ROWS`): x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32
+that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; out int8 [places,
+groups, 2, 128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
+
+Limbs in blocks (`LIMB_BLOCKS`): rows: of a block, a multiple of 8; those behind the last of x are 0, as inputs beyond k
+are. out, on 128 bytes: int8 [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
+
+Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
+``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
+order. Those that the configuration has no use for are not read. parts: CTAs of each row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
+from cute_kernels.runtime.spec import check_config
+
+SOURCES = (Path(__file__).resolve(), *launch_arguments.SOURCES)
+"""What decides how kernels of this room, and of moe, are launched."""
+
+RESULT = ("activation", "out_kind")
+
+
+def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matrix: str = "x") -> LaunchArguments:
+    """A matrix, then addresses, then numbers."""
+    return joined(arguments("tensor", matrix), arguments("address", *addresses), arguments("int32", *numbers))
+
+
+def compile_kernel(
+    kind: type[Any],
+    config: Any,
+    declared: LaunchArguments,
+    arch: str,
+    *options: str,
+    dtype: str = "",
+    divisibility: int = 8,
+    assumed_align: int = 16,
+) -> Any:
+    """Compiles a configuration's kernel for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
+
+    Args:
+        kind: of the kernel, made of the configuration.
+        declared: what it is launched with: a row-major matrix of any size first.
+        dtype: of the matrix, default the configuration's.
+        divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
+
+    Raises:
+        ValueError: the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    check_config(config)
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+    types |= {"int32": cutlass.Int32, "int64": cutlass.Int64}
+    shape = (cute.sym_int(), cute.sym_int(divisibility=divisibility))
+    matrix = make_fake_compact_tensor(
+        types[dtype or config.dtype], shape, stride_order=(1, 0), assumed_align=assumed_align
+    )
+    return declared.compile(kind(config).launch, {declared.names[0]: matrix}, arch, *options)
+
+
+DENSE_ADDRESSES = ("codes", "scales", "zeros", "bias", "residual", "out", "workspace")
+STREAM = matrix_arguments(
+    DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
+)  # fmt: skip
+"""Of `linear.kernel.LinearKernel`."""
+
+TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
+TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
+"""Of `WgmmaKernel`, `ResidentKernel` and `PortableKernel`."""
+
+FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
+"""Of `FactoredResidentKernel`."""
+
+LIMB_TILES = matrix_arguments(
+    ("codes", "scales", "limbs", "bias", "residual", "out", "workspace"), (*TILE_NUMBERS, "block_rows")
+)
+"""Of `LimbWgmmaKernel`."""
+
+LIMB_ROWS = matrix_arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
+LIMB_BLOCKS = matrix_arguments(("out",), ("rows", "groups"))
+INPUT_ROWS = joined(
+    arguments("tensor", "out"),
+    arguments("address", "x", "order", "factors"),
+    arguments("int64", "stride"),
+    arguments("int32", "parts"),
+)

@@ -1,0 +1,272 @@
+"""Every compile-time choice of the memory-bound weight-only GEMM, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
+from cute_kernels.formats.weights import WeightFormat
+from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
+
+ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
+MMA_N = 8  # columns of mma.m16n8
+BLOCK_K = (64, 128, 256)
+STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
+X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
+FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
+ALIGNMENT = 128  # bytes, of what bulk copies fill
+
+
+# What a launch says by numbers: the activation, and the dtype of the output.
+NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
+BF16, FP16, FP32 = range(3)
+
+
+@dataclass(frozen=True)
+class Activations(ABC):
+    """How a CTA's part of x reaches shared memory, and how much of it there is room for.
+
+    Attributes:
+        x_bytes: shared memory for the activations of a CTA's part of K.
+        producer_warps: warps whose copies fill a stage.
+        alignment: of activations in shared memory, bytes.
+    """
+
+    x_bytes: int = 48 * 1024
+    producer_warps: ClassVar[int]
+    alignment: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name, behind all others."""
+
+    @abstractmethod
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        """Warps that give a stage back."""
+
+    @abstractmethod
+    def problem(self, config: LinearConfig[Any]) -> str | None:
+        """Why a configuration cannot have its activations so, or None."""
+
+
+@dataclass(frozen=True)
+class Slices(Activations):
+    """The slice of K of all rows, brought by a warp of its own along with the first weights that meet it."""
+
+    producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
+    alignment: ClassVar[int] = ALIGNMENT
+    name: ClassVar[str] = ""
+
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        """All that multiply."""
+        return config.consumer_warps
+
+    def problem(self, config: LinearConfig[Any]) -> str | None:
+        return None
+
+
+SLICES = Slices()
+ActivationsT = TypeVar("ActivationsT", bound=Activations)
+
+
+@dataclass(frozen=True)
+class LinearConfig(Generic[ActivationsT]):
+    """One compiled variant.
+
+    A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;
+    a stage of its pipeline holds a *chunk* of up to ``chunk_k_blocks`` k blocks of a block. ``4 * k_warps`` warps
+    multiply: each has 16 rows of every tile, and every ``k_warps``-th k block of a chunk.
+
+    Attributes:
+        format: of the weight.
+        dtype: of activations, "bf16" or "fp16".
+        tile_m: rows of x that it has room for, 8, 16 or 32.
+        n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
+        k_warps: warps that share the k blocks of a chunk.
+        block_k: inputs of a k block: a multiple of the group size that divides the padded K.
+        chunk_k_blocks: k blocks of a stage.
+        num_stages: pipeline stages; nearly all of them are in flight.
+        num_buffers: of results on their way from the consumer warps to those that store them.
+        epilogue_warps: warps that add up, store and combine results.
+        activations: how x reaches shared memory.
+        use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
+    """
+
+    limits: ClassVar[Limits] = HOPPER
+    format: WeightFormat
+    dtype: str
+    tile_m: int = 8
+    n_tiles: int = 1
+    k_warps: int = 2
+    block_k: int = 128
+    chunk_k_blocks: int = 4
+    num_stages: int = 6
+    num_buffers: int = 2
+    epilogue_warps: int = 4
+    activations: ActivationsT = SLICES  # type: ignore[assignment]
+    use_pdl: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; 0 for one scale per output feature."""
+        return self.format.group_size
+
+    @property
+    def tile_k(self) -> int:
+        """Inputs of a tile of codes."""
+        return tile_k(self.format.bits)
+
+    @property
+    def block_rows(self) -> int:
+        """Output features of a block."""
+        return TILE_N * self.n_tiles
+
+    @property
+    def m_fragments(self) -> int:
+        """MMAs that share an A operand."""
+        return self.tile_m // MMA_N
+
+    @property
+    def consumer_warps(self) -> int:
+        return ROW_WARPS * self.k_warps
+
+    @property
+    def producer_warps(self) -> int:
+        return self.activations.producer_warps
+
+    @property
+    def stage_warps(self) -> int:
+        """Warps that give a stage back."""
+        return self.activations.stage_warps(self)
+
+    @property
+    def num_threads(self) -> int:
+        """Consumer warps, those that copy, and those of the epilogue."""
+        return (self.consumer_warps + self.producer_warps + self.epilogue_warps) * WARP_THREADS
+
+    @property
+    def x_bytes(self) -> int:
+        """Shared memory for activations."""
+        return self.activations.x_bytes
+
+    def with_activations(self, **fields: int) -> LinearConfig[ActivationsT]:
+        """The same with other fields of its activations."""
+        return replace(self, activations=replace(self.activations, **fields))
+
+    @property
+    def k_block_tiles(self) -> int:
+        return self.block_k // self.tile_k
+
+    @property
+    def k_block_groups(self) -> int:
+        """Groups of a k block; 0 where scales are per output feature."""
+        return self.block_k // self.group_size if self.group_size else 0
+
+    @property
+    def k_block_bytes(self) -> int:
+        """Codes of a k block of one tile's rows."""
+        return self.k_block_tiles * TILE_BYTES
+
+    @property
+    def k_block_scale_bytes(self) -> int:
+        return self.k_block_groups * self.format.group_scale_bytes
+
+    @property
+    def k_block_zero_bytes(self) -> int:
+        return self.k_block_groups * self.format.group_zero_bytes
+
+    @property
+    def k_block_stage_bytes(self) -> int:
+        """What a k block of a block takes of a stage."""
+        return self.n_tiles * (self.k_block_bytes + self.k_block_scale_bytes + self.k_block_zero_bytes)
+
+    @property
+    def scale_offset(self) -> int:
+        """Where in a stage the scales lie; before them the codes, tile by tile."""
+        return self.n_tiles * self.chunk_k_blocks * self.k_block_bytes
+
+    @property
+    def zero_offset(self) -> int:
+        """Where in a stage the zero points lie."""
+        return self.scale_offset + self.n_tiles * self.chunk_k_blocks * self.k_block_scale_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return _round_up(self.chunk_k_blocks * self.k_block_stage_bytes, ALIGNMENT)
+
+    @property
+    def stages_bytes(self) -> int:
+        return self.num_stages * self.stage_bytes
+
+    @property
+    def staging_pitch(self) -> int:
+        """Bytes from a token to the next of a staging buffer."""
+        return (self.block_rows + STAGING_PAD) * 4
+
+    @property
+    def slice_bytes(self) -> int:
+        """Results of the warps that take the same k blocks."""
+        return self.tile_m * self.staging_pitch
+
+    @property
+    def buffer_bytes(self) -> int:
+        """One staging buffer."""
+        return self.k_warps * self.slice_bytes
+
+    @property
+    def num_barriers(self) -> int:
+        """Of full and of empty stages and staging buffers."""
+        return 2 * self.num_stages + 2 * self.num_buffers
+
+    @property
+    def smem_bytes(self) -> int:
+        return (
+            self.stages_bytes
+            + _round_up(self.x_bytes, ALIGNMENT)
+            + _round_up(self.num_buffers * self.buffer_bytes, ALIGNMENT)
+            + self.num_barriers * BARRIER_BYTES
+        )
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        weight = self.format.symbol_name(self.dtype)
+        shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
+        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
+        return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}{self.activations.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return self.activations.problem(self) or self._problem()
+
+    def _problem(self) -> str | None:
+        choices = {
+            "dtype": self.format.dtypes,
+            "tile_m": (8, 16, 32),
+            "n_tiles": (1, 2),
+            "block_k": BLOCK_K,
+            "num_buffers": (1, 2),
+            "epilogue_warps": (1, 2, 3, 4),
+        }
+        for field, wanted in choices.items():
+            found = getattr(self, field)
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if self.group_size and self.block_k % self.group_size:
+            return f"unit_k {self.block_k} is not a multiple of group_size {self.group_size}"
+        if self.k_warps < 1 or self.chunk_k_blocks < 1:
+            return f"k_warps {self.k_warps} and chunk_units {self.chunk_k_blocks} must be at least 1"
+        if self.num_stages < 2:
+            return f"num_stages {self.num_stages} is not at least 2"
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

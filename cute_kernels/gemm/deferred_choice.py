@@ -1,0 +1,72 @@
+"""Which products are on a side of a deferred norm, and which of their kernels ship. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.tuned import chosen_by
+from cute_kernels.gemm.wgmma import schedule as many
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.runtime.tuned import shipped_tables
+
+NORM_US = 1.5  # of a norm's launch, at least
+SHIPPED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+# (N, K) of Llama-3-8B's layers and of Llama-2-70B's shard on one of 8 GPUs, by their side of a norm.
+SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
+    GIVES: ((4096, 4096), (4096, 14_336), (8192, 1024), (8192, 3584)),
+    TAKES: ((6144, 4096), (28_672, 4096), (1280, 8192), (7168, 8192)),
+}
+
+
+def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
+    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles:
+    there is memory for what one gives, and for what is taken for one tile of rows."""
+    if not isinstance(schedule, TileSchedule):
+        return None
+    if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
+        return None
+    config = DeferredNormConfig(schedule.config, kind)
+    if config.can_implement():
+        return None
+    most = config.most_inputs if kind == TAKES else None
+    return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
+
+
+def beside_a_norm(
+    problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
+) -> StreamSchedule | TileSchedule:
+    """The schedule of a product on one side of a norm, that ``schedule`` serves by itself: where this has no kernel
+    there, the fastest that has, if it takes less longer than the norm would. Of products whose tiles have times, and of
+    those whose limbs a launch before makes, which has no norm beside."""
+    if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
+        return schedule
+    if not many.is_short(problem) and not schedule.config.makes_limbs_before:
+        return schedule
+    most = many.expected_us(problem, schedule) + NORM_US
+    found = ((many.expected_us(problem, one), one) for one in many.tile_schedules(problem) if deferred(one, kind))
+    us, other = min(found, key=lambda one: one[0], default=(most, schedule))
+    return other if us < most else schedule
+
+
+def config_beside_a_norm(
+    problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
+) -> DeferredNormConfig | None:
+    """The kernel of a product on one side of a norm, that ``schedule`` serves by itself; None if it has none."""
+    return deferred(beside_a_norm(problem, schedule, kind), kind)
+
+
+def shipped_configs() -> list[DeferredNormConfig]:
+    """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
+    tables have them. Others compile on demand."""
+    found: dict[DeferredNormConfig, None] = {}
+    tables = (None, *shipped_tables())  # not a user's own: what ships is the same everywhere
+    for kind, layers in SHIPPED_LAYERS.items():
+        for (n, k), rows, table in product(layers, SHIPPED_ROWS, tables):
+            problem = LinearProblem(rows, n, k, k, integers(4), "bf16")
+            config = config_beside_a_norm(problem, chosen_by(problem, table), kind)
+            if config is not None:
+                found[config] = None
+    return list(found)

@@ -1,0 +1,309 @@
+"""From the consumer warps' accumulators to the output: added up in shared memory, combined through memory, stored.
+
+Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
+CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
+*combiners*, each wait for one share of its outputs from all, add them up in a fixed order, and store.
+
+As in decode attention, partial results announce themselves: the workspace holds EMPTY, a NaN that no arithmetic
+yields, in every word between launches, and combiners poll until none is left, then put EMPTY back (the idea is that of
+NCCL's LL protocol). A CTA stores its part of a block before it waits for another's; what it waits for comes from its
+group or from groups before it, of blocks that those take first. So no two wait for each other, if the CTAs of a group
+run together: they are neighbours in the grid, whose CTAs start in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.gemm.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
+
+VECTOR = 4  # neighbouring output features of a token that a thread takes
+VECTOR_BYTES = 4 * VECTOR
+COMBINE_BATCH = 4  # partial results that a thread loads at a time
+# log2 of the normal distribution's tail beyond m, by powers of m: weighted for `gelu`, fitted to m = 9.
+LOG2_TAIL = (-0.99999905, -1.1511477, -0.45891485, -0.053249456, 0.0079946239, -0.00074869645, 3.1395331e-05)
+GELU_END = 14.0  # where the tail is 2**-112: from there on gelu(x) is x, and gelu(-x) as good as 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a vector of results belongs; run-time integers."""
+
+    row: Int32  # of W
+    place: Int64  # of the first in the output, elements
+    count: Int32  # outputs, 0 or less behind the last row
+    bias: Int32  # of the first among the biases, elements
+
+
+class Epilogue:
+    """The epilogue warps' role."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+        self.num_threads = config.epilogue_warps * WARP_THREADS
+        self.row_vectors = config.block_rows // VECTOR
+
+    @cute.jit
+    def run(self, operands, memory, work, tid, lane):
+        """All of a CTA's segments."""
+        shape = work.shape
+        # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
+        lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
+        for index in cutlass.range(work.num_segments + lag, unroll=1):
+            if index < work.num_segments:
+                segment = work.segment(index)
+                held = segment.last & self.is_held(work, index, lag)
+                part = self.parts_of(work, segment)[1]
+                if (shape.num_slices > 1) | (not held):
+                    self.wait_staged(memory, index)
+                    self.store_partials(operands, memory, work, segment, index, part, held, tid)
+                if not held:
+                    self.release(memory, self.buffer(index), lane)
+            if index >= lag:
+                segment = work.segment(index - lag)
+                if segment.last:
+                    held = self.is_held(work, index - lag, lag)
+                    self.finish(operands, memory, work, segment, index - lag, held, tid)
+                    if held:
+                        # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
+                        self.wait_staged(memory, index - lag)
+                        self.release(memory, self.buffer(index - lag), lane)
+
+    def buffer(self, index):
+        """Staging buffer of a segment."""
+        return index % self.config.num_buffers
+
+    def phase(self, index):
+        """Parity of its barrier."""
+        return index // self.config.num_buffers % 2
+
+    def wait_staged(self, memory, index):
+        cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
+
+    def is_held(self, work, index, lag):
+        """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace.
+
+        A buffer is not held back for other slices if the next block wants it.
+        """
+        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
+        return held | (index == work.num_segments - 1)
+
+    def share(self, work, segment):
+        """[first, end) of a block's vectors that a CTA finishes."""
+        vectors = work.rows(segment) * self.row_vectors
+        num_slices = work.shape.num_slices
+        return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
+
+    @cute.jit
+    def store_partials(self, operands, memory, work, segment, index, part, held, tid):
+        """Stores a CTA's part of a block for those who finish it; what it finishes itself it may hold back."""
+        first, end = self.share(work, segment)
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        part_vectors = work.shape.m * self.row_vectors
+        target = self.partials_of(operands, work, segment) + Int64(part * part_vectors) * VECTOR_BYTES
+        for vector in cutlass.range(tid, work.rows(segment) * self.row_vectors, self.num_threads, unroll=1):
+            if (not held) | (vector < first) | (vector >= end):
+                ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
+
+    def parts_of(self, work, segment):
+        """(parts of a block up to those of this group, the number of this CTA's)."""
+        before = (work.group - work.group_before(segment)) * work.shape.num_slices
+        return before + work.shape.num_slices, before + work.slice_index
+
+    def partials_of(self, operands, work, segment):
+        """Address of the first part of a block."""
+        part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
+        return operands.workspace + Int64(work.first_part(segment)) * part_bytes
+
+    @cute.jit
+    def release(self, memory, buffer, lane):
+        """Gives a staging buffer back to the consumer warps."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.drained + buffer)
+
+    def staged_sum(self, source, vector):
+        """Four results of the block, added up over the warps that took different k blocks."""
+        config = self.config
+        address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
+        slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
+        total = [word.bitcast(Float32) for word in slices[0]]
+        for words in slices[1:]:
+            total = [value + word.bitcast(Float32) for value, word in zip(total, words, strict=True)]
+        return total
+
+    @cute.jit
+    def finish(self, operands, memory, work, segment, index, held, tid):
+        """Adds up all parts of this CTA's share of a block, in their order and its own last; stores the outputs."""
+        first, end = self.share(work, segment)
+        parts, part = self.parts_of(work, segment)
+        own = cutlass.select_(held, part, Int32(-1))
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        partials = self.partials_of(operands, work, segment)
+        acc = cute.make_rmem_tensor(VECTOR, Float32)
+        extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
+        stride = Int64(work.shape.m * self.row_vectors) * VECTOR_BYTES
+        for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
+            target = self.target_of(work, segment, vector)
+            # What lies in memory is on its way before the CTA's own accumulators are complete.
+            self.load_extras(operands, work.shape, target, extras)
+            acc.fill(0.0)
+            place = partials + Int64(vector) * VECTOR_BYTES
+            if (parts > 1) | (not held):
+                self.gather(acc, place, stride, parts, own)
+            if held:
+                self.wait_staged(memory, index)
+                values = self.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(VECTOR):
+                    acc[i] = acc[i] + values[i]
+            self.store(operands, work.shape, target, acc, extras)
+            for other in cutlass.range(parts, unroll=1):
+                if other != own:
+                    ptx.store_global(place + stride * other, [Uint32(EMPTY_WORD)] * VECTOR)
+
+    @cute.jit
+    def gather(self, acc, place, stride, parts, own):
+        """Adds a vector's parts, as they come, but for part ``own``."""
+        words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
+        for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
+            self.wait_for(words, place + stride * begin, stride, parts - begin, own - begin)
+            for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                acc[i % VECTOR] = acc[i % VECTOR] + words[i].bitcast(Float32)
+
+    @cute.jit
+    def wait_for(self, words, source, stride, left, own):
+        """Loads a vector of up to COMBINE_BATCH parts until all have come; zeros beyond the last and for ``own``."""
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                if (i < left) & (i != own):
+                    loaded = ptx.load_relaxed(source + stride * i, VECTOR)
+                    for w in cutlass.range_constexpr(VECTOR):
+                        words[VECTOR * i + w] = loaded[w]
+                else:
+                    for w in cutlass.range_constexpr(VECTOR):
+                        words[VECTOR * i + w] = Uint32(0)
+            for w in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def target_of(self, work, segment, vector):
+        """Where four neighbouring results of a token belong."""
+        token = work.output_row(segment, vector // self.row_vectors)
+        return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
+
+    def target_in(self, shape, block, token, vector, first_bias):
+        """As `target_of`, of a row of the output; first_bias: the bias of the first output feature."""
+        row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
+        gated = shape.activation == SWIGLU
+        halves = cutlass.select_(gated, Int32(1), Int32(0))
+        columns, column = shape.n >> halves, row >> halves
+        count = cutlass.min(shape.n - row, VECTOR) >> halves
+        return Target(row, Int64(token) * columns + column, count, first_bias + row)
+
+    @cute.jit
+    def load_extras(self, operands, shape, target, extras):
+        """Bias and residual of four neighbouring results; zeros where there is none."""
+        extras.fill(0.0)
+        if operands.bias != 0:
+            for i in cutlass.range_constexpr(VECTOR):
+                if target.row + i < shape.n:
+                    extras[i] = self.load_bias(operands.bias + Int64(target.bias + i) * 2)
+        if operands.residual != 0:
+            for i in cutlass.range_constexpr(VECTOR):
+                if i < target.count:
+                    extras[VECTOR + i] = self.load_element(operands.residual, target.place + i, shape.out_kind)
+
+    @cute.jit
+    def store(self, operands, shape, target, results, extras):
+        """Activation and residual of four neighbouring results of a token, and their output."""
+        for i in cutlass.range_constexpr(VECTOR):
+            results[i] = results[i] + extras[i]
+        if shape.activation == SWIGLU:
+            for i in cutlass.range_constexpr(VECTOR // 2):
+                results[i] = silu(results[2 * i]) * results[2 * i + 1]
+        elif shape.activation == SILU:
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = silu(results[i])
+        elif shape.activation == GELU:
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = gelu(results[i])
+        for i in cutlass.range_constexpr(VECTOR):
+            results[i] = results[i] + extras[VECTOR + i]
+        self.store_elements(operands.out, target.place, results, target.count, shape.out_kind)
+
+    def load_bias(self, address):
+        word = numbers.load_global_part(address, 0, 2)
+        return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+    @cute.jit
+    def load_element(self, base, index, kind):
+        """An element of a tensor that an earlier kernel, or this thread, may have written."""
+        result = Float32(0.0)
+        if kind == FP32:
+            result = ptx.load_relaxed_part(base + index * 4, 4).bitcast(Float32)
+        else:
+            word = ptx.load_relaxed_part(base + index * 2, 2)
+            result = ptx.half2_low_to_float(word)
+            if kind == BF16:
+                result = ptx.bf16x2_low_to_float(word)
+        return result
+
+    @cute.jit
+    def store_elements(self, base, index, results, count, kind):
+        """The first ``count`` of four results, two or four of them in one access where that is aligned."""
+        if kind == FP32:
+            address = base + index * 4
+            if (count == VECTOR) & (address % 16 == 0):
+                ptx.store_global(address, [results[i] for i in range(VECTOR)])
+            else:
+                for i in cutlass.range_constexpr(VECTOR):
+                    if i < count:
+                        ptx.store_global(address + 4 * i, [results[i]])
+        else:
+            pairs = [[results[0], results[1]], [results[2], results[3]]]
+            words = cute.make_rmem_tensor(2, Uint32)
+            for i in cutlass.range_constexpr(2):
+                words[i] = ptx.pack_f16x2(*pairs[i])
+                if kind == BF16:
+                    words[i] = ptx.pack_bf16x2(*pairs[i])
+            address = base + index * 2
+            if (count == VECTOR) & (address % 8 == 0):
+                ptx.store_global(address, [words[0], words[1]])
+            elif (count == 2) & (address % 4 == 0):
+                ptx.store_global(address, [words[0]])
+            else:
+                for i in cutlass.range_constexpr(VECTOR):
+                    if i < count:
+                        half = words[i // 2] >> (16 * (i % 2))
+                        numbers.store_global_part(address + 2 * i, 0, half, 2)
+
+
+def silu(x: Float32) -> Any:
+    """x / (1 + exp(-x))."""
+    return x * ptx.reciprocal(Float32(1.0) + ptx.exp2(x * -ptx.LOG2_E))
+
+
+def gelu(x: Float32) -> Any:
+    """x (1 + erf(x / sqrt 2)) / 2, as max(x, 0) - |x| P(|x|), P(m) the normal distribution's tail beyond m: nothing
+    cancels where x is negative.
+
+    log2 P is as smooth as a parabola, so a polynomial and one exp2 have P. The result is off by at most 2.7e-7, and by
+    3.6e-7 of x; 1 + erf in fp32 is by 1.2e-6. 10 instructions with one slow function, where erfc as exp(-z z) times a
+    polynomial of 1 / (1 + 0.3276 z) takes 14 with two.
+    """
+    magnitude = numbers.min_or_nan(ptx.absolute(x), Float32(GELU_END))  # infinity times 0 is NaN, and NaN stays
+    tail = Float32(LOG2_TAIL[-1])
+    for factor in reversed(LOG2_TAIL[:-1]):
+        tail = ptx.fma(tail, magnitude, Float32(factor))
+    return ptx.fma(-magnitude, ptx.exp2(tail), ptx.fmax(x, Float32(0.0)))

@@ -1,0 +1,114 @@
+"""Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
+
+Read on in `reference` (what the layers mean), `checks`, `ops`, `launch`; `schedule` and `work` say which part of the
+active experts' weights a CTA takes, `tuned` which kernel and layout serve a product, `kernel` what a grouped product
+does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after; `module` has the
+layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gemm.experts import ops
+from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
+from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
+from cute_kernels.names import Activation, GatedActivation
+
+__all__ = [
+    "PackedExperts",
+    "QuantizedMoE",
+    "QuantizedRoutedExperts",
+    "fused_moe",
+    "fused_moe_reference",
+    "grouped_linear",
+    "grouped_linear_reference",
+    "interleave_experts",
+    "quantize_experts",
+    "stack_experts",
+]
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: PackedExperts,
+    expert_offsets: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
+
+    The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
+    other offsets. Accumulators are in fp32, bias and activation too; the result is rounded once. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::grouped_linear``. It has no gradient.
+
+    Args:
+        x: bf16 or fp16 [T, K], in the dtype of the weight's scales and on its device; T may be 0.
+        weight: [E, N, K], up to 512 experts.
+        expert_offsets: int32 [E + 1], rising from 0 to at most the number of places.
+        rows: int32 [places], the row of x for each place; default row p at place p, so there are T places.
+        bias: [E, N] in x's dtype.
+        activation: as in `cute_kernels.quantized_linear`.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
+            On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
+        out: contiguous, written and returned; not x's memory.
+
+    Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
+    than said above are undefined behaviour.
+
+    Returns:
+        [places, N], or [places, N / 2] for "swiglu", in ``out_dtype``. Places behind expert_offsets[E] are 0 on the
+        CPU and not written on a GPU.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return ops.apply_grouped(x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out)
+
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: GatedActivation = "swiglu",
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
+
+    What is between the two products is rounded to x's dtype, accumulators are in fp32 and added up in the order of j,
+    so a result does not change from run to run. Nothing waits for the device. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::fused_moe``. It has no gradient.
+
+    Args:
+        x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
+        gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so.
+        down: [E, N, I].
+        topk_weights: floating [T, topk], used as fp32.
+        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
+        activation: "swiglu": silu(gate) * up.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
+            on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
+            are few.
+        out: contiguous [T, N], written and returned.
+
+    Returns:
+        [T, N] in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    options = activation, out_dtype, batch_invariant, out
+    return ops.apply_moe(x, gate_up, down, topk_ids, topk_weights, *options)

@@ -1,0 +1,66 @@
+"""What the kernels of this room are launched with: declared here, and nowhere else listed.
+
+What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all experts one behind the other; x [.., k].
+
+    offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
+    waits              0 if offsets and rows, or ids, are older than the kernel before this one, which has waited for
+                       them before it let this one begin; else 1
+    of `GROUPED`       workspace of num_groups parts, or with slices max_entries * blocks * max_parts. Entries, of up to
+                       1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
+                       are. slack: k blocks that a group may have beyond its share so that blocks stay whole; -1:
+                       they are cut
+    of `RANGES`        k_blocks: a multiple of the k blocks of a chunk, of which there is room for x_slots times as
+                       many; places: rows of the result, at least 1
+    of `ASSIGNED`      ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0
+                       to num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as
+                       `AssignedSizes`. k_blocks: of one of 2**part_bits equal parts of K, each of which has a result of
+                       its own, out [2**part_bits, count, ..]: without bias or activation, for whoever adds them up
+    of `ENTRIES`       ids, count, id_words, row_factor: as of `ASSIGNED`; k and n whole k blocks and vectors
+    of `TILES`         x [places, k], rows in the order of the places
+    of `LIMB_TILES`    x [places, padded k] of 16 bits: of each 128 inputs first the high limbs, then the low ones;
+                       x_scales, on 16 bytes: fp32 [k blocks, x_scale_pitch], a multiple of 4 and large enough for 68
+                       scales from any place on
+    `ROUTING`          topk_ids int32 or int64 [tokens, topk]; ids outside 0 to num_experts - 1 go nowhere; places
+                       [tokens * topk], the place of each assignment, -1 for those that go nowhere; all int32
+    `COMBINE`          out [tokens, n] of the configuration's dtype; results [places, n] of its source, on 16 bytes;
+                       places int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights
+                       [tokens, topk]. With ``id_bits`` places are the assignments' own, and what is given instead of
+                       them are ids of experts, of which those outside 0 to num_experts - 1 count for nothing; their
+                       results may be of 2**part_bits parts of K, [parts, tokens * topk, n], all of which are added up
+    `GATHER`           x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32 that says
+                       how many places have a row; rows int32 [places]; out [places, k] as x
+"""
+
+from __future__ import annotations
+
+from cute_kernels.gemm.arguments import RESULT, matrix_arguments
+
+GROUPED = matrix_arguments(
+    ("codes", "scales", "zeros", "bias", "out", "workspace", "offsets", "rows"),
+    (
+        "n", "num_tiles", "k_blocks", "num_slices", "num_groups", "num_experts", "entry_shift", "x_slots",
+        "first_entry", "max_entries", "max_parts", "slack", "waits", *RESULT,
+    ),
+)  # fmt: skip
+RANGES = matrix_arguments(
+    ("codes", "scales", "bias", "out", "offsets", "rows"),
+    ("n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "places", "x_slots", "waits", *RESULT),
+)
+ASSIGNED = matrix_arguments(
+    ("codes", "scales", "bias", "out", "ids"),
+    (
+        "n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "count", "x_slots", "id_words", "row_factor",
+        "part_bits", "waits", *RESULT,
+    ),
+)  # fmt: skip
+ENTRIES = matrix_arguments(
+    ("codes", "scales", "zeros", "out", "ids"),
+    ("n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "count", "id_words", "row_factor", "waits", *RESULT),
+)
+TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "num_experts", "num_ctas", *RESULT)
+TILES = matrix_arguments(("codes", "scales", "zeros", "bias", "out", "offsets"), TILE_NUMBERS)
+LIMB_ADDRESSES = ("codes", "scales", "x_scales", "bias", "out", "offsets")
+LIMB_TILES = matrix_arguments(LIMB_ADDRESSES, (*TILE_NUMBERS, "x_scale_pitch"))
+ROUTING = matrix_arguments(("offsets", "rows", "places"), ("num_experts",), "topk_ids")
+COMBINE = matrix_arguments(("results", "places", "weights"), ("topk", "num_experts", "part_bits"), "out")
+GATHER = matrix_arguments(("end", "rows", "out"), ("places",))

@@ -1,0 +1,320 @@
+"""Layers of experts as nn.Modules, made of the blocks of transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.experts import ops
+from cute_kernels.gemm.experts.blocks import (
+    SHARED_GATE,
+    SHARED_NAMES,
+    experts_refusal,
+    is_experts,
+    is_moe_block,
+    refusal,
+    shared_of,
+    with_shared,
+)
+from cute_kernels.gemm.experts.checks import check_experts, check_pair
+from cute_kernels.gemm.module import describe, take_buffers
+from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
+
+TENSOR_NAMES = ("codes", "scales", "zeros")
+
+
+class QuantizedExperts(nn.Module):
+    """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
+
+    Loading takes on the number of bits, group size and zero points of what is loaded; the number of experts, N and K
+    must be the layer's. Tensors are copied into those that are there where they fit, which captured graphs then see.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    weight_format: WeightFormat
+    shape: tuple[int, int]
+
+    def __init__(self, weight: PackedExperts) -> None:
+        super().__init__()
+        check_experts("weight", weight)
+        for name in TENSOR_NAMES:
+            self.register_buffer(name, getattr(weight, name))
+        self._set(weight)
+
+    @property
+    def weight(self) -> PackedExperts:
+        """The weights; they share the layer's tensors.
+
+        torch.compile sees new ones, which cost a compiled call nothing. Of those that are kept it would ask each time
+        whether they still are, and, as their tensors are no module's buffers to it, of what sizes.
+        """
+        weight = None if is_compiling() else self._weight
+        if weight is None or weight.codes is not self._buffers["codes"]:
+            tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
+            weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
+            if not is_compiling():
+                self._weight = weight  # kept, since to make and check it takes longer than to launch
+        return weight
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.weight_format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.weight_format.group_size or None
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, "
+            f"{describe(self.weight_format)}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
+        )
+
+    def _set(self, weight: PackedExperts) -> None:
+        self.weight_format, self.shape = weight.format, weight.shape
+        self._weight: PackedExperts | None = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self._weight = None  # of tensors that may go now
+        return super()._apply(fn, recurse)
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        known = (*TENSOR_NAMES, "format")
+        unexpected_keys.extend(prefix + name for name in sorted(own.keys() - {*known}))
+        missing = [name for name in ("codes", "scales", "format") if name not in own]
+        missing_keys.extend(prefix + name for name in missing)
+        if missing:
+            return
+        try:
+            weight = PackedExperts.from_state_dict({name: own[name] for name in known if name in own})
+            found, wanted = (len(weight), *weight.shape), (len(self.codes), *self.shape)
+            if found != wanted:
+                raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
+        copy = not local_metadata.get("assign_to_params_buffers", False)
+        device = weight.device if self.codes.is_meta else self.codes.device
+        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES}, device, copy)
+        self._set(weight)
+
+
+class QuantizedMoE(nn.Module):
+    """A mixture of experts with gated SiLU and quantised weights. For inference: it has no gradient.
+
+    The result is that of `cute_kernels.fused_moe` with what the router says, plus that of the shared expert, if there
+    is one, times sigmoid(shared_expert_gate(x)) if there is that.
+
+    Args:
+        gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
+        gate_up, down: as `cute_kernels.fused_moe` takes them.
+        shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
+
+    Attributes:
+        batch_invariant: as of `cute_kernels.fused_moe`; False, and may be set. A state dict does not have it.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or the weights do not fit one another; the message names it.
+    """
+
+    gate: nn.Module
+    gate_up: QuantizedExperts
+    down: QuantizedExperts
+    batch_invariant: bool = False
+
+    def __init__(
+        self, gate: nn.Module, gate_up: PackedExperts, down: PackedExperts, shared: dict[str, nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(gate, nn.Module):
+            raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
+        check_experts("gate_up", gate_up)
+        check_experts("down", down)
+        check_pair(gate_up, down)
+        self.gate = gate
+        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+        self._shared: str | None = None
+        for name, module in _checked_shared(shared).items():
+            self.add_module(name, module)
+            if name in SHARED_NAMES:
+                self._shared = name
+
+    @classmethod
+    def from_block(
+        cls,
+        block: nn.Module,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
+    ) -> QuantizedMoE:
+        """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
+
+        The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
+        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
+        [E, hidden, I], and possibly shared experts. Its code, and tokens of several sizes through it, tell whether it
+        means what this layer computes (:mod:`.blocks`). Router and shared experts become this layer's; they
+        stay as and where they are.
+
+        Raises:
+            TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
+                is wrong; the message says which.
+        """
+        if not is_moe_block(block):
+            raise TypeError(
+                f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold "
+                "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU"
+            )
+        reason = refusal(block)
+        if reason is not None:
+            raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
+        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device, format=format)
+
+    @classmethod
+    def _from_known_block(
+        cls,
+        block: Any,
+        bits: int,
+        group_size: int | None,
+        zero_point: bool,
+        dtype: torch.dtype | None,
+        *,
+        device: torch.device | str | None,
+        format: WeightFormat | str | None = None,
+    ) -> QuantizedMoE:
+        """As `from_block`, of a block that was found to be served."""
+        gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
+        return cls(block.gate, gate_up, down, shared_of(block)).train(block.training)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
+        modules: Any = self._modules  # nn.Module takes a detour to them as attributes
+        flat = hidden_states.dim() == 2
+        x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = modules["gate"](x)
+        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
+        y = ops.apply_moe(x, *experts, ids, weights, "swiglu", *options)
+        if self._shared is not None:
+            y = with_shared(self, self._shared, x, y)
+        return y if flat else y.view_as(hidden_states)
+
+
+class QuantizedRoutedExperts(nn.Module):
+    """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
+
+    For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would.
+
+    Args:
+        gate_up, down: as `cute_kernels.fused_moe` takes them.
+
+    Attributes:
+        batch_invariant: as of `QuantizedMoE`.
+    """
+
+    gate_up: QuantizedExperts
+    down: QuantizedExperts
+    batch_invariant: bool = False
+
+    def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
+        super().__init__()
+        check_experts("gate_up", gate_up)
+        check_experts("down", down)
+        check_pair(gate_up, down)
+        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Any,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
+    ) -> QuantizedRoutedExperts:
+        """The experts with their weights quantised; other arguments as for `quantize_weight`.
+
+        ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
+        which is called with hidden states, ids and weights.
+
+        Raises:
+            TypeError, ValueError: as `QuantizedMoE.from_block`.
+        """
+        if not is_experts(experts):
+            raise TypeError(
+                f"experts: got {type(experts).__name__}, want gate_up_proj [E, 2 I, hidden] and down_proj "
+                "[E, hidden, I] with SiLU and nothing else"
+            )
+        reason = experts_refusal(experts)
+        if reason is not None:
+            raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
+        gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
+        return cls(gate_up, down).train(experts.training)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
+        modules: Any = self._modules
+        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
+        return ops.apply_moe(hidden_states, *experts, top_k_index, top_k_weights, "swiglu", *options)
+
+
+def _quantized(
+    experts: Any,
+    bits: int,
+    group_size: int | None,
+    zero_point: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    form: WeightFormat | str | None,
+) -> tuple[PackedExperts, PackedExperts]:
+    """gate_up, gates and ups in turn, and down."""
+    weights, options = (bits, group_size, zero_point, dtype), {"device": device, "format": form}
+    gate_up = quantize_experts(experts.gate_up_proj.detach(), *weights, halves_in_turn=True, **options)
+    return gate_up, quantize_experts(experts.down_proj.detach(), *weights, **options)
+
+
+def _checked_shared(shared: object) -> dict[str, nn.Module]:
+    """Raises TypeError or ValueError unless ``shared`` is None or modules by names, at most one of them an expert's."""
+    if shared is not None and not isinstance(shared, dict):
+        raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
+    found = shared or {}
+    for name, module in found.items():
+        if name not in (*SHARED_NAMES, SHARED_GATE):
+            raise ValueError(f"shared: got {name!r}, want {', '.join((*SHARED_NAMES, SHARED_GATE))}")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"shared: got {type(module).__name__} as {name}, want an nn.Module")
+    if all(name in found for name in SHARED_NAMES):
+        raise ValueError(f"shared: got both {' and '.join(SHARED_NAMES)}, want one of them")
+    return found

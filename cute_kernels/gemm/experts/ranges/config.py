@@ -1,0 +1,90 @@
+"""Compile-time choices of grouped products by work ranges of whole blocks, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.config import MMA_N, ROW_WARPS, Activations, LinearConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
+
+BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
+ROWS = (MMA_N, 2 * MMA_N)  # of an expert that are multiplied together, at most
+LANE_EXPERTS = 4  # of a lane, one after the other, in a round
+ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
+ROUNDS = (1, 2, 4)
+LANE_ASSIGNMENTS = (1, 2)  # of a lane, where they are found as they are,
+MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # and of a warp
+ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
+MOST_ROUNDS_OF_TILES = (
+    2  # tiles times rounds of experts that a thread has registers for beside accumulators of many rows
+)
+
+
+@dataclass(frozen=True)
+class EntryLimbs(Activations):
+    """Consumer warps make limbs of an expert's rows of x, which stay in shared memory; products are those of bytes.
+
+    The four warps that have the same ``k_warps``-th share of k blocks are a warpgroup. It takes whole pipeline stages,
+    in turn with the others. One warp copies, weights alone.
+
+    Attributes:
+        expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
+        lane_assignments: assignments of a lane where warps find entries among them as they are; 0 if they are sorted.
+    """
+
+    expert_rounds: int = 1
+    lane_assignments: int = 0
+    producer_warps: ClassVar[int] = 1
+    alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
+
+    @property
+    def name(self) -> str:
+        return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
+
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        return ROW_WARPS
+
+    def k_block_limb_bytes(self, config: RangeConfig) -> int:
+        """Limbs of a k block of as many rows as there is room for."""
+        return ROW_LIMB_BYTES * config.tile_m
+
+    def k_block_scale_bytes(self, config: RangeConfig) -> int:
+        """Their scales."""
+        return ROW_SCALE_BYTES * config.tile_m
+
+    def k_block_bytes(self, config: RangeConfig) -> int:
+        """Limbs of a k block and their scales."""
+        return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
+
+    def room_k_blocks(self, config: RangeConfig) -> int:
+        """K blocks whose limbs there is room for."""
+        return self.x_bytes // self.k_block_bytes(config)
+
+    def problem(self, config: LinearConfig[Any]) -> str | None:
+        choices = {
+            "group_size": (config.group_size, (BLOCK_K,)),
+            "block_k": (config.block_k, (BLOCK_K,)),
+            "tile_m": (config.tile_m, ROWS),
+            "k_warps": (config.k_warps, (2, 3, 4)),
+            "expert_rounds": (self.expert_rounds, ROUNDS),
+            "lane_assignments": (self.lane_assignments, (0, *LANE_ASSIGNMENTS)),
+        }
+        for field, (found, wanted) in choices.items():
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if not config.format.takes_limbs:
+            return f"limbs want 4-bit integers without zero points, not {config.format.key}"
+        if config.num_stages % config.k_warps:
+            # By its parity a use of a stage would be taken for the next but one.
+            return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
+        if config.tile_m > MMA_N and config.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
+            return f"{config.tile_m} rows of {config.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
+        if self.lane_assignments and (config.tile_m > MMA_N or self.expert_rounds > 1):
+            return f"assignments are found by {MMA_N} rows an entry, not {config.tile_m}, in one round"
+        return None
+
+
+RangeConfig = LinearConfig[EntryLimbs]

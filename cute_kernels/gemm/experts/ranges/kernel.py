@@ -1,0 +1,471 @@
+"""Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
+
+What `cute_kernels.gemm.experts.kernel` computes, with its roles: a warp copies weights into a pipeline, warps multiply,
+warps store. But where that one decodes codes to bf16 and multiplies them by mma.sync, which takes as long for a k block
+as the memory does, so that what has come before the first product is caught up with by nobody, bytes of codes take a
+third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). An expert's few rows are turned into limbs by the
+consumer warps of each CTA that has a block of it: no launch makes limbs, and no warp brings activations.
+
+And from the start to the first copy there are few instructions, as each of them comes from memory itself when other
+kernels ran before. Blocks of output features of all entries are dealt out whole, in equal work ranges, so there are no
+partial results; each warp finds its CTA's run by itself (:mod:`.finder`).
+
+The four warps that take the same pipeline stages are a warpgroup. Warpgroups take them in turn, and their accumulators
+of a block meet in the staging buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.device.ring import advance, advance_by
+from cute_kernels.gemm.config import MMA_N, ROW_WARPS
+from cute_kernels.gemm.epilogue import Epilogue
+from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
+from cute_kernels.gemm.experts.ranges.work import BlockRange, RangeOperands, RangeSizes
+from cute_kernels.gemm.experts.work import reciprocal
+from cute_kernels.gemm.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc, to_float
+from cute_kernels.gemm.wgmma.limbs import LimbProducts, Part
+from cute_kernels.gemm.wgmma.loads import product
+from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
+from cute_kernels.gemm.work import operands_of
+from layouts.weights.hopper import TILE_BYTES
+
+# Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
+# made all that they wait for. It arrives and may have ended before they do, so neither is of all threads of the CTA.
+MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
+
+
+def room_of(config: RangeConfig) -> RowsRoom:
+    """How limbs of a configuration are made."""
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
+
+
+@dataclass(frozen=True)
+class EntrySource(Source):
+    """x, and which of its rows are an entry's."""
+
+    index: Int32  # of the lane's row
+
+    def row(self, row: Int32) -> Int32:
+        return cute.arch.shuffle_sync(self.index, row)
+
+
+@dataclass(frozen=True)
+class LimbPlaces:
+    """Where limbs of an entry's k blocks and their scales lie: addresses."""
+
+    x_address: Int32
+    x_scales: Int32
+
+
+@dataclass(frozen=True)
+class LimbLane(StreamLane):
+    """A thread's places, and what it reads of limbs."""
+
+    x: Int32  # address of all limbs
+    x_scales: Int32  # of the scales of the thread's two rows, of the first k block
+    masks: Any  # of codes
+
+
+class Routing(Protocol):
+    """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
+
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`."""
+        ...
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        ...
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of, of so many entries."""
+        ...
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        ...
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block that a number of `with_parts` is multiplied with."""
+        ...
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        ...
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        ...
+
+    def entry_row(self, operands, shape, entry, known, lane) -> Any:
+        """The row of x of the lane's row of an entry, or of its last one; known: of `find`."""
+        ...
+
+
+class SortedRouting:
+    """Assignments sorted by expert: offsets of experts, and the row of x of each place. See `Routing`."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`.
+
+        Of few places the row of each, which is not known to be of use before offsets have come.
+        """
+        places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
+        return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        places, row = known
+        return ExpertFinder.of(places, lane, self.config.tile_m), row
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of: entries, here with all of K."""
+        return entries
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        return number
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block of K that a number of `with_parts` is multiplied with."""
+        return Int32(0)
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        return shape.k_blocks
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        return place
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry: Entry, known, lane):
+        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
+        place = entry.place(cutlass.min(lane, entry.rows - 1))
+        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
+        if shape.places > WARP_THREADS:
+            row = self.row_at(operands, place)
+        return row
+
+    @cute.jit
+    def row_at(self, operands, place):
+        """The row of x of a place."""
+        row = place
+        if operands.rows != 0:
+            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        return row
+
+
+class RangeRoles:
+    """What the warps of a CTA do: one loads weights, warps make limbs and multiply, warps store."""
+
+    def __init__(self, config: RangeConfig, routing: Routing):
+        self.config, self.routing = config, routing
+        self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
+        self.word_steps = self.decoder.steps
+        self.rows = ResidentRows(room_of(config))
+        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def run(self, operands, shape):
+        """The whole of a CTA's work."""
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = allocate(config, Int32(0), shape.k_blocks * config.activations.k_block_limb_bytes(config))
+        if const_expr(config.use_pdl):
+            if shape.waits != 0:
+                cute.arch.griddepcontrol_wait()
+        known = self.routing.load(operands, shape, lane)
+        if warp == config.consumer_warps:
+            if lane == 0:
+                init_barriers(config, memory)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
+            cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        finder, row = self.routing.find(shape, known, lane)
+        work_range = BlockRange.of(shape, self.routing.with_parts(shape, finder.total), cta)
+        if warp == config.consumer_warps:
+            self.copy_blocks(operands, memory, work_range, finder)
+        elif warp < config.consumer_warps:
+            self.multiply_blocks(operands, memory, work_range, finder, row, warp, lane)
+        else:
+            tid = (warp - (config.consumer_warps + 1)) * WARP_THREADS + lane
+            self.store_blocks(operands, memory, work_range, finder, tid, lane)
+
+    def with_producer(self, warps: int) -> int:
+        """Threads of so many warps and of the copying one."""
+        return (warps + self.config.producer_warps) * WARP_THREADS
+
+    @cute.jit
+    def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
+        """Brings the weights of all blocks; one warp."""
+        config, shape = self.config, work_range.shape
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(work_range.count, unroll=1):
+            number, block = work_range.block(index)
+            expert = finder.find(self.routing.entry_of(shape, number)).expert
+            begins = self.weight_begins(operands, shape, expert, block, self.routing.first_k_block(shape, number))
+            for k_block in cutlass.range(0, shape.k_blocks, config.chunk_k_blocks, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    self.copy_k_blocks(memory, begins, k_block, stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
+        """Where codes and scales of each of a block's tiles begin, from a k block on."""
+        config = self.config
+        tiles = [
+            expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
+            for i in range(config.n_tiles)
+        ]
+        # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
+        k_blocks = [Uint32(tile) * Uint32(self.routing.tile_k_blocks(shape)) + Uint32(first_k_block) for tile in tiles]
+        sizes = config.k_block_bytes, config.k_block_scale_bytes
+        return [
+            (operands.codes + product(k_block, sizes[0]), operands.scales + product(k_block, sizes[1]))
+            for k_block in k_blocks
+        ]
+
+    def copy_k_blocks(self, memory, begins, k_block, stage) -> None:
+        """Asks for the chunk of a block from a k block on; one lane."""
+        config, barrier = self.config, memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.chunk_k_blocks * config.k_block_stage_bytes)
+        address = Int32(barrier.toint())
+        target = memory.stages + stage * config.stage_bytes
+        for i, begin in enumerate(begins):
+            parts = ((0, config.k_block_bytes), (config.scale_offset, config.k_block_scale_bytes))
+            for source, (offset, k_block_bytes) in zip(begin, parts, strict=True):
+                ptx.bulk_copy_to_shared(
+                    target + (offset + i * config.chunk_k_blocks * k_block_bytes),
+                    source + product(k_block, k_block_bytes),
+                    Int32(config.chunk_k_blocks * k_block_bytes),
+                    address,
+                )
+
+    def x_start(self, shape, memory, slot) -> Any:
+        """Where the limbs of a slot are, bytes behind the first."""
+        return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
+
+    def limb_scales(self, shape, memory) -> Any:
+        """Address of the scales of limbs: behind the limbs of all slots."""
+        return memory.x + shape.x_slots * memory.x_slot_bytes
+
+    @cute.jit
+    def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first; known: of
+        `Routing.find`.
+
+        Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
+        """
+        row = self.routing.entry_row(operands, shape, entry, known, lane)
+        if shape.x_slots == 1:
+            self.meet()
+        places = LimbPlaces(memory.x + start, self.limb_scales(shape, memory) + scale_offset(start))
+        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, row)
+        self.rows.make(rows, places, begin, begin + shape.k_blocks, warp, lane)
+        self.meet()
+
+    def meet(self) -> None:
+        """Waits for all consumer warps."""
+        threads = self.config.consumer_warps * WARP_THREADS
+        cute.arch.barrier(barrier_id=MEETING, number_of_threads=threads)
+
+    def limb_lane(self, shape, memory, warp, lane) -> LimbLane:
+        row_warp, g = warp % ROW_WARPS, lane // 4
+        return LimbLane(
+            row_warp=row_warp,
+            k_warp=warp // ROW_WARPS,
+            g=g,
+            t=lane % 4,
+            code_offset=(row_warp * WARP_THREADS + lane) * FRAGMENT_BYTES,
+            scale_offset=row_warp * 16 + g,
+            x_rows=[],
+            x=memory.x,
+            x_scales=self.limb_scales(shape, memory) + lane % 4 * 8,
+            masks=self.products.masks(Uint32(shape.n >> 31)),
+        )
+
+    @cute.jit
+    def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
+        """A consumer warp: its k blocks of every block, then its part of the block's results."""
+        config, shape = self.config, work_range.shape
+        place = self.limb_lane(shape, memory, warp, lane)
+        stage, phase, turn = Int32(place.k_warp), Int32(0), Int32(place.k_warp)
+        buffer, drained_phase = Int32(0), Int32(1)
+        last, slot, start = Int32(-1), Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
+        for index in cutlass.range(work_range.count, unroll=1):
+            number, _ = work_range.block(index)
+            if number != last:
+                start = self.x_start(shape, memory, slot)
+                entry, begin = (
+                    finder.find(self.routing.entry_of(shape, number)),
+                    self.routing.first_k_block(shape, number),
+                )
+                self.make_limbs(operands, shape, memory, entry, begin, row, start, warp, lane)
+                slot = slot + 1
+            last = number
+            acc.fill(0.0)
+            stage, phase, turn = self.multiply_block(acc, shape, memory, place, start, (stage, phase, turn), lane)
+            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
+            stage_acc(config, acc, memory, buffer, place, [])
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.staged + buffer)
+            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+
+    @cute.jit
+    def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
+        """Adds a block's products to ``acc``; of its chunks a warpgroup takes every ``k_warps``-th.
+
+        start: bytes to its limbs; pipeline and result: (stage, phase, chunks until the next one that is this warp's).
+        """
+        config = self.config
+        stage, phase, turn = state
+        chunk = config.chunk_k_blocks
+        first = turn * chunk
+        following = first
+        for k_block in cutlass.range(first, shape.k_blocks, config.k_warps * chunk, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            base = memory.stages + stage * config.stage_bytes
+            self.multiply_k_blocks(acc, base, k_block * config.activations.k_block_limb_bytes(config) + start, place)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.empty + stage)
+            following = k_block + config.k_warps * chunk
+            stage, phase = advance_by(config.k_warps, stage, phase, config.num_stages)
+        return stage, phase, (following - shape.k_blocks) // chunk
+
+    def multiply_k_blocks(self, acc, base, x_offset, place: LimbLane) -> None:
+        """Adds the products of a chunk; x_offset: where the limbs of its first k block are."""
+        config = self.config
+        parts = [
+            Part(tile, *self.load_k_block(base, k_block, tile, place), *self.load_limbs(place, x_offset, k_block))
+            for tile in range(config.n_tiles)
+            for k_block in range(config.chunk_k_blocks)
+        ]
+        self.products.multiply_parts(acc, parts, place.masks, config.tile_m)
+
+    def load_k_block(self, base, k_block: int, tile: int, place: LimbLane) -> tuple[Any, Any]:
+        """(codes, scales) of a tile of the ``k_block``-th k block of a chunk."""
+        config = self.config
+        number = tile * config.chunk_k_blocks + k_block
+        offset = number * config.k_block_bytes
+        address = base + place.code_offset
+        words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
+        size = config.format.scale_bytes
+        row, offset = base + place.scale_offset * size, config.scale_offset + number * config.k_block_scale_bytes
+        return words, [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
+
+    def load_scale(self, address, offset: int):
+        """As `StreamRoles.load_scale`."""
+        word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
+        return to_float(self.config.dtype, self.decoder.scale_word(word))
+
+    def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
+        """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
+        config, address = self.config, place.x_scales + scale_offset(x_offset)
+        k_block_bytes = config.activations.k_block_scale_bytes(config)
+        pairs = [
+            ptx.load_shared_vector(address, k_block * k_block_bytes + block * MMA_N * ROW_SCALE_BYTES, 2)
+            for block in range(config.m_fragments)
+        ]
+        x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
+        scales = [word.bitcast(Float32) for pair in pairs for word in pair]
+        return scales, wgmma.advanced(x, k_block * config.activations.k_block_limb_bytes(config))
+
+    @cute.jit
+    def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
+        """A epilogue warp: results of all blocks, four neighbouring ones of a row a thread."""
+        config, shape = self.config, work_range.shape
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        buffer, phase = Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor(4, Float32)
+        extras = cute.make_rmem_tensor(8, Float32)
+        # The first turn is a rehearsal that stores nothing: what is executed for the first time comes from memory, line
+        # by line, and the launch waits for its last results.
+        turns = cutlass.select_(work_range.count > 0, work_range.count + 1, Int32(0))
+        for turn in cutlass.range(turns, unroll=1):
+            rehearsing = turn == 0
+            number, block = work_range.block(cutlass.max(turn - 1, 0))
+            entry = finder.find(self.routing.entry_of(shape, number))
+            source = memory.staging + buffer * config.buffer_bytes
+            if not rehearsing:
+                cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+            for vector in cutlass.range(
+                tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
+            ):
+                place = entry.place(vector // self.epilogue.row_vectors)
+                result = self.routing.result_place(shape, number, place)
+                target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
+                target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
+                self.epilogue.load_extras(operands, shape, target, extras)
+                values = self.epilogue.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(4):
+                    acc[i] = values[i]
+                self.epilogue.store(operands, shape, target, acc, extras)
+            if not rehearsing:
+                self.epilogue.release(memory, buffer, lane)
+                buffer, phase = advance(buffer, phase, config.num_buffers)
+
+
+def range_sizes(config: RangeConfig, given, places) -> Any:
+    """The fields of a `RangeSizes`, of a launch's arguments. places: rows of the result."""
+    num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+    blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
+    of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
+    routed = given.num_experts, places, given.x_slots, given.waits
+    return given.n, given.x.shape[1], *of_blocks, *routed, given.activation, given.out_kind
+
+
+def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
+    sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "min_blocks_per_mp": 1}
+    return sizes | {"use_pdl": config.use_pdl, "stream": stream}
+
+
+class RangeKernel:
+    """One compiled variant; :class:`.config.RangeConfig` says which."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+        self.roles = RangeRoles(config, SortedRouting(config))
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `RANGES` of `cute_kernels.gemm.experts.arguments`."""
+        sizes = RangeSizes(*range_sizes(self.config, given, given.places))
+        operands = operands_of(RangeOperands, given, residual=Int64(0))
+        self.kernel(operands, sizes).launch(**launch_options(self.config, given.num_ctas, stream))
+
+    @cute.kernel
+    def kernel(self, operands, shape):
+        self.roles.run(operands, shape)
+
+
+def scale_offset(x_offset) -> Any:
+    """Bytes to the scales of a k block whose limbs are ``x_offset`` behind the first."""
+    return x_offset // (ROW_LIMB_BYTES // ROW_SCALE_BYTES)

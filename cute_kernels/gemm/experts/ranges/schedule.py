@@ -1,0 +1,190 @@
+"""How a grouped product by work ranges of whole blocks is laid out. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.experts.ranges.config import (
+    BLOCK_K,
+    LANE_ASSIGNMENTS,
+    LANE_EXPERTS,
+    MOST_ASSIGNMENTS,
+    ROUND_EXPERTS,
+    ROUNDS,
+    ROW_BITS,
+    ROWS,
+    EntryLimbs,
+    RangeConfig,
+)
+from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
+from cute_kernels.gemm.schedule import MEMORY_BYTES_PER_US, weight_fields
+from layouts.weights.hopper import TILE_N
+
+# By the rows of an entry: bytes of weights in a pipeline, at most. What is asked for at once is not to be more than
+# needed.
+STAGES_BYTES: dict[int, int] = dict(zip(ROWS, (104 * 1024, 86 * 1024), strict=True))
+LEAST_STAGES_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
+EPILOGUE_WARPS: dict[int, int] = dict(zip(ROWS, (2, 3), strict=True))  # of entries of up to so many rows
+SPARE_BYTES = 1024  # of shared memory, for alignment
+
+
+class RangeShape(NamedTuple):
+    """How the warpgroups of a CTA share out a block, of entries of so many rows; fields as in `RangeConfig`."""
+
+    tile_m: int
+    n_tiles: int
+    k_warps: int
+    chunk_k_blocks: int
+
+
+# What was the fastest somewhere. Of more rows than the first have, the model chooses none: only tables do.
+SHAPES = (
+    *(RangeShape(ROWS[0], *shape) for shape in ((1, 3, 2), (2, 3, 1))),
+    *(RangeShape(ROWS[1], *shape) for shape in ((1, 3, 2), (2, 2, 1))),
+)
+MODELLED_ROWS = ROWS[0]
+PARTS = (2, 4)  # of K, where it has no room whole
+# An H200's, fitted to measured times (tests/facts/moe.json).
+START_US = 7.2  # of a launch, until the first weights have come, and of the way out
+BLOCK_US = 0.08  # of a block, beyond the memory's time for it
+LEAST_SHARE = 0.5  # of the time of a round of blocks, however few CTAs have one more
+
+
+@dataclass(frozen=True)
+class RangeLayout:
+    """How a launch is laid out.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features of an expert.
+        k_blocks: of the padded K, or of a part of it.
+        num_ctas: as many as there are SMs; those without a block end at once.
+        x_slots: sets of limbs of an entry that a CTA has room for, 1 or 2.
+        parts: of K, whose results stand apart, for whoever adds them up: among assignments as they are only.
+    """
+
+    config: RangeConfig
+    num_tiles: int
+    k_blocks: int
+    num_ctas: int
+    x_slots: int
+    parts: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Of an expert."""
+        return -(-self.num_tiles // self.config.n_tiles)
+
+    @property
+    def part_bits(self) -> int:
+        """log2 of the parts."""
+        return self.parts.bit_length() - 1
+
+
+def has_few_rows(problem: GroupedProblem) -> bool:
+    """Whether such a product is what serves a problem: experts usually have one entry of rows, or none."""
+    return usual_rows(problem) <= MODELLED_ROWS and any(layouts(problem))
+
+
+def make_ranges(problem: GroupedProblem) -> RangeLayout:
+    """The fastest layout by the model, of a problem with `has_few_rows`."""
+    return _fastest(problem, layouts(problem))
+
+
+def make_parts(problem: GroupedProblem) -> RangeLayout | None:
+    """The fastest layout by the model in as few parts of K as possible, two at least, of few rows an expert.
+
+    For products whose limbs have no room whole. None if experts usually have more rows, or no number of parts will do.
+    """
+    if usual_rows(problem) > MODELLED_ROWS:
+        return None
+    found = (list(layouts(problem, parts)) for parts in PARTS)
+    return next((_fastest(problem, some) for some in found if some), None)
+
+
+def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayout:
+    few = (layout for layout in found if layout.config.tile_m == MODELLED_ROWS)
+    return min(few, key=lambda layout: estimate_us(problem, layout))
+
+
+def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
+    """The same of so many assignments as they are, which need not be sorted; None of too many, or entries of more rows
+    than are found so."""
+    if count > MOST_ASSIGNMENTS:
+        return None
+    lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
+    config = layout.config.with_activations(lane_assignments=lanes, expert_rounds=1)
+    return replace(layout, config=config) if config.can_implement() is None else None
+
+
+def row_factor(assignments: int) -> int:
+    """What `AssignedSizes.row` multiplies by, where so many neighbouring assignments have a row of x together."""
+    return -(-(1 << ROW_BITS) // assignments)
+
+
+def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
+    """Microseconds that the model expects, launch included.
+
+    CTAs have as many blocks as another or one more; SMs take in weights faster where not all of them do.
+    """
+    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.tile_m)
+    rounds, rest = divmod(entries * layout.parts * layout.num_blocks / layout.num_ctas, 1)
+    block_bytes = layout.k_blocks * layout.config.k_block_stage_bytes
+    block = layout.num_ctas * block_bytes / MEMORY_BYTES_PER_US + BLOCK_US
+    return START_US + block * (rounds + max(rest, LEAST_SHARE if rest else 0.0))
+
+
+def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
+    """All that are possible, in so many parts of K."""
+    for shape in SHAPES:
+        layout = make_layout(problem, shape, parts)
+        if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
+            yield layout
+
+
+def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
+    """The largest number that `cute_kernels.gemm.experts.work.quotient` is to divide, times the divisor."""
+    blocks = problem.max_entries(layout.config.tile_m) * layout.parts * layout.num_blocks
+    return blocks * max(layout.num_ctas, layout.num_blocks)
+
+
+def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
+    """With room for the limbs of two entries, if the pipeline is none the shorter for it; None if there is no
+    pipeline."""
+    k_blocks, rest = divmod(problem.k_pad, parts * BLOCK_K)
+    if rest or k_blocks % shape.chunk_k_blocks or problem.num_experts % LANE_EXPERTS:
+        return None
+    found = [
+        RangeLayout(config, -(-problem.n // TILE_N), k_blocks, problem.num_sms, x_slots, parts)
+        for x_slots in (2, 1)
+        if (config := config_of(problem, shape, x_slots * k_blocks))
+    ]
+    return max(found, key=lambda layout: layout.config.num_stages, default=None)
+
+
+def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) -> RangeConfig | None:
+    """A configuration with room for limbs of so many k blocks; None if that leaves no pipeline."""
+    rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
+    if rounds is None:
+        return None
+    config: RangeConfig = LinearConfig(
+        **weight_fields(problem),
+        block_k=BLOCK_K,
+        epilogue_warps=EPILOGUE_WARPS[shape.tile_m],
+        use_pdl=problem.use_pdl,
+        num_stages=shape.k_warps,
+        activations=EntryLimbs(expert_rounds=rounds),
+        **shape._asdict(),
+    )
+    config = config.with_activations(x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
+    stage = config.stage_bytes
+    room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
+    stages = min(STAGES_BYTES[shape.tile_m] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
+    if stages * stage < LEAST_STAGES_BYTES:
+        return None
+    config = replace(config, num_stages=stages)
+    return config if config.can_implement() is None else None

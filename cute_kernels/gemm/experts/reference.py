@@ -1,0 +1,101 @@
+"""What layers of experts mean, in fp32 PyTorch; also what runs on CPU tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.reference import linear_reference, out_features
+
+
+def grouped_linear_reference(
+    x: torch.Tensor,
+    weight: PackedExperts,
+    expert_offsets: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
+
+    Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
+
+    Args:
+        x, weight, expert_offsets, rows, bias, activation, out_dtype: as for `cute_kernels.gemm.experts.grouped_linear`.
+    """
+    places = x.shape[0] if rows is None else rows.shape[0]
+    columns = out_features(weight.out_features, activation)
+    out = torch.zeros(places, columns, dtype=out_dtype or x.dtype, device=x.device)
+    ends = expert_offsets.tolist()
+    for expert, (first, last) in enumerate(itertools.pairwise(ends)):
+        if first == last:
+            continue
+        chosen = x[first:last] if rows is None else x[rows[first:last].long()]
+        expert_bias = None if bias is None else bias[expert]
+        out[first:last] = linear_reference(
+            chosen, weight[expert], expert_bias, activation=activation, out_dtype=out.dtype
+        )  # fmt: skip
+    return out
+
+
+def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assignments sorted by expert, those of one expert in their order.
+
+    Args:
+        topk_ids: integers [tokens, topk]; an assignment to an id outside 0 to num_experts - 1 goes nowhere.
+
+    Returns:
+        offsets int32 [num_experts + 1], the first place of each expert; rows int32 [tokens * topk], the token at each
+        place, 0 behind the last one; places int32 [tokens, topk], the place of each assignment or -1.
+    """
+    ids = topk_ids.reshape(-1).long()
+    known = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(known, ids, num_experts)
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets[1:] = counts.cumsum(0)
+    places = torch.empty_like(ids).index_copy_(0, order, torch.arange(ids.numel(), device=ids.device))
+    places = torch.where(known, places, -1).view(topk_ids.shape).int()
+    rows = order // max(1, topk_ids.shape[1])
+    rows[int(offsets[-1]) :] = 0
+    return offsets, rows.int(), places
+
+
+def combine_reference(
+    results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum over j of weights[t, j] * results[places[t, j]] in fp32, in order; assignments at place -1 are left out."""
+    tokens, topk = places.shape
+    out = torch.zeros(tokens, results.shape[1], dtype=torch.float32, device=results.device)
+    for j in range(topk):
+        place = places[:, j].long()
+        part = results[place.clamp(min=0)].float() * weights[:, j, None].float() if results.shape[0] else out
+        out = torch.where(place[:, None] >= 0, out + part, out)
+    return out.to(out_dtype)
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
+
+    What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
+
+    Args:
+        x, gate_up, down, topk_ids, topk_weights, out_dtype: as for `cute_kernels.gemm.experts.fused_moe`.
+    """
+    offsets, rows, places = route_reference(topk_ids, len(gate_up))
+    hidden = grouped_linear_reference(x, gate_up, offsets, rows=rows, activation="swiglu")
+    results = grouped_linear_reference(hidden, down, offsets, out_dtype=torch.float32)
+    return combine_reference(results, places, topk_weights, out_dtype or x.dtype)

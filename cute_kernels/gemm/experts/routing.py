@@ -1,0 +1,152 @@
+"""Assignments sorted by expert, in one CTA and without atomics: a counting sort whose order is always the same.
+
+Warps take runs of neighbouring assignments. In a step of 32, lanes with the same expert find each other by match.sync;
+the first of them counts for all, in counters of its warp. Accumulators over the warps and over the experts say where
+each warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: behind
+all before it that have the same expert.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.experts.config import ROUTING_WARPS, RoutingConfig
+from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
+
+
+class RoutingKernel:
+    """One compiled variant; :class:`RoutingConfig` says which."""
+
+    def __init__(self, config: RoutingConfig):
+        self.config = config
+
+    def launch(self, given, stream):
+        """One CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
+        tokens, topk = extents(given.topk_ids)
+        sorted_as = given.offsets, given.rows, given.places
+        self.kernel(ptx.address(given.topk_ids), *sorted_as, tokens * topk, topk, given.num_experts).launch(
+            grid=(1, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=self.config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        ids: Int64,
+        offsets: Int64,
+        rows: Int64,
+        places: Int64,
+        count: Int32,
+        topk: Int32,
+        num_experts: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        smem = cutlass.utils.SmemAllocator()
+        counts = smem.allocate(4 * MAX_EXPERTS * ROUTING_WARPS, byte_alignment=16).toint()
+        totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
+        if const_expr(self.config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        # Few assignments are those of few warps.
+        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), ROUTING_WARPS)
+        run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS
+        begin, end = warp * run, cutlass.min((warp + 1) * run, count)
+        mine = counts + warp * (4 * MAX_EXPERTS)
+        for expert in cutlass.range(lane, num_experts, WARP_THREADS, unroll=1):
+            ptx.store_shared(mine + expert * 4, 0, [Uint32(0)])
+        cute.arch.sync_warp()
+        for first in cutlass.range(begin, end, WARP_THREADS, unroll=1):
+            expert = self.expert_of(ids, first + lane, end, num_experts)
+            self.take(mine, expert, num_experts, lane)
+        cute.arch.sync_threads()
+        for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
+            self.sum_warps(counts + expert * 4, totals + expert * 4, num_warps)
+        cute.arch.sync_threads()
+        if warp == 0:
+            self.sum_experts(totals, offsets, num_experts, lane)
+        cute.arch.sync_threads()
+        for first in cutlass.range(begin, end, WARP_THREADS, unroll=1):
+            index = first + lane
+            expert = self.expert_of(ids, index, end, num_experts)
+            rank = self.take(mine, expert, num_experts, lane)
+            place = Int32(-1)
+            if expert < num_experts:
+                place = rank + Int32(ptx.load_shared(totals + expert * 4, 0))
+                ptx.store_global(rows + Int64(place) * 4, [Uint32(index // topk)])
+            if index < end:
+                ptx.store_global(places + Int64(index) * 4, [Uint32(place)])
+
+    @cute.jit
+    def expert_of(self, ids, index, end, num_experts):
+        """The expert of an assignment, num_experts for none."""
+        expert = Int32(num_experts)
+        if index < end:
+            if const_expr(self.config.id_bits == 64):
+                low, high = ptx.load_global_words(ids + Int64(index) * 8, 0, 2, constant=False)
+                if (high == Uint32(0)) & (low < Uint32(num_experts)):
+                    expert = Int32(low)
+            else:
+                (low,) = ptx.load_global_words(ids + Int64(index) * 4, 0, 1, constant=False)
+                if low < Uint32(num_experts):
+                    expert = Int32(low)
+        return expert
+
+    @cute.jit
+    def take(self, mine, expert, num_experts, lane):
+        """Counts a step's assignments in the warp's counters; how many there were before each of its kind."""
+        peers = Uint32(cute.arch.match_sync(0xFFFFFFFF, expert))
+        before = Int32(0)
+        known = expert < num_experts
+        if known:
+            before = Int32(ptx.load_shared(mine + expert * 4, 0))
+        cute.arch.sync_warp()
+        rank = Int32(cute.arch.popc(peers & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
+        if known & (rank == 0):
+            ptx.store_shared(mine + expert * 4, 0, [Uint32(before + Int32(cute.arch.popc(peers)))])
+        cute.arch.sync_warp()
+        return before + rank
+
+    @cute.jit
+    def sum_warps(self, counts, total, num_warps):
+        """Turns an expert's counts into how many there are in the warps before; and their sum."""
+        before = Int32(0)
+        stride = 4 * MAX_EXPERTS
+        for warp in cutlass.range(num_warps, unroll=4):
+            count = Int32(ptx.load_shared(counts + warp * stride, 0))
+            ptx.store_shared(counts + warp * stride, 0, [Uint32(before)])
+            before = before + count
+        ptx.store_shared(total, 0, [Uint32(before)])
+
+    @cute.jit
+    def sum_experts(self, totals, offsets, num_experts, lane):
+        """One warp turns totals into the first place of each expert; a lane has neighbouring experts."""
+        expert = lane * EXPERTS_PER_LANE
+        acc = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
+        acc[0] = Int32(0)
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            count = Int32(0)
+            if expert + i < num_experts:
+                count = Int32(ptx.load_shared(totals + (expert + i) * 4, 0))
+            acc[i + 1] = acc[i] + count
+        before = acc[EXPERTS_PER_LANE]
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
+            before = before + cutlass.select_(lane >= (1 << step), other, Int32(0))
+        before = before - acc[EXPERTS_PER_LANE]
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            if expert + i < num_experts:
+                ptx.store_shared(totals + (expert + i) * 4, 0, [Uint32(before + acc[i])])
+            if expert + i <= num_experts:
+                ptx.store_global(offsets + Int64(expert + i) * 4, [Uint32(before + acc[i])])
+        if (lane == WARP_THREADS - 1) & (num_experts == MAX_EXPERTS):
+            ptx.store_global(offsets + Int64(num_experts) * 4, [Uint32(before + acc[EXPERTS_PER_LANE])])

@@ -1,0 +1,110 @@
+"""What the mainloops of grouped tiles take, as `cute_kernels.gemm.wgmma.costs` has it of dense ones.
+
+Clocks are an H200's, fitted to measured times of experts (tests/facts/moe.json). Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
+from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
+
+WORK_TILE_CLOCKS = 2200  # of results of two warpgroups, where decoding or memory is the bound,
+TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
+SCALED_BITS = 4  # of codes that were measured where one instruction scales them as it decodes them
+
+
+class MainloopCost(Protocol):
+    """Clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
+
+    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        """Of the tensor cores, where they run beside decoding."""
+        ...
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        """Of all else that a warpgroup does."""
+        ...
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        """By what weights take longer than at the memory's rate."""
+        ...
+
+
+def scaled_as_decoded(config: WgmmaConfig) -> bool:
+    """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
+    return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
+
+
+def steps_of(config: WgmmaConfig) -> int:
+    """k16 steps of a k block, of all tiles of 64 features."""
+    return config.block_tiles * config.k_block_steps
+
+
+class RegisterCost:
+    """Of `RegisterWgmma`."""
+
+    # Per k16 step of a tile of 64 features: however few rows, by the bits of a code; for each row. The same where one
+    # instruction scales codes as it decodes them, with the launch that brings rows.
+    decode: ClassVar[dict[int, float]] = {4: 25, 8: 30}
+    row = 0.2
+    scaled, scaled_row = 20, 0.25
+    mma = 16  # per k16 step of a tile of 64 features, beside its products
+    # Tiles of so many rows take that much longer than a dense product's, as measured.
+    wide: ClassVar[dict[int, float]] = {192: 1.04, 224: 1.06, 256: 1.08}
+
+    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return steps_of(config) * (tile_m / 2 + self.mma) * self.wide.get(config.tile_m, 1.0)
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        clocks, row = self.decode[config.format.bits] * config.format.decode_cost, self.row
+        if scaled_as_decoded(config):
+            clocks, row = self.scaled, self.scaled_row
+        return K_BLOCK_CLOCKS + steps_of(config) * (clocks + row * tile_m)
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        return 1.0
+
+
+class SynchronousCost:
+    """Of `MmaSync`: warps multiply each for itself, so scales are on accumulators, and each has instructions."""
+
+    step: ClassVar[dict[int, float]] = {4: 20, 8: 25}
+    row = 0.43
+
+    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return 0.0
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        clocks = self.step[config.format.bits] * config.format.decode_cost
+        return K_BLOCK_CLOCKS + steps_of(config) * (clocks + self.row * tile_m)
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        return 1.0
+
+
+class LimbCost:
+    """Of `Limbs`, tensor cores included: what there is to do for each row are its limbs' columns and scales."""
+
+    step, row = 12, 0.62
+    short_pipeline, short_pipeline_factor = 5, 1.05  # with so few stages
+
+    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return 0.0
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return K_BLOCK_CLOCKS + steps_of(config) * (self.step + self.row * tile_m)
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        return self.short_pipeline_factor if config.num_stages <= self.short_pipeline else 1.0
+
+
+COSTS: dict[type[Mainloop], MainloopCost] = {
+    RegisterWgmma: RegisterCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(),
+}  # fmt: skip
+
+
+def cost_of(mainloop: Mainloop) -> MainloopCost:
+    """The cost model of a mainloop; KeyError if it has none."""
+    return COSTS[type(mainloop)]

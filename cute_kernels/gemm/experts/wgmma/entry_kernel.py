@@ -1,0 +1,288 @@
+"""Grouped weight-only GEMM of few rows an expert, bit for bit that of all tiles of decoded weights.
+
+The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. What
+differs is how the work is dealt out. A work tile is 64 output features of one entry, and each of a CTA's two
+warpgroups has work tiles, stages and producer warps of its own: one decodes while the other waits, and where a launch
+has a work tile for each SM only, none waits for a second one. Entries are found among assignments as they are
+(:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
+
+Rows of an entry lie anywhere, and a B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are
+swizzled by the row's number in its group. The first of a group lies as it does in x, so a bulk copy brings it. Each row
+of an entry is the first of a group of its own; the seven others are columns of the product that nobody stores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.ring import advance
+from cute_kernels.device.wgmma import ATOM_BYTES
+from cute_kernels.gemm.config import SWIGLU
+from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
+from cute_kernels.gemm.experts.ranges.config import ROW_BITS
+from cute_kernels.gemm.experts.wgmma.entry_config import RINGS, ROW_COLUMNS, EntryConfig, entry_rows, ring_config
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.gemm.wgmma.consumers import Consumers
+from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, PACKED_VECTOR, ROW_BYTES, Store, TileEpilogue
+from cute_kernels.gemm.wgmma.kernel import BEGIN, launch_options, make_mainloop
+from cute_kernels.gemm.wgmma.loads import ELEMENTS, TmaLoads, WeightLoads, product
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
+from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
+from cute_kernels.gemm.wgmma.reading import StageReader
+from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_sizes
+from cute_kernels.gemm.work import Operands, operands_of
+from layouts.weights.hopper import TILE_N
+
+
+@dataclass(frozen=True)
+class EntryTileSizes(TileSizes):
+    """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
+
+    num_experts: Int32
+    places: Int32  # assignments
+    id_words: Int32  # of 32 bits, of an expert's id
+    row_factor: Int32  # 2**ROW_BITS over the assignments of a row of x, rounded up
+    tiles: Divisor  # of 64 output features of an expert
+    waits: Int32  # whether ids may be of the kernel before this one
+
+    def row(self, place) -> Any:
+        """The row of x of an assignment."""
+        return (place * self.row_factor) >> ROW_BITS
+
+
+@dataclass(frozen=True)
+class EntryTile:
+    """64 output features of an entry; run-time integers. block: of the features; others as in
+    :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`."""
+
+    entry: AssignedEntry
+    block: Int32
+    begin: Int32  # k blocks
+    end: Int32
+
+
+@dataclass(frozen=True)
+class EntryTileScheduler:
+    """The work tiles of one warpgroup: every ``stride``-th, those of an entry one after the other."""
+
+    shape: EntryTileSizes
+    finder: AssignmentFinder
+    first: Int32
+    stride: Int32
+
+    @property
+    def count(self):
+        return self.finder.total * self.shape.num_tiles
+
+    def work_tile(self, index) -> EntryTile:
+        """All lanes of a warp ask together."""
+        number, block = self.shape.tiles.divide_int(index)
+        return EntryTile(self.finder.find(number), block, Int32(0), self.shape.k_blocks)
+
+
+class EntryPlaces:
+    """Where an entry's weights are: see `cute_kernels.gemm.wgmma.places.Places`."""
+
+    def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
+        return Int32(0), work_tile.entry.rows
+
+    def weight_tile(self, shape, work_tile, index) -> Any:
+        return work_tile.entry.expert * shape.num_tiles + work_tile.block
+
+    def bias_place(self, shape, work_tile, row) -> Any:
+        return work_tile.entry.expert * shape.n + row
+
+
+class EntryLoads:
+    """Rows of an entry through the pipeline, from wherever they lie: bulk copies by one producer warp."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+        self.entry_rows = config.tile_m // ROW_COLUMNS
+        self.tma_tiles = config.block_k // TMA_TILE_K
+
+    @cute.jit
+    def copy(self, operands, shape, memory, scheduler, lane):
+        """Brings the rows of every k block. They may be what the launch before makes."""
+        config = self.config
+        cute.arch.griddepcontrol_wait()
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            rows = work_tile.entry.rows
+            sources = self.sources(operands, shape, work_tile.entry, lane)
+            for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, rows * (self.tma_tiles * ROW_BYTES))
+                    for row in cutlass.range_constexpr(self.entry_rows):
+                        if row < rows:
+                            self.copy_row(sources[row], memory, stage, k_block, row)
+                stage, phase = advance(stage, phase, config.num_stages)
+
+    def sources(self, operands, shape, entry, lane) -> list[Any]:
+        """Addresses of as many rows of x as an entry may have; of those that it does not have another one."""
+        own = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
+        rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
+        return [operands.x + product(row, shape.k) * 2 for row in rows]
+
+    def copy_row(self, source, memory, stage, k_block, row: int) -> None:
+        """Asks for a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
+        config = self.config
+        target = memory.x_address + stage * config.x_stage_bytes + row * ATOM_BYTES
+        source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
+        barrier = Int32((memory.full + stage).toint())
+        for tile in range(self.tma_tiles):
+            place = target + tile * config.tma_tile_bytes
+            ptx.bulk_copy_to_shared(place, source + tile * ROW_BYTES, Int32(ROW_BYTES), barrier)
+
+
+class EntryResults:
+    """Stores a work tile's results, each row where its assignment is: see `TileReduction`.
+
+    Results are of x's dtype, and whole vectors of 16 bytes; there is no bias.
+    """
+
+    prepares = False
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+        self.epilogue = TileEpilogue(config, dense=False)
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        self.epilogue.wait(store)
+        if shape.activation == SWIGLU:
+            self.epilogue.stage_gated(store, acc, 0, self.config.tile_m)
+            self.epilogue.wait(store)
+            self.store_rows(operands, shape.n // 2, store, work_tile, TILE_N // 2, GATED_PITCH)
+        else:
+            self.epilogue.stage_packed(store, acc, 0, self.config.tile_m)
+            self.epilogue.wait(store)
+            self.store_rows(operands, shape.n, store, work_tile, TILE_N, PACKED_PITCH)
+
+    @cute.jit
+    def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
+        """Stores what is staged of the first column of each row, ``features``, 8 neighbouring ones a thread."""
+        vectors = features // PACKED_VECTOR
+        row, vector = store.tid // vectors, store.tid % vectors
+        column = work_tile.block * features + vector * PACKED_VECTOR
+        if (row < work_tile.entry.rows) & (column < columns):
+            words = ptx.load_shared_vector(store.staging + row * (ROW_COLUMNS * pitch) + vector * 16, 0, 4)
+            place = Int64(work_tile.entry.place(row)) * columns + column
+            ptx.store_global(operands.out + place * 2, words)
+
+
+class EntryKernel:
+    """One compiled variant; :class:`.entry_config.EntryWgmma` says which."""
+
+    def __init__(self, config: EntryConfig):
+        self.config, self.ring = config, ring_config(config)
+        places, stages = EntryPlaces(), StageReader(self.ring)
+        mainloop = make_mainloop(self.ring, stages, places, masks_by_lane=False)
+        self.consumers = Consumers(self.ring, stages, places, mainloop, EntryResults(self.ring))
+        self.weights = WeightLoads(self.ring, places, asks_first=False)
+        self.rows = EntryLoads(self.ring)
+        self.layout = TmaLoads(config, places).layout
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `ENTRIES` of its `arguments`."""
+        sizes = dense_sizes(self.ring, given, whole=Int32(0), splits=Int32(1))
+        shape = EntryTileSizes(
+            *sizes,
+            grid=None,
+            num_experts=given.num_experts,
+            places=given.count,
+            id_words=given.id_words,
+            row_factor=given.row_factor,
+            tiles=Divisor.of(given.num_tiles),
+            waits=given.waits,
+        )
+        operands = operands_of(Operands, given, bias=Int64(0), residual=Int64(0), workspace=Int64(0))
+        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
+        self.kernel(operands, shape, given.ids).launch(**options)
+
+    @cute.kernel
+    def kernel(self, operands, shape, ids):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = allocate(config, self.layout(), ELEMENTS[config.dtype], 0)
+        if shape.waits != 0:
+            cute.arch.griddepcontrol_wait()
+        words = [
+            load_id(ids, i * WARP_THREADS + lane, shape.places, shape.id_words)
+            for i in range(config.mainloop.lane_assignments)
+        ]
+        self.begin(memory, warp, lane)  # while ids are on their way
+        cute.arch.griddepcontrol_launch_dependents()
+        experts = [expert_of(low, high, shape.num_experts) for low, high in words]
+        finder = AssignmentFinder.of(experts, shape.num_experts, lane, entry_rows(config))
+        self.take(operands, shape, memory, finder, cta, num_ctas, warp, lane)
+
+    @cute.jit
+    def begin(self, memory, warp, lane):
+        """Makes each ring's barriers, by the warp that loads its weights, which waits for nobody: with few tokens a
+        warpgroup has one work tile, and a launch is as long as its first weights are on their way."""
+        config = self.config
+        if (warp >= config.consumer_warps) & (warp % RINGS == 0):
+            if lane == 0:
+                init_barriers(self.ring, self.ring_of(memory, (warp - config.consumer_warps) // RINGS))
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
+        else:
+            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
+
+    @cute.jit
+    def take(self, operands, shape, memory, finder, cta, num_ctas, warp, lane):
+        """What each warp does: of a ring two load and four multiply."""
+        config = self.config
+        if warp >= config.consumer_warps:
+            cute.arch.setmaxregister_decrease(config.producer_registers)
+            number = (warp - config.consumer_warps) // RINGS
+            ring = self.ring_of(memory, number)
+            scheduler = EntryTileScheduler(shape, finder, cta + number * num_ctas, RINGS * num_ctas)
+            if warp % RINGS == 0:
+                self.weights.copy(operands, shape, ring, scheduler)
+            else:
+                self.rows.copy(operands, shape, ring, scheduler, lane)
+        else:
+            cute.arch.setmaxregister_increase(config.consumer_registers)
+            number = warp // WARPGROUP_WARPS
+            ring = self.ring_of(memory, number)
+            scheduler = EntryTileScheduler(shape, finder, cta + number * num_ctas, RINGS * num_ctas)
+            place = replace(self.consumers.lane(shape, warp % WARPGROUP_WARPS, lane), warp=warp)
+            self.consumers.multiply(operands, shape, ring, scheduler, place)
+
+    def ring_of(self, memory: TileMemory, number) -> TileMemory:
+        """The stages of a warpgroup."""
+        first, config = number * self.ring.num_stages, self.ring
+        return replace(
+            memory,
+            x_address=memory.x_address + first * config.x_stage_bytes,
+            codes=memory.codes + first * config.code_stage_bytes,
+            scales=memory.scales + first * config.scale_stage_bytes,
+            zeros=memory.zeros + first * config.zero_stage_bytes,
+            full=memory.full + first,
+            empty=memory.empty + first,
+        )

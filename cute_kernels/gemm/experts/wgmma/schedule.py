@@ -1,0 +1,190 @@
+"""Which tile serves a grouped product of many rows an expert. Plain Python, no GPU.
+
+How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
+on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
+of a tile is that of `.costs`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.experts.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
+from cute_kernels.gemm.experts.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded
+from cute_kernels.gemm.schedule import weight_fields
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
+from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.stages import MAX_STAGES
+from layouts.weights.hopper import TILE_N
+
+ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
+TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
+SUMS = (
+    -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
+)  # where the warps' own numbers of work tiles are, behind the entries,
+TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
+# Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
+# it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
+MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1
+MANY_EXPERTS = 64
+MOST_SMS = 7 / 8
+LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
+LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
+SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
+
+
+class TileShape(NamedTuple):
+    """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
+
+    tile_m: int
+    n_tiles: int
+    block_k: int
+    row_parts: int
+    warpgroups: int = 2
+    mainloop: Mainloop = RegisterWgmma()
+
+
+# An expert's last tile is half empty on average, so all have parts.
+SHAPES = (
+    TileShape(16, 2, 128, 2, mainloop=Limbs()),
+    TileShape(32, 2, 128, 4, mainloop=Limbs()),
+    TileShape(64, 2, 128, 4, mainloop=Limbs()),
+    TileShape(256, 1, 64, 2),
+    TileShape(224, 1, 64, 7),
+    TileShape(192, 1, 64, 6),
+    TileShape(160, 1, 128, 5),
+    TileShape(128, 1, 128, 4),
+    TileShape(64, 2, 128, 4),
+    TileShape(48, 2, 128, 6),
+    TileShape(32, 2, 128, 4),
+    TileShape(16, 2, 128, 2),
+    TileShape(16, 2, 128, 2, mainloop=MmaSync()),
+    TileShape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
+)
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """How a launch is laid out.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features of an expert.
+        k_blocks: of the padded K.
+        num_ctas: as many as there are SMs; those without a work tile end at once.
+    """
+
+    config: WgmmaConfig
+    num_tiles: int
+    k_blocks: int
+    num_ctas: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of output features of an expert."""
+        return -(-self.num_tiles // self.config.block_tiles)
+
+
+def has_many_rows(problem: GroupedProblem) -> bool:
+    """Whether experts usually have too many rows for the memory-bound kernel, `cute_kernels.gemm.experts.schedule`."""
+    rows = usual_rows(problem)
+    if rows > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY):
+        return True
+    # Tiles of limbs are the faster ones of few rows too, where there are enough for nearly all SMs.
+    narrow = next((layout for layout in layouts(problem) if layout.config.limbs), None)
+    return rows > LIMB_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
+
+
+@lru_cache(maxsize=4096)
+def make_tiles(problem: GroupedProblem) -> GroupedTiles:
+    """The fastest layout by the model."""
+    return min(layouts(problem), key=lambda layout: estimate_clocks(problem, layout))
+
+
+def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
+    """All tiles there are."""
+    num_tiles = -(-problem.n // TILE_N)
+    configs = candidate_configs(problem)
+    return [GroupedTiles(config, num_tiles, problem.k_pad // config.block_k, problem.num_sms) for config in configs]
+
+
+def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
+    """Configurations that are possible.
+
+    Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither accumulators of limbs, nor
+    those that scales meet group by group.
+    """
+    shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
+    configs = (tile_config(problem, shape) for shape in shapes)
+    return [config for config in configs if config is not None]
+
+
+def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
+    """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
+    config = WgmmaConfig(
+        **weight_fields(problem),
+        tile_m=shape.tile_m,
+        row_parts=shape.row_parts,
+        n_tiles=shape.n_tiles,
+        warpgroups=shape.warpgroups,
+        block_k=shape.block_k if problem.k_pad % shape.block_k == 0 else 64,
+        num_stages=2,
+        mainloop=shape.mainloop,
+    )
+    if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
+        return None  # not measured
+    room = config.limits.shared_bytes - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
+    config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
+    return config if config.can_implement() is None and room >= 0 else None
+
+
+def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
+    """How many tiles of ``tile_m`` rows an expert takes of which 1, 2, .. ``parts`` parts have rows.
+
+    Means over experts whose rows are normally distributed, as they nearly are if rows fall to experts at random.
+    """
+    mean = problem.places / problem.num_experts
+    deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
+
+    def with_more_than(rows: int) -> float:
+        """Share of the experts."""
+        return 0.5 * math.erfc((rows + 0.5 - mean) / deviation / math.sqrt(2))
+
+    starts = range(0, math.ceil((mean + 6 * deviation) / tile_m) * tile_m, tile_m)
+    reached = [sum(with_more_than(start + part * tile_m // parts) for start in starts) for part in range(parts)]
+    return [more - most for more, most in zip(reached, [*reached[1:], 0.0], strict=True)]
+
+
+def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
+    """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
+    config = layout.config
+    cost = cost_of(config.mainloop)
+    # Tiles of an expert that run side by side read a weight from memory once.
+    side_by_side = min(max(tiles, 1.0), M_TILE_BAND)
+    memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
+    tensor = cost.tensor_clocks(config, tile_m)
+    k_block = max(tensor, cost.decode_clocks(config, tile_m), memory * cost.memory_factor(config))
+    # Of the tensor cores the other warpgroup makes use while one stores results.
+    results = WORK_TILE_CLOCKS * config.warpgroups / 2 if k_block > tensor else TENSOR_WORK_TILE_CLOCKS
+    return layout.k_blocks * k_block + results
+
+
+def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
+    """Clocks that the model expects, without the launch itself."""
+    config = layout.config
+    counts = usual_tiles(problem, config.tile_m, config.row_parts)
+    scheduler = [work_tile_clocks(layout, config.loop_m(part + 1), sum(counts)) for part in range(config.row_parts)]
+    tiles = sum(counts)
+    mean = sum(map(operator.mul, counts, scheduler)) / tiles
+    # Every CTA has as many work tiles as another or one more, none fewer than one.
+    rounds = math.ceil(round(problem.num_experts * layout.blocks * tiles) / layout.num_ctas)
+    longest = max(
+        work_tile for work_tile, count in zip(scheduler, counts, strict=True) if count >= min(LIKELY, max(counts))
+    )
+    return max(mean * rounds, longest)

@@ -1,0 +1,172 @@
+"""Which tiles of which experts a CTA computes, as the device finds them from the routing.
+
+An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter; with each of its blocks of output
+features such a tile is a work tile. Work tiles of all experts are counted through, and every CTA takes each
+``stride``-th. Before the roles begin some warps write to shared memory how many work tiles there are before each expert
+and where its places begin. To find a work tile a warp looks through that table in two steps, a lane for 16 experts,
+then a lane for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
+from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND
+from cute_kernels.gemm.wgmma.tiles import TileSizes
+
+TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, behind those of the dense kernel
+
+
+@dataclass(frozen=True)
+class GroupedTileSizes(TileSizes):
+    """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
+
+    num_experts: Int32
+    blocks: Int32  # of output features of an expert
+    band_tiles: Divisor  # of a whole band of an expert
+    num_ctas: Divisor
+
+
+@dataclass(frozen=True)
+class GroupedLimbSizes(GroupedTileSizes):
+    """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
+
+    x_scales: Int64
+    x_scale_pitch: Int32
+
+
+@dataclass(frozen=True)
+class GroupedWorkTile:
+    """A tile of an expert's output; run-time integers.
+
+    block: of output features; token: the tile's first place; end_token: behind the expert's last place. Others as in
+    :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
+    """
+
+    expert: Int32
+    block: Int32
+    token: Int32
+    end_token: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32
+    splits: Int32
+    number: Int32
+
+
+@dataclass(frozen=True)
+class GroupedTileScheduler:
+    """The work tiles of one CTA: every ``stride``-th of ``count``; run-time integers.
+
+    Within an expert they are counted as those of a dense product: in bands of `M_TILE_BAND` tiles of tokens, in a band
+    tokens first; whose turn it is to begin changes with each round of all CTAs. Otherwise, with as many CTAs as a
+    multiple of an expert's tiles of tokens, the same CTAs would get every expert's short last tile.
+
+    table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
+    """
+
+    shape: GroupedTileSizes
+    first: Int32
+    stride: Int32
+    count: Int32
+    table: Int32
+    lane: Int32 | int
+    tile_m: int
+
+    def work_tile(self, index) -> GroupedWorkTile:
+        shape = self.shape
+        expert = self.expert_of(index)
+        before, start = self.entry(expert)
+        _, end = self.entry(expert + 1)
+        m_tiles = tiles_of(end - start, self.tile_m)
+        band, rest = shape.band_tiles.divide_int(index - before)
+        width = band_width(m_tiles - band * M_TILE_BAND)
+        block, turn = width.divide_int(rest)
+        round_of_first, _ = shape.num_ctas.divide_int(index - turn)
+        m_tile = band * M_TILE_BAND + width.divide_int(turn + round_of_first)[1]
+        return GroupedWorkTile(
+            expert=expert,
+            block=block,
+            token=start + m_tile * self.tile_m,
+            end_token=end,
+            begin=Int32(0),
+            end=shape.k_blocks,
+            split=Int32(0),
+            splits=Int32(1),
+            number=Int32(0),
+        )
+
+    def entry(self, expert) -> tuple[Any, Any]:
+        """(work tiles before an expert, its first place)."""
+        before, place = ptx.load_shared_vector(self.table + expert * ENTRY_BYTES, 0, 2)
+        return Int32(before), Int32(place)
+
+    def expert_of(self, index):
+        """The expert of a work tile: as many as end at or before it."""
+        run = self.ended(EXPERTS_PER_LANE * (self.lane + 1), index, 0xFFFFFFFF)
+        first = run * EXPERTS_PER_LANE
+        mask = (1 << EXPERTS_PER_LANE) - 1
+        return first + self.ended(first + (self.lane & (EXPERTS_PER_LANE - 1)) + 1, index, mask)
+
+    def ended(self, expert, index, mask: int):
+        """Of the lanes in ``mask``, how many have an expert with no more than ``index`` work tiles before it."""
+        before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
+        return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
+
+
+def band_width(left) -> Divisor:
+    """Tiles of tokens of a band, before whose end so many are left, at least one; divides numbers below 2**28."""
+    multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
+    for width in range(M_TILE_BAND - 1, 0, -1):
+        multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
+    return Divisor(cutlass.min(left, M_TILE_BAND), multiplier, Uint32(0))
+
+
+def tiles_of(rows, tile_m: int):
+    """Tiles of ``tile_m`` places that so many rows take."""
+    reach = rows + (tile_m - 1)
+    return reach >> (tile_m.bit_length() - 1) if tile_m.bit_count() == 1 else reach // tile_m
+
+
+@cute.jit
+def fill_table(table, offsets, shape, warp, lane, tile_m: int):
+    """`TABLE_WARPS` warps write the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place), two a
+    lane.
+
+    offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
+    its first weights are asked for, so it is made in few steps: each warp counts its own experts' work tiles, then adds
+    what the warps before it have counted, which they leave behind the table.
+    """
+    expert = (warp * WARP_THREADS + lane) * 2
+    ends = cute.make_rmem_tensor(3, Int32)
+    for i in cutlass.range_constexpr(3):
+        place = cutlass.min(expert + i, shape.num_experts)
+        ends[i] = Int32(ptx.load_global_words(offsets + Int64(place) * 4, 0, 1, constant=False)[0])
+    first = tiles_of(ends[1] - ends[0], tile_m) * shape.blocks
+    count = first + tiles_of(ends[2] - ends[1], tile_m) * shape.blocks
+    behind = count
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(behind, 1 << step, mask_and_clamp=0)
+        behind = behind + cutlass.select_(lane >= (1 << step), other, Int32(0))
+    if lane == WARP_THREADS - 1:
+        ptx.store_shared(table + SUMS + warp * 4, 0, [Uint32(behind)])
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=TABLE_WARPS * WARP_THREADS)
+    before = behind - count
+    for group in cutlass.range_constexpr(TABLE_WARPS // 4):
+        sums = ptx.load_shared_vector(table + SUMS, 16 * group, 4)
+        for i in cutlass.range_constexpr(4):
+            before = before + cutlass.select_(4 * group + i < warp, Int32(sums[i]), Int32(0))
+    place = table + expert * ENTRY_BYTES
+    ptx.store_shared(place, 0, [Uint32(word) for word in (before, ends[0], before + first, ends[1])])
+    if expert == MAX_EXPERTS - 2:
+        ptx.store_shared(place, 2 * ENTRY_BYTES, [Uint32(before + count), Uint32(ends[2])])

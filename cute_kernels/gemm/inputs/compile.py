@@ -1,0 +1,45 @@
+"""From a configuration to a compiled function; the only module of these kernels that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.gemm.arguments import INPUT_ROWS, SOURCES, compile_kernel
+from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.wgmma import factored_limbs_compile
+from cute_kernels.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class InputRowsSpec(KernelSpec):
+    """One kernel that prepares rows: takes `INPUT_ROWS`, on torch's current stream."""
+
+    config: InputRowsConfig
+    family: ClassVar[str] = "linear"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return *(folder / f"{name}.py" for name in ("compile", "config", "kernel")), *SOURCES
+
+    def compile(self, arch: str) -> Any:
+        return compile_input_rows(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold: layers of usual width in bf16, limbs of rows, and any rows that lie apart. Others compile
+    on demand."""
+    prepared = [InputRowsConfig("bf16", room, scaled) for room in (0, *ROOMS[:2]) for scaled in (False, True)]
+    rows = [InputRowsSpec(config) for config in (*prepared, InputRowsConfig("fp16", 0, False))]
+    return [*rows, *factored_limbs_compile.shipped_specs()]
+
+
+def compile_input_rows(config: InputRowsConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    from cute_kernels.gemm.inputs.kernel import InputRowsKernel
+
+    return compile_kernel(InputRowsKernel, config, INPUT_ROWS, arch, *options)

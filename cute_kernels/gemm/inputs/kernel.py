@@ -1,0 +1,107 @@
+"""Rows of x, scaled and in another order, on the GPU.
+
+A CTA makes a part of a row. Where the order changes, all of the row comes into shared memory first, for inputs of two
+bytes, here and there, are what shared memory is good at. Order and factors are the weight's: a thread asks for its
+first ones before it waits for the launch before (programmatic dependent launch).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig
+
+WORDS = VECTOR // 2  # of a vector
+LOW_HALVES = 0x5410
+
+
+class InputRowsKernel:
+    """One compiled variant; :class:`InputRowsConfig` says which."""
+
+    def __init__(self, config: InputRowsConfig):
+        self.config = config
+        if config.dtype == "bf16":
+            self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2
+        else:
+            self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
+
+    def launch(self, given, stream):
+        """Launches ``parts`` CTAs for each row of out; ``given`` has the arguments `INPUT_ROWS` of
+        :mod:`cute_kernels.gemm.arguments`."""
+        m, k = extents(given.out)
+        self.kernel(ptx.address(given.out), k // VECTOR, given.x, given.order, given.factors, given.stride).launch(
+            grid=(m, given.parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, out: Int64, vectors: Int32, x: Int64, order: Int64, factors: Int64, stride: Int64):
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        row, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
+        begin, end = part * vectors // parts, (part + 1) * vectors // parts
+        cute.arch.griddepcontrol_launch_dependents()
+        row_of_x = x + Int64(row) * (stride * 2)
+        row_of_out = out + Int64(row) * vectors * 16
+        inputs = cute.make_rmem_tensor(VECTOR, Uint32)
+        scales = cute.make_rmem_tensor(VECTOR, Uint32)
+        # Not as constant memory: ptxas moves such loads behind the wait.
+        self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
+        cute.arch.griddepcontrol_wait()
+        room = Int32(0)
+        if const_expr(config.room):
+            room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
+            for vector in cutlass.range(thread, vectors, config.num_threads, unroll=4):
+                numbers.copy_async(room + vector * 16, row_of_x + Int64(vector) * 16, Int32(16))
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+        for vector in cutlass.range(begin + thread, end, config.num_threads, unroll=1):
+            words = self.load(room, row_of_x, [inputs[i] for i in range(VECTOR)], vector)
+            if const_expr(config.scaled):
+                words = self.scale(words, [scales[i] for i in range(VECTOR)])
+            self.ask(inputs, scales, order, factors, vector + config.num_threads, vectors)
+            ptx.store_global(row_of_out + Int64(vector) * 16, words)
+
+    def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
+        """Loads a vector's order and factors; of one behind the row's end, the last one's."""
+        vector = cutlass.min(vector, vectors - 1)
+        if self.config.room:
+            at = order + Int64(vector) * (4 * VECTOR)
+            words = [ptx.load_global_words(at, offset, 4, constant=constant) for offset in (0, 16)]
+            for i, word in enumerate(words[0] + words[1]):
+                inputs[i] = word
+        if self.config.scaled:
+            if self.config.room:
+                for i in range(VECTOR):
+                    scales[i] = numbers.load_global_part(factors + Int64(Int32(inputs[i])) * 2, 0, 2)
+            else:
+                at = factors + Int64(vector) * 16
+                for i, word in enumerate(ptx.load_global_words(at, 0, WORDS, constant=constant)):
+                    scales[i] = word
+
+    def load(self, room, row, inputs, vector) -> list[Any]:
+        """A vector of the row, packed pairs."""
+        if not self.config.room:
+            return ptx.load_global_words(row + Int64(vector) * 16, 0, WORDS, constant=False)
+        halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in inputs]
+        return self.pairs(halves)
+
+    def pairs(self, halves) -> list[Any]:
+        """Packed pairs of words that have an element in their lower halves."""
+        return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]
+
+    def scale(self, words, scales) -> list[Any]:
+        """Each element times its factor, rounded: what a product in x's dtype gives."""
+        factors = self.pairs(scales) if self.config.room else scales[:WORDS]
+        low, high = self.halves
+        return [
+            self.pack(low(word) * low(factor), high(word) * high(factor))
+            for word, factor in zip(words, factors, strict=True)
+        ]

@@ -1,0 +1,79 @@
+"""Launching what prepares rows of x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import row_stride
+from cute_kernels.gemm.arguments import INPUT_ROWS
+from cute_kernels.gemm.inputs.compile import InputRowsSpec
+from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.plans import MAX_PLANS
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """What makes the rows that a product takes, kept for calls that differ in contents and places of memory alone.
+
+    Attributes:
+        send: the compiled kernel, its tensors by name.
+        new: [m, k], what it writes.
+    """
+
+    send: Callable[..., Any]
+    new: Blank
+
+    def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
+        rows = GPU.empty(*self.new)
+        self.send(
+            out=rows,
+            x=x.data_ptr(),
+            order=0 if perm is None else perm.data_ptr(),
+            factors=0 if input_scale is None else input_scale.data_ptr(),
+        )
+        return rows
+
+
+def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> InputRows | None:
+    """What makes rows of a checked x on a GPU; None where torch has to: rows that are no whole pieces of 16 bytes on 16
+    bytes, at no one distance, or longer than shared memory, and other GPUs."""
+    k, index = x.shape[-1], x.get_device()
+    stride, room = row_stride(x), 0 if perm is None else room_for(k)
+    tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
+    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
+        return None
+    return _rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index)
+
+
+@per_gpu
+@lru_cache(maxsize=MAX_PLANS)
+def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
+    """What makes rows of ``size`` [m, k] that lie so far apart. room, scaled: as of `InputRowsConfig`."""
+    fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
+    spec = InputRowsSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
+    return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [m, k] of 16 bits on a GPU, its rows one behind the other: a copy if they are not.
+
+    torch's copy lets the next launch begin when it has ended; an own one (programmatic dependent launch) before.
+    """
+    if x.is_contiguous():
+        return x
+    rows = input_rows(x, None, None)
+    return x.contiguous() if rows is None else rows.make(x, None, None)

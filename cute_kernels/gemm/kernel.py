@@ -1,0 +1,452 @@
+"""Memory-bound weight-only GEMM, one launch: out^T = W X^T with codes streamed once, at the rate of the memory.
+
+Shape of the work: K is cut into slices, one for each CTA of a group, and the blocks of output features into as many
+equal ranges of k blocks as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
+thread of a persistent CTA keeps a pipeline of bulk copies full; the consumer warps wait for a stage, decode the 16
+bytes of each thread into the A operand of mma.m16n8k16 (:mod:`.decode`), and meet the activations of their slice of K,
+which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 accumulators
+of a group. What a block sums up to goes through a
+staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There
+is no CTA barrier after the first one.
+
+The tensor cores are used as on sm_80: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an A operand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.device.ring import advance
+from cute_kernels.device.tensors import matrix_shape
+from cute_kernels.gemm.config import ROW_WARPS, X_PAD, LinearConfig
+from cute_kernels.gemm.epilogue import Epilogue
+from cute_kernels.gemm.work import RECIPROCAL_BITS, Operands, StreamSizes, Work, operands_of
+from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
+
+FRAGMENT_BYTES = 16  # of a thread, in a tile
+MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
+X_CHUNKS = 4  # chunks whose activations come together
+FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two accumulators each
+
+
+@dataclass(frozen=True)
+class StreamMemory:
+    """Shared memory of a CTA: addresses, and pointers to barriers."""
+
+    stages: Int32
+    x: Int32
+    x_pitch: Int32  # bytes from a token to the next
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    staged: cute.Pointer
+    drained: cute.Pointer
+    x_slot_bytes: Int32  # from one set of activations to the next, where there are several
+    table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
+
+
+@dataclass(frozen=True)
+class StreamLane:
+    """A thread's places; run-time integers. g, t: its row and pair of columns in MMA fragments."""
+
+    row_warp: Int32
+    k_warp: Int32
+    g: Int32
+    t: Int32
+    code_offset: Int32  # of its 16 bytes in a tile
+    scale_offset: Int32  # of its first row's scale among those of a group
+    x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
+
+
+def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> StreamMemory:
+    """Shared memory of a CTA.
+
+    x_pitch: bytes from a row of activations to the next. x_slot_bytes: of a set of activations. table_bytes: for a
+    table, which grouped products have.
+    """
+    smem = cutlass.utils.SmemAllocator()
+    stages = smem.allocate(config.stages_bytes, byte_alignment=128)
+    x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
+    staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
+    full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+    table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
+    empty = full + config.num_stages
+    staged = empty + config.num_stages
+    drained = staged + config.num_buffers
+    return StreamMemory(
+        stages=Int32(stages.toint()),
+        x=Int32(x.toint()),
+        x_pitch=x_pitch,
+        staging=Int32(staging.toint()),
+        full=full,
+        empty=empty,
+        staged=staged,
+        drained=drained,
+        x_slot_bytes=x_slot_bytes,
+        table=table,
+    )
+
+
+def init_barriers(config: LinearConfig, memory: StreamMemory) -> None:
+    """Of one thread, before any other uses them."""
+    for i in range(config.num_stages):
+        cute.arch.mbarrier_init(memory.full + i, config.producer_warps)
+        cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
+    for i in range(config.num_buffers):
+        cute.arch.mbarrier_init(memory.staged + i, config.consumer_warps)
+        cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)
+    cute.arch.mbarrier_init_fence()
+
+
+class StreamActivationLoads(Protocol):
+    """What loads a CTA's activations, along with the first weights that meet them; one warp."""
+
+    def copy(self, operands, memory, work, lane) -> None: ...
+
+
+class SliceLoads:
+    """The slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+
+    @cute.jit
+    def copy(self, operands, memory, work, lane):
+        """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
+
+        All of it ahead would wait behind, or hold up, a pipeline full of weights. This warp takes part in every stage,
+        also
+        where it has nothing to bring: else it could be a round of the pipeline ahead, and take one parity for another.
+        """
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
+                # Several chunks' worth with the first of them: short copies would be many.
+                reach = cutlass.select_(
+                    (k_block - segment.begin) % (X_CHUNKS * config.chunk_k_blocks) == 0,
+                    Int32(X_CHUNKS * config.chunk_k_blocks),
+                    Int32(0),
+                )
+                end = cutlass.min(k_block + reach, segment.end)
+                first, size = work.missing_x(index, k_block, end, 2 * config.block_k)
+                barrier = memory.full + stage
+                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
+                cute.arch.sync_warp()
+                if (lane < work.shape.m) & (size > 0):
+                    start = Int64(lane) * work.shape.k + work.first_k_block * config.block_k
+                    ptx.bulk_copy_to_shared(
+                        memory.x + lane * memory.x_pitch + first,
+                        operands.x + start * 2 + first,
+                        size,
+                        Int32(barrier.toint()),
+                    )
+                stage, phase = advance(stage, phase, config.num_stages)
+
+
+class StreamRoles:
+    """What the warps of a CTA do that streams weights: one loads them, one loads activations, others multiply, store.
+
+    Args:
+        table_bytes: of shared memory for a table, which grouped products have.
+    """
+
+    def __init__(self, config: LinearConfig, activations: StreamActivationLoads, table_bytes: int = 0):
+        self.config, self.activations, self.table_bytes = config, activations, table_bytes
+        self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
+        self.epilogue = Epilogue(config)
+
+    def allocate(self, shape) -> StreamMemory:
+        pitch = shape.slice_k_blocks * (2 * self.config.block_k) + X_PAD
+        return allocate(self.config, pitch, shape.m * pitch, self.table_bytes)
+
+    @cute.jit
+    def take(self, operands, memory, work, warp, lane):
+        """What each warp does for the rest of the launch."""
+        config = self.config
+        if warp < config.consumer_warps:
+            self.multiply(operands, memory, work, warp, lane)
+        elif warp == config.consumer_warps:
+            self.copy_weights(operands, memory, work, lane)
+        else:
+            if const_expr(config.use_pdl):
+                cute.arch.griddepcontrol_wait()
+            if warp == config.consumer_warps + 1:
+                self.activations.copy(operands, memory, work, lane)
+            else:
+                tid = (warp - (config.consumer_warps + 2)) * WARP_THREADS + lane
+                self.epilogue.run(operands, memory, work, tid, lane)
+
+    @cute.jit
+    def clear_tail(self, memory, work, tid):
+        """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
+        k_block_bytes = 2 * self.config.block_k
+        wanted = work.own_k_blocks * k_block_bytes
+        present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
+        if (present < wanted) & (tid < self.config.consumer_warps * WARP_THREADS):
+            for token in cutlass.range(work.x_rows, unroll=1):
+                start = memory.x + token * memory.x_pitch
+                step = self.config.consumer_warps * WARP_THREADS * 16
+                for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
+                    ptx.store_shared_zero16(start + place, 0)
+
+    @cute.jit
+    def copy_weights(self, operands, memory, work, lane):
+        """Keeps the pipeline full, one lane."""
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        if lane == 0:
+            for index in cutlass.range(work.num_segments, unroll=1):
+                segment = work.segment(index)
+                for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
+                    self.copy_chunk(operands, memory, work, segment, k_block, end - k_block, stage)
+                    stage, phase = advance(stage, phase, config.num_stages)
+            if const_expr(config.use_pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+
+    def copy_chunk(self, operands, memory, work, segment, k_block, count, stage):
+        """Asks for ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero points."""
+        config = self.config
+        barrier = memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.k_block_stage_bytes)
+        address = Int32(barrier.toint())
+        target = memory.stages + stage * config.stage_bytes
+        parts = [
+            (operands.codes, 0, config.k_block_bytes),
+            (operands.scales, config.scale_offset, config.k_block_scale_bytes),
+            (operands.zeros, config.zero_offset, config.k_block_zero_bytes),
+        ]
+        for i in range(config.n_tiles):
+            place = work.k_block_of_tile(work.tile(segment, i, config.n_tiles), k_block)
+            for source, offset, k_block_bytes in parts:
+                if k_block_bytes:
+                    ptx.bulk_copy_to_shared(
+                        target + (offset + i * config.chunk_k_blocks * k_block_bytes),
+                        source + place * k_block_bytes,
+                        count * k_block_bytes,
+                        address,
+                    )
+
+    def lane_places(self, memory, work, warp, lane) -> StreamLane:
+        row_warp, g = warp % ROW_WARPS, lane // 4
+        rows = [
+            memory.x + cutlass.min(8 * block + lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16
+            for block in range(self.config.m_fragments)
+        ]
+        return StreamLane(
+            row_warp=row_warp,
+            k_warp=warp // ROW_WARPS,
+            g=g,
+            t=lane % 4,
+            code_offset=row_warp * (WARP_THREADS * FRAGMENT_BYTES) + lane * FRAGMENT_BYTES,
+            scale_offset=row_warp * 16 + g,
+            x_rows=rows,
+        )
+
+    @cute.jit
+    def multiply(self, operands, memory, work, warp, lane):
+        """A consumer warp: its k blocks of every chunk, then its part of the block's results."""
+        config = self.config
+        place = self.lane_places(memory, work, warp, lane)
+        stage, phase = Int32(0), Int32(0)
+        buffer, drained_phase = Int32(0), Int32(1)
+        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            acc.fill(0.0)
+            channel = self.load_channel(operands, work, segment, place)
+            x_start = work.x_start(segment, memory.x_slot_bytes)
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
+                cute.arch.mbarrier_wait(memory.full + stage, phase)
+                count = cutlass.min(segment.end - k_block, config.chunk_k_blocks)
+                base = memory.stages + stage * config.stage_bytes
+                for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
+                    x_offset = (k_block + i) * (2 * config.block_k) + x_start
+                    self.multiply_k_block(acc, base, i, x_offset, place, channel)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.empty + stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
+            stage_acc(config, acc, memory, buffer, place, channel)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.staged + buffer)
+            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+
+    def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
+        """Adds W X^T of a k block to ``acc``: [tile][block of tokens][4].
+
+        base: address of the stage; k_block: its place in the chunk; x_offset: bytes from where rows begin.
+        """
+        config, decoder = self.config, self.decoder
+        group_size = config.group_size or config.block_k
+        steps = group_size // STEP_K
+        groups = config.block_k // group_size
+        # An MMA takes some 30 cycles to come back.
+        num_chains = 2 if config.n_tiles * config.m_fragments <= FEW_ACC else 1
+        codes = base + (k_block * config.k_block_bytes + place.code_offset)
+        words = [
+            [
+                ptx.load_shared_vector(codes, (i * config.chunk_k_blocks * config.k_block_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.k_block_tiles)
+            ]
+            for i in range(config.n_tiles)
+        ]
+        x_rows = [row + x_offset for row in place.x_rows]
+        for group in range(groups):
+            numbers = [self.load_group(base, i, k_block, group, place, channel) for i in range(config.n_tiles)]
+            parts = [[[] for _ in range(config.m_fragments)] for _ in range(config.n_tiles)]
+            pair: list[Any] = []
+            for step in range(group * steps, (group + 1) * steps):
+                if step % 2 == 0:
+                    pair = [ptx.load_matrix_x4(row, step * STEP_K * 2, transpose=False) for row in x_rows]
+                for i in range(config.n_tiles):
+                    load = words[i][step // decoder.steps]
+                    a = decoder.fragment(load, step % decoder.steps, numbers[i][1])
+                    for block in range(config.m_fragments):
+                        b = pair[block][2 * (step % 2) : 2 * (step % 2) + 2]
+                        chains = parts[i][block]
+                        chain = (step - group * steps) % num_chains
+                        if chain == len(chains):
+                            chains.append([Float32(0.0)] * 4)
+                        chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
+            for i in range(config.n_tiles):
+                for block in range(config.m_fragments):
+                    self.add_group(acc, i, block, parts[i][block], numbers[i][0])
+
+    def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
+        """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if applied at the end."""
+        config, decoder = self.config, self.decoder
+        if not config.group_size:
+            return None, channel[tile][1]
+        size = config.format.scale_bytes
+        row = base + (k_block * config.k_block_scale_bytes + place.scale_offset * size)
+        offset = config.scale_offset + tile * config.chunk_k_blocks * config.k_block_scale_bytes
+        offset += group * config.format.group_scale_bytes
+        scales = [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
+        zeros = [Uint32(decoder.symmetric_zero)] * 2
+        if config.format.has_zeros:
+            row = base + (k_block * config.k_block_zero_bytes + place.scale_offset)
+            offset = config.zero_offset + tile * config.chunk_k_blocks * config.k_block_zero_bytes
+            offset += group * config.format.group_zero_bytes
+            zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
+        return scales, decoder.row_numbers(None, zeros)
+
+    def load_scale(self, address, offset: int):
+        """A scale in shared memory, fp32."""
+        word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
+        return to_float(self.config.dtype, self.decoder.scale_word(word))
+
+    def load_channel(self, operands, work, segment, place: StreamLane):
+        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
+        channel = []
+        if not config.group_size:
+            for i in range(config.n_tiles):
+                row = Int64(work.tile(segment, i, config.n_tiles)) * TILE_N + place.scale_offset
+                found = [
+                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
+                ]
+                words = [decoder.scale_word(word) for word in found]
+                zeros = [Uint32(decoder.symmetric_zero)] * 2
+                if config.format.has_zeros:
+                    zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
+                channel.append(([to_float(config.dtype, word) for word in words], decoder.row_numbers(None, zeros)))
+        return channel
+
+    def add_group(self, acc, tile: int, block: int, chains, scales):
+        """Adds a group's products times its scales; with no scales as they are."""
+        first = (tile * self.config.m_fragments + block) * 4
+        for chain in chains:
+            for i in range(4):
+                if scales is None:
+                    acc[first + i] = acc[first + i] + chain[i]
+                else:
+                    acc[first + i] = ptx.fma(chain[i], scales[i // 2], acc[first + i])
+
+
+def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, channel):
+    """Stores a warp's results where the epilogue finds them: token by token, the block's rows side by side."""
+    base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
+    base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
+    for tile in range(config.n_tiles):
+        for block in range(config.m_fragments):
+            for i in range(4):
+                value = acc[(tile * config.m_fragments + block) * 4 + i]
+                if channel:
+                    value = value * channel[tile][0][i // 2]
+                token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)
+                ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
+
+
+def to_float(dtype: str, word):
+    """The low 16 bits of a word, of a dtype."""
+    return ptx.bf16x2_low_to_float(word) if dtype == "bf16" else ptx.half2_low_to_float(word)
+
+
+class LinearKernel:
+    """One compiled variant; :class:`LinearConfig` says which."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+        self.roles = StreamRoles(config, SliceLoads(config))
+
+    def launch(self, given, stream):
+        """Launches over (slices of K, groups); ``given`` has the arguments `STREAM` of :mod:`.arguments`."""
+        config = self.config
+        m, k = matrix_shape(given.x)
+        num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+        slice_k_blocks = cute.ceil_div(given.k_blocks, given.num_slices)
+        total = num_blocks * slice_k_blocks
+        base = total // given.num_groups
+        shape = StreamSizes(
+            m=m,
+            n=given.n,
+            k=k,
+            num_tiles=given.num_tiles,
+            k_blocks=given.k_blocks,
+            slice_k_blocks=slice_k_blocks,
+            slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_k_blocks - 1) // slice_k_blocks,
+            num_slices=given.num_slices,
+            base=base,
+            rest=total - base * given.num_groups,
+            max_parts=given.max_parts,
+            activation=given.activation,
+            out_kind=given.out_kind,
+        )
+        self.kernel(operands_of(Operands, given), shape).launch(
+            grid=(given.num_slices, given.num_groups, 1),
+            block=(config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, shape):
+        slice_index, group, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.roles.allocate(shape)
+        work = Work.of(shape, group, slice_index)
+        if warp == self.config.consumer_warps:
+            if lane == 0:
+                init_barriers(self.config, memory)
+        else:
+            self.roles.clear_tail(memory, work, warp * WARP_THREADS + lane)
+        cute.arch.sync_threads()
+        self.roles.take(operands, memory, work, warp, lane)

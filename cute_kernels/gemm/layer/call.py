@@ -1,0 +1,287 @@
+"""The products of a layer from one attention to the next: in one launch where there is a kernel for them, else as
+`quantized_linear_norm` and `quantized_linear` have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from cute_kernels.gemm import checks, ops
+from cute_kernels.gemm.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, left_to_next, take
+from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.gemm.layer.compile import SHIPPED_K, LayerProductsSpec
+from cute_kernels.gemm.layer.config import (
+    EXCHANGE_WORDS,
+    FORMAT,
+    SET_WORDS,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+    config_for,
+)
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.runtime.cache import default_cache, load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+from cute_kernels.runtime.workspace import UnsettledError
+
+FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
+GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
+# Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
+# store warp has yet to read the first one's. What lies between says that it has.
+NORMED: tuple[int, ...] = (1, 3)
+assert all(following - one > 1 for one, following in pairwise(NORMED))
+
+
+class LayerCall(NamedTuple):
+    """Arguments of `quantized_layer`."""
+
+    x: torch.Tensor
+    o: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    qkv: PackedWeight | None
+    residual: torch.Tensor
+    norm: torch.Tensor
+    following_norm: torch.Tensor
+    eps: float
+    offset: float
+
+    @property
+    def weights(self) -> tuple[PackedWeight, ...]:
+        three = (self.o, self.gate_up, self.down)
+        return three if self.qkv is None else (*three, self.qkv)
+
+
+class LayerRows(NamedTuple):
+    """What `quantized_layer` returns.
+
+    rows: the residual stream behind the layer, and the norm that the next one takes. qkv: of the next layer; None where
+    no weight was given for it.
+    """
+
+    rows: NormedRows
+    qkv: torch.Tensor | None
+
+
+def layer(call: LayerCall) -> LayerRows:
+    """`cute_kernels.quantized_layer`."""
+    check_weights(call)
+    if ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+        return _layer(call)
+    check_layer(call)
+    return layer_apart(call)
+
+
+_refused: dict[tuple[Hashable, ...], None] = {}
+"""Keys of calls that `is_one_launch` was asked about and `layer` refuses."""
+forgotten(_refused.clear)
+
+
+def is_one_launch(call: LayerCall) -> bool:
+    """Whether one launch serves a call, for callers who go another way otherwise; of a call that `layer` would refuse,
+    False. May compile the kernel."""
+    if not ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+        return False
+    key = _key(call)
+    plan = _layer.plans.get(key)
+    if plan is None:
+        if key in _refused:
+            return False
+        try:
+            plan = _plan(check_layer(call))
+        except (TypeError, ValueError):
+            keep(_refused, key, None)
+            return False
+        keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
+    return isinstance(plan, LayerPlan)
+
+
+def layer_apart(call: LayerCall) -> LayerRows:
+    """Product by product."""
+    norms, nothing = (call.eps, call.offset), (None, False, None)
+    middle = give(GivingCall(call.x, call.o, None, call.residual, call.norm, *norms, call.gate_up))
+    gated = take(TakingCall(middle, call.gate_up, None, None, "swiglu", *nothing))
+    given = GivingCall(gated, call.down, None, middle.rows, call.following_norm, *norms, call.qkv)
+    rows = give(given)
+    return LayerRows(rows, None if call.qkv is None else take(TakingCall(rows, call.qkv, None, None, None, *nothing)))
+
+
+def check_weights(call: LayerCall) -> None:
+    """Raises TypeError unless weights are weights."""
+    for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+
+
+def check_layer(call: LayerCall) -> LayerCall:
+    """Raises TypeError or ValueError, which name the argument, unless all products can be computed."""
+    hidden, (both, _) = call.o.shape[0], call.gate_up.shape
+    shapes = {"gate_up": (both & ~1, hidden), "down": (hidden, both // 2)}
+    if call.qkv is not None:
+        shapes["qkv"] = (call.qkv.shape[0], hidden)
+    for name, wanted in shapes.items():
+        found = getattr(call, name).shape
+        if tuple(found) != wanted:
+            raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
+        check_beside(name, getattr(call, name), call.o)
+    check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
+    checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
+    return call
+
+
+def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+    if weight.codes.device != o.codes.device:
+        raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
+    found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
+    if found != wanted:
+        raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def specs_for(rows: int, most_k: int) -> list[LayerProductsSpec]:
+    """The kernels of so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room for
+    more."""
+    configs = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+    return [LayerProductsSpec(config) for config in configs if config is not None]
+
+
+@per_gpu
+@lru_cache(maxsize=256)
+def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
+    """The best kernel of so many rows of up to ``most_k`` inputs that is there or can be compiled; None if there is
+    none."""
+    if not is_supported(device):
+        return None
+    arch, can_compile = arch_of(device), compiler_version() is not None
+    for spec in specs_for(rows, most_k):
+        if can_compile or default_cache().has(spec, arch):
+            return spec.config, load(spec, arch)
+    return None
+
+
+def serves_rows(rows: int) -> bool:
+    """Whether one launch is taken for so many rows, of layers that it serves."""
+    return rows in FASTER_ROWS
+
+
+def serves_shape(n: int, k: int) -> bool:
+    """Whether the launch takes weights [n, k]."""
+    return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+
+
+def is_served(weight: PackedWeight) -> bool:
+    """Whether the launch takes a weight."""
+    as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
+    return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: the layer's rows, qkv."""
+
+    device_index: int
+    matrix: tuple[int, int]
+    send: Callable[..., Any]
+    new: tuple[Blank, ...]
+
+    def launch(self, call: LayerCall) -> LayerRows:
+        """Launches on the current stream."""
+        index = self.device_index
+        try:
+            exchange = GPU.counters(index, GPU.stream(index), EXCHANGE_WORDS)
+        except UnsettledError:
+            return layer_apart(call)
+        rows, *qkv = (GPU.empty(*new) for new in self.new)
+        outs, norms = (None, None, rows, *qkv), dict(zip(NORMED, (call.norm, call.following_norm), strict=True))
+        named: dict[str, Any] = {}
+        for i, (names, weight, out) in enumerate(zip(PRODUCTS, call.weights, outs, strict=False)):
+            norm = norms.get(i)
+            named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
+            named[names["norm"]] = 0 if norm is None else norm.data_ptr()
+            named[names["out"]] = 0 if out is None else out.data_ptr()
+        x = call.x.detach() if call.x.requires_grad else call.x
+        self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
+        given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
+        return LayerRows(given, qkv[0] if qkv else None)
+
+
+@dataclass(frozen=True)
+class LayerApart:
+    """Of calls that no kernel serves."""
+
+    device_index: int
+
+    def launch(self, call: LayerCall) -> LayerRows:
+        return layer_apart(call)
+
+
+def _key(call: LayerCall) -> tuple[Any, ...]:
+    weights = tuple(
+        (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
+         weight.input_scale is None)
+        for weight in call.weights
+    )  # fmt: skip
+    tensors = (call.x, call.residual, call.norm, call.following_norm)
+    return *(identity(tensor) for tensor in tensors), weights, call.eps, call.offset
+
+
+def _plan(call: LayerCall) -> LayerPlan | LayerApart:
+    index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
+    tensors = (call.x, call.residual, call.norm, call.following_norm)
+    fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
+    if not m or not fits or not all(is_served(weight) for weight in call.weights):
+        return LayerApart(index)
+    if not serves_rows(m):
+        return LayerApart(index)
+    if m * results_of(call) > 2 * SET_WORDS:
+        return LayerApart(index)
+    kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
+    return LayerApart(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+
+
+def results_of(call: LayerCall) -> int:
+    """Results of a row that CTAs wait for."""
+    hidden = call.o.shape[0]
+    return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
+
+
+def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:
+    """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
+    (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
+    assert m * results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
+    dtype, leading = call.x.dtype, call.x.shape[:-1]
+    new = [blank((*leading, hidden), dtype)]
+    if call.qkv is not None:
+        new.append(blank((*leading, call.qkv.shape[0]), dtype))
+    numbers: dict[str, Any] = {"eps": float(call.eps), "offset": float(call.offset)}
+    for i, names in enumerate(PRODUCTS):
+        if i < len(call.weights):
+            values = (*call.weights[i].shape, int(i == GATED), int(i == ADDING))
+            numbers |= dict(zip((names[each] for each in NUMBERS), values, strict=True))
+        else:
+            numbers |= dict.fromkeys(names.values(), 0)
+    tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
+    numbers["num_ctas"] = min(num_ctas, tiles)
+    send = LAYER_PRODUCTS.bound(function, numbers)
+    return LayerPlan(call.x.get_device(), (m, heads), send, tuple(new))
+
+
+_layer = launcher(_key, check_layer, _plan)

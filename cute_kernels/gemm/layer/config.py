@@ -1,0 +1,129 @@
+"""What a launch of several products is compiled for. No GPU types."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.weights import integers
+
+MOST_PRODUCTS = 4
+TILE_N = 32  # output features of a work tile: half a tile of codes
+STAGE_K = 256  # inputs of a stage
+GROUP = 128  # inputs that share a scale of weights, and one of x
+CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
+STAGE_CODES = TILE_N * STAGE_K // 2
+STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
+STAGE_BYTES = STAGE_CODES + STAGE_SCALES
+EARLY_BYTES = 8 << 20  # of the first product's codes, that are asked into L2 while the launch before ends
+PRODUCT_BYTES = 64  # of a product's numbers in shared memory
+SLOTS = 4  # of numbers of work tiles on their way to the warps
+BUFFERS = 2  # of the consumer warps' sums
+ROWS = (1, 2, 4, 8)
+SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
+EXCHANGE_WORDS = 96 + 2 * SET_WORDS
+FORMAT = integers(4, GROUP)  # of all weights
+MMA_ROWS = 4  # whose two limbs are the columns of an MMA
+
+
+@dataclass(frozen=True)
+class LayerProductsConfig:
+    """One compiled variant.
+
+    Attributes:
+        rows: of x, at most.
+        groups: of 128 inputs of the longest row whose limbs there is room for.
+        num_stages: of the pipeline of weights.
+        consumer_warps, loader_warps: that multiply, and that copy weights.
+        window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
+            wait behind weights that nobody needs yet.
+        wide_window: the same where no CTA waits for another.
+        draw_ahead: stages of the first loader warp that it has yet to ask for when it draws the next work tile.
+    """
+
+    limits: ClassVar[Limits] = HOPPER
+    rows: int
+    groups: int
+    num_stages: int
+    dtype: str = "bf16"
+    consumer_warps: int = 8
+    loader_warps: int = 4
+    window: int = 8
+    wide_window: int = 16
+    draw_ahead: int = 4
+
+    @property
+    def num_warps(self) -> int:
+        return self.consumer_warps + self.loader_warps + 1
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_THREADS
+
+    @property
+    def columns(self) -> int:
+        """Of limbs: both of each row."""
+        return 2 * self.rows
+
+    @property
+    def row_blocks(self) -> int:
+        """MMAs that share a weight."""
+        return -(-self.rows // MMA_ROWS)
+
+    @property
+    def group_limb_bytes(self) -> int:
+        return self.columns * GROUP
+
+    @property
+    def part_bytes(self) -> int:
+        """A consumer warp's sums of a work tile."""
+        return self.rows * TILE_N * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the pipeline stages."""
+        limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
+        parts = BUFFERS * self.consumer_warps * self.part_bytes
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
+
+    @property
+    def name(self) -> str:
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}x{self.wide_window}d{self.draw_ahead}"
+        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
+
+    def can_implement(self) -> str | None:
+        """None, or why not."""
+        if self.dtype != "bf16":
+            return f"dtype {self.dtype!r} is not 'bf16'"
+        if self.rows not in ROWS:
+            return f"rows {self.rows} is not one of {', '.join(map(str, ROWS))}"
+        if self.num_stages < 2 * self.consumer_warps:
+            return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
+        if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
+            return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
+        for window in (self.window, self.wide_window):
+            if window % self.loader_warps or not 0 < window <= self.num_stages:
+                return f"a window of {window} is no multiple of {self.loader_warps} loader warps, or too large"
+        if self.draw_ahead < 1:
+            return f"draw_ahead {self.draw_ahead} is less than the stage that is asked for next"
+        return self.limits.refuses(self.num_threads, self.shared_bytes)
+
+
+def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
+    """The configuration for so many rows of up to ``most_k`` inputs: as many pipeline stages as there is room for;
+    None if they would be too few."""
+    fitting = [size for size in ROWS if size >= rows]
+    if not fitting:
+        return None
+    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
+    room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+    each = math.lcm(empty.consumer_warps, empty.loader_warps)
+    config = replace(empty, num_stages=max(room, 0) // each * each)
+    return config if config.can_implement() is None else None

@@ -1,0 +1,98 @@
+"""Results on their way from CTA to CTA: they announce themselves, as words that are no longer EMPTY.
+
+A counter of stored work tiles would want a fence before it. That waits for answers of memory, behind all weights that
+are under way: 4 us. A result that is seen needs none, as a pair of bf16 is one word.
+
+There are two sets of words, used by launches in turn. A launch makes the words of the other set EMPTY again, which the
+launch before it has used, and which has ended by then. Before the sets: the number of work tiles drawn, CTAs that have
+left, which set is next, and how many words of the other one were used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.gemm.layer.config import SET_WORDS
+from cute_kernels.gemm.layer.memory import Sizes
+
+TICKETS, LEFT, TURN, SETS = 0, 128, 256, 384  # bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The sets of a launch.
+
+    turn: 0 or 1, which set this launch uses. used: words of the other one that are not EMPTY. address: of the own set.
+    """
+
+    turn: Int32
+    used: Int32
+    address: Int64
+    other: Int64
+
+
+def exchange_of(sizes: Sizes) -> Exchange:
+    """Of a launch, once the launch before has ended."""
+    word, used = (Int32(one) for one in ptx.load_relaxed(sizes.exchange + TURN, 2))
+    turn = (word + 1) & 1
+    first = sizes.exchange + SETS
+    used = cutlass.select_(used == Int32(EMPTY_WORD - 2**32), Int32(0), used)
+    return Exchange(turn, used, first + Int64(turn) * (4 * SET_WORDS), first + Int64(turn ^ 1) * (4 * SET_WORDS))
+
+
+def draw(sizes: Sizes):
+    """The number of the CTA's next work tile, at least num_tiles where there is no more; one lane."""
+    return ptx.atomic_add(sizes.exchange + TICKETS, Int32(1)) + 1
+
+
+@cute.jit
+def empty_other(sizes: Sizes, exchange: Exchange, lane):
+    """Makes the other set EMPTY, with a warp of every CTA."""
+    first = Int32(cute.arch.block_idx()[0]) * 32 + lane
+    for i in cutlass.range(first, exchange.used // 4, sizes.num_ctas * 32, unroll=1):
+        ptx.store_global(exchange.other + Int64(i) * 16, [Uint32(EMPTY_WORD)] * 4)
+
+
+@cute.jit
+def leave(sizes: Sizes, exchange: Exchange):
+    """One lane of each CTA, when it has stored all its tiles. The last one leaves all for the next launch."""
+    left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
+    if left == sizes.num_ctas - 1:
+        ptx.store_global(sizes.exchange + LEFT, [Uint32(EMPTY_WORD)])
+        ptx.store_global(sizes.exchange + TURN, [Uint32(exchange.turn), Uint32(sizes.used)])
+
+
+@cute.jit
+def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
+    """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of
+    some addresses, if there is any. All are asked for at once."""
+    size, missing = 4 * len(places), Int32(1)
+    while missing != 0:
+        empty = Int32(0)
+        for i in cutlass.range_constexpr(len(addresses)):
+            if there[i]:
+                found = [word for place in places for word in ptx.load_relaxed(addresses[i], 4, offset=place)]
+                for k in cutlass.range_constexpr(size):
+                    words[i * size + k] = found[k]
+        for i in cutlass.range_constexpr(len(addresses)):
+            if there[i]:
+                for k in cutlass.range_constexpr(size):
+                    empty = cutlass.select_(words[i * size + k] == Uint32(EMPTY_WORD), Int32(1), empty)
+        missing = cutlass.select_(cute.arch.vote_any_sync(empty != 0), Int32(1), Int32(0))
+
+
+@cute.jit
+def load_result(address):
+    """A word at an address of each lane, once all of a warp are there."""
+    missing, found = Int32(1), Uint32(0)
+    while missing != 0:
+        found = ptx.load_relaxed_part(address, 4)
+        missing = cutlass.select_(cute.arch.vote_any_sync(found == Uint32(EMPTY_WORD)), Int32(1), Int32(0))
+    return found

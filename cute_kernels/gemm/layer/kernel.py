@@ -1,0 +1,77 @@
+"""Products that follow one another, in one launch of persistent CTAs: weights never stop coming.
+
+Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with their weights.
+They wait for nothing but room. Consumer warps (:mod:`.multiply`) wait for all work tiles of the product before theirs,
+make limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and tells all CTAs.
+
+docs/design/layer_products.md has the account, docs/design/forward_progress.md why every launch ends.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.layer.arguments import PRODUCTS
+from cute_kernels.gemm.layer.config import LayerProductsConfig
+from cute_kernels.gemm.layer.exchange import draw
+from cute_kernels.gemm.layer.loads import Loader
+from cute_kernels.gemm.layer.memory import Product, Sizes, allocate, ask_early, init_barriers, tiles_of, write_table
+from cute_kernels.gemm.layer.multiply import Multiplier
+from cute_kernels.gemm.layer.store import Storer
+
+
+class LayerProductsKernel:
+    """One compiled variant; :class:`LayerProductsConfig` says which."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+        self.loader, self.multiplier, self.storer = Loader(config), Multiplier(config), Storer(config)
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
+        m, _ = extents(given.x)
+        products, ends = [], []
+        begin, place, rows, waited_for, used = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        for names in PRODUCTS:
+            fields = {field: getattr(given, name) for field, name in names.items()}
+            there = fields["n"] > 0
+            waited_for = Int32(cutlass.select_(there, begin, waited_for))
+            used = Int32(cutlass.select_(there, place >> 2, used))
+            products.append(Product(**fields, begin=begin, place=place, rows=rows))
+            begin, rows = begin + tiles_of(fields["n"]), place
+            place = place + m * (2 * fields["n"] >> fields["gated"])
+            ends.append(begin)
+        numbers = m, given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
+        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers)
+        options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
+        self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, sizes, first, second, third, fourth):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = allocate(config)
+        drawn = Int32(0)
+        if warp == config.consumer_warps:
+            if lane == 0:
+                drawn = draw(sizes)
+                ask_early(sizes, first)
+        if warp == 0:
+            if lane == 0:
+                init_barriers(config, memory)
+        if warp == config.num_warps - 1:
+            if lane == 0:
+                write_table(memory, (first, second, third, fourth))
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        if warp < config.consumer_warps:
+            self.multiplier.run(sizes, memory, warp, lane)
+        elif warp < config.num_warps - 1:
+            self.loader.run(sizes, memory, warp - config.consumer_warps, lane, drawn)
+        else:
+            self.storer.run(sizes, memory, lane)

@@ -1,0 +1,148 @@
+"""Loader warps: weights of one work tile after the other into pipeline stages, whatever has been computed by then."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.ring import advance
+from cute_kernels.gemm.layer import instructions
+from cute_kernels.gemm.layer.config import (
+    CODE_TILE_BYTES,
+    CODE_TILE_K,
+    GROUP,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+)
+from cute_kernels.gemm.layer.exchange import TICKETS, draw
+from cute_kernels.gemm.layer.memory import LayerMemory, Sizes, receive, turn
+
+HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
+GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
+
+
+class Loader:
+    """What the loader warps do; the first of them draws work tiles."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
+        """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        base, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
+        while running != 0:
+            if rank == 0:
+                cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
+                if lane == 0:
+                    ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
+                    cute.arch.mbarrier_arrive(memory.tile_full + slot)
+            tile = receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                number = sizes.product_of(tile)
+                stages, drawn = self.copy_tile(sizes, memory, number, tile, base, drawn, rank, lane)
+                base = base + stages
+        if rank == 0:
+            if lane == 0:
+                self.leave(sizes, drawn)
+
+    @cute.jit
+    def leave(self, sizes: Sizes, drawn):
+        """Every CTA draws one number of the last product or behind it, who draws the last one makes the counter EMPTY.
+        Then, and not before, may the next launch begin, whose CTAs draw at once."""
+        if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
+            ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
+        instructions.fence()
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
+        """Asks for a loader warp's stages of a work tile, as there is room. Returns how many the tile has, and the
+        number of the next one, in lane 0 of the first loader warp.
+
+        That is drawn with one of the last stages, not before: who draws early keeps tiles that others would have begun.
+        """
+        config, loaders = self.config, self.config.loader_warps
+        product = memory.product(number)
+        own = tile - product.begin
+        half, whole = own & 1, Int64(own >> 1)
+        k = cute.arch.shuffle_sync(product.k, 0)
+        codes = product.codes + whole * (k * (CODE_TILE_BYTES // CODE_TILE_K)) + half * HALF_CODES
+        scales = product.scales + whole * (k * GROUP_SCALES // GROUP) + half * (GROUP_SCALES // 2)
+        # Else each copy would ask which lanes have which address: 100 clocks.
+        codes, scales = uniform(codes), uniform(scales)
+        stages = k // STAGE_K
+        first, window = turn(rank, base, loaders), self.window_of(sizes, tile)
+        if (rank == 0) & (first >= stages) & (lane == 0):
+            drawn = self.following(sizes, tile)
+        for j in cutlass.range(first, stages, loaders, unroll=1):
+            position = base + j
+            stage = position % config.num_stages
+            self.wait_for_room(memory, position)
+            if position >= window:
+                self.wait_for_stage(memory, position - window)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
+            cute.arch.sync_warp()
+            self.copy_stage(memory, stage, codes, scales, j)
+            near = j + loaders * config.draw_ahead >= stages
+            not_yet = (j == first) | (j + loaders * (config.draw_ahead - 1) < stages)
+            if (rank == 0) & near & not_yet & (lane == 0):
+                drawn = self.following(sizes, tile)
+        return stages, drawn
+
+    @cute.jit
+    def following(self, sizes: Sizes, tile):
+        """The number of the CTA's work tile behind one; one lane.
+
+        Nobody waits for those of the last product: they are dealt out, as many to each CTA, or one more.
+        """
+        number = tile + sizes.num_ctas
+        if tile < sizes.waited_for:
+            number = draw(sizes)
+        return number
+
+    def window_of(self, sizes: Sizes, tile):
+        """Stages that are asked for at a time: more in the middle of the second product, but for as many work tiles at
+        either end as there are CTAs, which wait for rows then, or are waited for."""
+        middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
+        return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
+
+    def wait_for_room(self, memory: LayerMemory, position) -> None:
+        """Waits until there is room for the ``position``-th stage of all."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
+
+    def wait_for_stage(self, memory: LayerMemory, position) -> None:
+        """Waits until the ``position``-th stage of all has come, which the same warp asked for."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.full + stage, use & 1)
+
+    def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
+        """Asks for a stage."""
+        barrier = memory.full + stage
+        address, target = Int32(barrier.toint()), memory.stages + stage * STAGE_BYTES
+        code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
+        first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
+        for i in range(code_tiles):
+            instructions.copy_elected(target + i * HALF_CODES, first + i * CODE_TILE_BYTES, HALF_CODES, address)
+        first = scales + Int64(j) * (groups * GROUP_SCALES)
+        for i in range(groups):
+            place = target + (STAGE_CODES + i * (GROUP_SCALES // 2))
+            instructions.copy_elected(place, first + i * GROUP_SCALES, GROUP_SCALES // 2, address)
+
+
+def uniform(address: Int64) -> Int64:
+    """An address that is alike in all lanes, as the compiler knows then."""
+    low, high = (cute.arch.shuffle_sync(Int32(part), 0) for part in (address, address >> 32))
+    return (Int64(high) << 32) | Int64(Uint32(low))

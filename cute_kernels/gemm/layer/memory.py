@@ -1,0 +1,191 @@
+"""Numbers of a launch of several products, and the shared memory of a CTA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.gemm.layer import instructions
+from cute_kernels.gemm.layer.config import (
+    BUFFERS,
+    EARLY_BYTES,
+    MOST_PRODUCTS,
+    PRODUCT_BYTES,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_SCALES,
+    TILE_N,
+    LayerProductsConfig,
+)
+
+LINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a launch's products; run-time numbers. Addresses that there are none of are 0.
+
+    begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
+    the first product's results are added. place: bytes from the beginning of a set to its results, where others wait
+    for them; rows: to its rows.
+    """
+
+    codes: Int64
+    scales: Int64
+    norm: Int64
+    out: Int64
+    n: Int32
+    k: Int32
+    gated: Int32
+    adds: Int32
+    begin: Int32
+    place: Int32
+    rows: Int32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others wait for,
+    all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
+
+    first_end: Int32
+    second_end: Int32
+    third_end: Int32
+    num_tiles: Int32
+    waited_for: Int32
+    used: Int32
+    m: Int32
+    num_ctas: Int32
+    eps: Float32
+    offset: Float32
+    x: Int64
+    residual: Int64
+    exchange: Int64
+
+    def product_of(self, tile):
+        """Which product a work tile is of."""
+        ends = (self.first_end, self.second_end, self.third_end)
+        return sum((cutlass.select_(tile >= end, Int32(1), Int32(0)) for end in ends), Int32(0))
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Shared memory of a CTA: addresses, and barriers."""
+
+    stages: Int32
+    limbs: Int32
+    x_scales: Int32  # [group, row]
+    squares: Int32  # [row, group]
+    parts: Int32
+    table: Int32
+    slots: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
+    parts_full: cute.Pointer
+    parts_empty: cute.Pointer
+
+    def product(self, number) -> Product:
+        """The numbers of a product."""
+        at = self.table + number * PRODUCT_BYTES
+        codes, scales = instructions.load_shared_longs(at, 0)
+        norm, out = instructions.load_shared_longs(at, 16)
+        words = [*ptx.load_shared_vector(at, 32, 4), *ptx.load_shared_vector(at, 48, 4)]
+        return Product(codes, scales, norm, out, *(Int32(word) for word in words[:7]))
+
+
+def allocate(config: LayerProductsConfig) -> LayerMemory:
+    """Shared memory of a configuration."""
+    smem = cutlass.utils.SmemAllocator()
+
+    def room(size: int) -> Any:
+        return smem.allocate(size, byte_alignment=128).toint()
+
+    regions = {
+        "stages": room(config.num_stages * STAGE_BYTES),
+        "limbs": room(config.groups * config.group_limb_bytes),
+        "x_scales": room(config.groups * 4 * config.rows),
+        "squares": room(config.groups * 4 * config.rows),
+        "parts": room(BUFFERS * config.consumer_warps * config.part_bytes),
+        "table": room(MOST_PRODUCTS * PRODUCT_BYTES),
+        "slots": room(4 * SLOTS),
+    }
+    first = smem.allocate_array(cutlass.Int64, 2 * (config.num_stages + SLOTS + BUFFERS))
+    barriers, count = {}, 0
+    for name, size in (("", config.num_stages), ("tile_", SLOTS), ("parts_", BUFFERS)):
+        for kind in ("full", "empty"):
+            barriers[name + kind] = first + count if count else first
+            count += size
+    return LayerMemory(**regions, **barriers)
+
+
+def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
+    """Of one thread."""
+    readers = config.num_warps
+    warps = config.consumer_warps
+    counts = (
+        (memory.full, config.num_stages, 1),
+        (memory.empty, config.num_stages, 1),
+        (memory.tile_full, SLOTS, 1),
+        (memory.tile_empty, SLOTS, readers),
+        (memory.parts_full, BUFFERS, warps),
+        (memory.parts_empty, BUFFERS, 1),
+    )
+    for barriers, count, arrivals in counts:
+        for i in range(count):
+            cute.arch.mbarrier_init(barriers + i, arrivals)
+    cute.arch.mbarrier_init_fence()
+
+
+def write_table(memory: LayerMemory, products) -> None:
+    """Of one thread: where every warp finds a product's numbers."""
+    for i, each in enumerate(products):
+        at = Int32(memory.table)
+        begin = PRODUCT_BYTES * i
+        instructions.store_shared_longs(at, begin, [each.codes, each.scales])
+        instructions.store_shared_longs(at, begin + 16, [each.norm, each.out])
+        words = [cutlass.Uint32(v) for v in (each.n, each.k, each.gated, each.adds)]
+        ptx.store_shared(at, begin + 32, words)
+        words = [cutlass.Uint32(v) for v in (each.begin, each.place, each.rows, each.rows)]
+        ptx.store_shared(at, begin + 48, words)
+
+
+@cute.jit
+def receive(memory: LayerMemory, slot, phase, lane):
+    """The number of the CTA's next work tile, of every warp."""
+    cute.arch.mbarrier_wait(memory.tile_full + slot, phase)
+    tile = Int32(ptx.load_shared(memory.slots + slot * 4, 0))
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(memory.tile_empty + slot)
+    return cute.arch.make_warp_uniform(tile)
+
+
+def tiles_of(n):
+    """Work tiles of a product of n features."""
+    return n // TILE_N
+
+
+def turn(warp, base, warps: int):
+    """The first stage of a work tile that a warp has, if the tile's first stage is the ``base``-th: each warp has every
+    ``warps``-th."""
+    return (warp + warps - base % warps) % warps
+
+
+@cute.jit
+def ask_early(sizes: Sizes, product: Product):
+    """Asks for a CTA's part of a product's first weights into L2; one lane. What is there cannot be stale, so it may be
+    asked for before the launch before has ended."""
+    codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
+    for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
+        part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES
+        begin = Int32(cute.arch.block_idx()[0]) * part
+        own = cutlass.min(part, num_bytes - begin)
+        numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), first + Int64(begin), own)

@@ -1,0 +1,158 @@
+"""Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
+
+A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. A stage's memory
+is always the same warp's, so nobody takes a use of it for the next but one by its parity. Which stages of a work tile
+a warp has depends on the one that the tile begins with. Its sums are those of a rank that does not: what they add up to
+is the same whichever CTA has the tile.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.ring import advance
+from cute_kernels.gemm.layer import instructions
+from cute_kernels.gemm.layer.config import (
+    BUFFERS,
+    CODE_TILE_K,
+    GROUP,
+    MMA_ROWS,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+)
+from cute_kernels.gemm.layer.exchange import exchange_of
+from cute_kernels.gemm.layer.loads import HALF_CODES
+from cute_kernels.gemm.layer.memory import LayerMemory, Sizes, receive, turn
+from cute_kernels.gemm.layer.rows import COLUMN_BYTES, Rows
+from cute_kernels.gemm.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
+
+FRAGMENT_N = 16  # features of an MMA
+FRAGMENTS = TILE_N // FRAGMENT_N
+WARP_CODES = HALF_CODES // FRAGMENTS  # a warp's load of 64 inputs
+
+
+class Multiplier:
+    """What the consumer warps do."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config, self.rows = config, Rows(config)
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: LayerMemory, warp, lane):
+        """All work tiles of the CTA."""
+        base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
+        before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
+        masks, exchange = ptx.pinned(Uint32(SIGNS)), exchange_of(sizes)
+        acc = cute.make_rmem_tensor(self.num_sums, Float32)
+        while running != 0:
+            tile = receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                number = sizes.product_of(tile)
+                own = memory.product(number)
+                if number != before:
+                    self.rows.make(sizes, memory, own, exchange, number, warp, lane)
+                    before = number
+                acc.fill(0.0)
+                stages = own.k // STAGE_K
+                rank = turn(warp, base, self.config.consumer_warps)
+                for j in cutlass.range(rank, stages, self.config.consumer_warps, unroll=1):
+                    position = base + j
+                    stage = position % self.config.num_stages
+                    parity = (position // self.config.num_stages) & 1
+                    cute.arch.mbarrier_wait(memory.full + stage, parity)
+                    self.multiply_stage(acc, memory, stage, j, masks, lane)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(memory.empty + stage)
+                base = base + stages
+                cute.arch.mbarrier_wait(memory.parts_empty + buffer, buffer_phase ^ 1)
+                self.publish(acc, memory, buffer, rank, lane)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.parts_full + buffer)
+                buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
+
+    @property
+    def num_sums(self) -> int:
+        """[block of four rows][fragment][feature of a thread]."""
+        return self.config.row_blocks * FRAGMENTS * 2
+
+    def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
+        """Adds a stage's products."""
+        config, place = self.config, memory.stages + stage * STAGE_BYTES
+        codes = place + lane * 16
+        scales = place + STAGE_CODES + lane // 4 * 2
+        column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)
+        half_bytes = config.columns * COLUMN_BYTES
+        groups = range(STAGE_K // GROUP)
+        parts = [
+            (i, fragment, block) for i in groups for fragment in range(FRAGMENTS) for block in range(config.row_blocks)
+        ]
+        limbs = memory.limbs + j * (len(groups) * 2 * half_bytes) + column * COLUMN_BYTES + lane % 4 * 16
+        x_scales = memory.x_scales + (j * (len(groups) * config.rows) + row) * 4
+        b, a = {}, {}
+        for i in groups:
+            for half in range(2):
+                for block in range(config.row_blocks):
+                    at = (2 * i + half) * half_bytes + block * (8 * COLUMN_BYTES)
+                    b[i, block, half] = ptx.load_shared_vector(limbs, at, 4)
+                for fragment in range(FRAGMENTS):
+                    at = (i * (GROUP // CODE_TILE_K) + half) * HALF_CODES + fragment * WARP_CODES
+                    a[i, fragment, half] = ptx.load_shared_vector(codes, at, 4)
+        of_rows = {
+            (i, block): ptx.load_shared(x_scales, (i * config.rows + block * MMA_ROWS) * 4).bitcast(Float32)
+            for i in groups
+            for block in range(config.row_blocks)
+        }
+        of_features = {
+            (i, fragment, k): (
+                ptx.load_shared_part(scales, i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2) + 16 * k, 2) << 16
+            ).bitcast(Float32)
+            for i in groups
+            for fragment in range(FRAGMENTS)
+            for k in range(2)
+        }
+        dots = {part: [Int32(0)] * 4 for part in parts}
+        for step in range(4):  # all groups and fragments in turn: MMAs that do not wait for each other
+            half, first = step // 2, step % 2 * 2
+            for i in groups:
+                for fragment in range(FRAGMENTS):
+                    words = a[i, fragment, half]
+                    operands = self.operands(words[first], words[first + 1], masks)
+                    for block in range(config.row_blocks):
+                        part, pair = (i, fragment, block), b[i, block, half][first : first + 2]
+                        dots[part] = instructions.multiply_bytes(dots[part], operands, pair)
+        for i, fragment, block in parts:
+            for k in range(2):
+                high, low = dots[i, fragment, block][2 * k : 2 * k + 2]
+                exact = numbers.to_float(high * LIMB_BASE + low)
+                index = (block * FRAGMENTS + fragment) * 2 + k
+                acc[index] = ptx.fma(exact * of_rows[i, block], of_features[i, fragment, k], acc[index])
+
+    def operands(self, first, second, masks) -> list:
+        """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
+        upper = Uint32(UPPER_HALVES)
+        return [byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)]
+
+    @cute.jit
+    def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
+        """Leaves a rank's sums to the store warp: [row][feature]."""
+        start = memory.parts + (buffer * self.config.consumer_warps + rank) * self.config.part_bytes
+        start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4
+        for block in cutlass.range_constexpr(self.config.row_blocks):
+            if lane % 4 + block * MMA_ROWS < self.config.rows:
+                for fragment in cutlass.range_constexpr(FRAGMENTS):
+                    for k in cutlass.range_constexpr(2):
+                        index = (block * FRAGMENTS + fragment) * 2 + k
+                        place = block * (MMA_ROWS * TILE_N * 4) + (fragment * FRAGMENT_N + 8 * k) * 4
+                        ptx.store_shared(start, place, [acc[index]])

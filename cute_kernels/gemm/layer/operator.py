@@ -1,0 +1,112 @@
+"""The products of a layer as a registered operator, for graphs in which the number of rows is not known.
+
+    rows, qkv = layer_products(x, residual, ...)
+
+Numbers of rows that one launch serves are that launch. Others are the operators of `linear.deferred_ops`, one after
+the other, as if they stood in the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gemm.deferred_ops import give_plain, plain, take_plain, weight_of
+from cute_kernels.gemm.layer.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
+from cute_kernels.gemm.layer.config import FORMAT, config_for
+from cute_kernels.gemm.plan import problem_of
+from cute_kernels.gemm.served import is_noted
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.operator import Operator
+
+
+def may_serve(weights: list[tuple[str, int, int]]) -> bool:
+    """Whether one launch has a kernel for weights (format, n, k) of some number of rows."""
+    fits = all(form == FORMAT.key and serves_shape(n, k) for form, n, k in weights)
+    return fits and config_for(1, max(k for _, _, k in weights)) is not None
+
+
+def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
+    """Whether nobody waits for a compiler who has said what he will ask for: a server that has noted the product."""
+    if not serves_rows(rows):
+        return False
+    if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device, False)):
+        return True
+    return any(default_cache().has(spec, arch_of(device)) for spec in specs_for(rows, most_k))
+
+
+def _apply(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    o: torch.Tensor,
+    o_scales: torch.Tensor,
+    norm: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    following_norm: torch.Tensor,
+    qkv: torch.Tensor,
+    qkv_scales: torch.Tensor,
+    heads: int,
+    hidden: int,
+    inner: int,
+    projected: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = (hidden, heads), (2 * inner, hidden), (hidden, inner), (projected, hidden)
+    fields = (o, o_scales), (gate_up, gate_up_scales), (down, down_scales), (qkv, qkv_scales)
+    fields = tuple((plain(codes), plain(scales)) for codes, scales in fields)
+    x, residual, norms = plain(x), plain(residual), (plain(norm), plain(following_norm))
+    with torch.no_grad():
+        if (x.is_cuda or GPU.takes_cpu) and _may_load(len(x), *shapes[2], max(heads, hidden, inner), x.get_device()):
+            o_weight, gate_up_weight, down_weight, qkv_weight = (
+                weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True)
+            )
+            weights = o_weight, gate_up_weight, down_weight, qkv_weight
+            call = LayerCall(x, *weights, residual, *norms, eps, 0.0)
+            if is_one_launch(call):
+                found = layer(call)
+                assert found.qkv is not None
+                return found.rows.rows, found.qkv
+        return _apart(x, residual, fields, norms, shapes, eps)
+
+
+def _apart(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    fields: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    norms: tuple[torch.Tensor, torch.Tensor],
+    shapes: tuple[tuple[int, int], ...],
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key = FORMAT.key
+    rows = residual
+    for number in (0, 2):
+        norm, taker = norms[number // 2], number + 1
+        (n, k), (its_n, its_k) = shapes[number], shapes[taker]
+        given = give_plain(x, *fields[number], None, None, rows, key, n, k, norm, eps, key, its_n)
+        rows, scaled, squares = given
+        activation = "swiglu" if number == 0 else None
+        x = take_plain(
+            scaled, squares, rows, norm, eps, key, k, *fields[taker], None, None, key, its_n, its_k, activation
+        )
+        del given, scaled, squares
+    return rows, x
+
+
+def _meta(x: torch.Tensor, *given) -> tuple[torch.Tensor, torch.Tensor]:
+    _, hidden, _, projected, _ = given[-5:]
+    return x.new_empty((x.shape[0], hidden)), x.new_empty((x.shape[0], projected))
+
+
+layer_products = Operator(
+    "layer_products(Tensor x, Tensor residual, Tensor o, Tensor o_scales, Tensor norm, Tensor gate_up, "
+    "Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor following_norm, Tensor qkv, Tensor qkv_scales, "
+    "int heads, int hidden, int inner, int projected, float eps) -> (Tensor, Tensor)",
+    cpu=_apply,
+    cuda=_apply,
+    meta=_meta,
+)
+"""(rows [M, hidden] behind a layer, qkv [M, projected] of the next one) of x [M, heads]; weights of `config.FORMAT`."""

@@ -1,0 +1,138 @@
+"""Rows of a product as limbs where MMAs read them: made once a CTA, by its consumer warps.
+
+Eight lanes take 128 inputs of a row; their limbs are those of :mod:`..linear.wgmma.limb_rows`. In memory a group of 128
+inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
+column is one limb of a row, the high one first.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import lanes, ptx
+from cute_kernels.gemm.layer.config import GROUP, LayerProductsConfig
+from cute_kernels.gemm.layer.exchange import Exchange, load_results
+from cute_kernels.gemm.layer.memory import LayerMemory, Product, Sizes
+from cute_kernels.gemm.wgmma.resident_rows import MAGNITUDES, ResidentRows, RowsRoom
+
+GROUP_LANES, WARP_GROUPS = 8, 4
+BLOCK = GROUP // GROUP_LANES  # inputs of a step of MMAs, and of a lane
+LANE_WORDS = BLOCK // 2
+HALF_STEPS = GROUP_LANES // 2  # of half a group
+COLUMN_BYTES = 64  # of half a group
+PLACES = (0, 16)  # bytes of a lane's vectors
+PASSES = 3  # of groups whose rows are asked for at once: one row of 14336 inputs by twelve warps
+CONSUMER_BARRIER = 1
+
+
+class Rows:
+    """What the consumer warps do with rows of x."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+        self.limbs = ResidentRows(RowsRoom(config.dtype, 8, config.consumer_warps, config.groups))
+
+    @cute.jit
+    def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
+        """Limbs of a product's rows, as they come. Nobody still reads those of the product before."""
+        self.meet()
+        total = product.k // GROUP * sizes.m
+        for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
+            self.make_groups(sizes, memory, product, exchange, number, first, lane)
+        self.meet()
+
+    @property
+    def pass_groups(self) -> int:
+        """Groups that all consumer warps take at a time."""
+        return WARP_GROUPS * self.config.consumer_warps
+
+    @cute.jit
+    def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
+        """Of some groups of each of several passes, from the ``first`` of all rows on; all are asked for at once.
+
+        Behind the last group lanes make it once more.
+        """
+        groups = product.k // GROUP
+        total = groups * sizes.m
+        there = [first + i * self.pass_groups < total for i in range(PASSES)]
+        places = [self.place(first + i * self.pass_groups, total, groups, lane) for i in range(PASSES)]
+        words, weights = (cute.make_rmem_tensor(PASSES * LANE_WORDS, Uint32) for _ in range(2))
+        for i in cutlass.range_constexpr(PASSES):
+            if there[i] & (product.norm != 0):  # asked for before the rows are there
+                start = product.norm + Int64(places[i][1] * GROUP + lane % GROUP_LANES * BLOCK) * 2
+                self.keep(weights, i, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
+        offsets = [Int64(row * product.k + group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for row, group in places]
+        if number > 0:
+            load_results(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
+        else:
+            for i in cutlass.range_constexpr(PASSES):
+                if there[i]:
+                    start = sizes.x + offsets[i]
+                    self.keep(words, i, [word for at in PLACES for word in ptx.load_relaxed(start, 4, offset=at)])
+        for i in cutlass.range_constexpr(PASSES):
+            if there[i]:
+                self.make_group(sizes, memory, product, *places[i], words, weights, i, lane)
+
+    def place(self, first, total, groups, lane) -> tuple[Any, Any]:
+        """(row, group of the row) of a lane in a pass."""
+        index = cutlass.min(first + lane // GROUP_LANES, total - 1)
+        row = Int32(0)
+        for following in range(1, self.config.rows):
+            row = row + cutlass.select_(index >= following * groups, Int32(1), Int32(0))
+        return row, index - row * groups
+
+    @cute.jit
+    def make_group(
+        self, sizes: Sizes, memory: LayerMemory, product: Product, row, group, words, weights, number: int, lane
+    ):
+        """Limbs of a lane's inputs of a pass."""
+        if product.norm != 0:
+            values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
+            scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
+            self.keep(words, number, [ptx.pack_bf16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)])
+            own = lanes.in_pairs(operator.add, [value * value for value in values])
+            total = lanes.lane_sum(own, lanes.neighbours(GROUP_LANES))
+            # All of a group's lanes have it, and store the same.
+            ptx.store_shared(memory.squares + (row * self.config.groups + group) * 4, 0, [total])
+        scale, limbs = self.split(self.kept(words, number))
+        self.store(memory, row, group, lane, limbs)
+        ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
+
+    def to_floats(self, words) -> list[Any]:
+        return [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
+
+    @staticmethod
+    def keep(registers, number: int, values) -> None:
+        """Puts a pass's words into registers."""
+        for i, value in enumerate(values):
+            registers[number * LANE_WORDS + i] = value
+
+    @staticmethod
+    def kept(registers, number: int) -> list[Any]:
+        return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
+
+    def split(self, words) -> tuple[Any, list[Any]]:
+        """(bits of what a code's byte times a limb counts, words of a lane's high limbs, then of its low ones)."""
+        rows, limbs = self.limbs, self.limbs.limb_rows
+        packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
+        pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]
+        factor, scale = limbs.scales_of(cutlass.max(*pair))
+        return scale, rows.limbs(rows.fixed(words, factor))
+
+    def store(self, memory: LayerMemory, row, group, lane, limbs) -> None:
+        """Puts a lane's limbs of a step where MMAs read them."""
+        half_bytes, step = self.config.columns * COLUMN_BYTES, lane % GROUP_LANES
+        start = memory.limbs + (group * 2 + step // HALF_STEPS) * half_bytes + step % HALF_STEPS * 4
+        start = start + row * (2 * COLUMN_BYTES)
+        for limb in range(2):
+            for i, word in enumerate(limbs[4 * limb : 4 * limb + 4]):
+                ptx.store_shared(start, limb * COLUMN_BYTES + i * 16, [word])
+
+    def meet(self) -> None:
+        """Waits for all consumer warps."""
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=32 * self.config.consumer_warps)

@@ -1,0 +1,261 @@
+"""The layer as an nn.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.formats.weights import IntegerFormat, WeightFormat
+from cute_kernels.gemm import ops
+from cute_kernels.gemm.packed import OfFormat
+from cute_kernels.gemm.quantize import quantize_weight
+from cute_kernels.gemm.reference import prepare_input
+from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, has_values
+
+EXTRA_NAMES = ("bias", "shifts")  # tensors of a layer that its weight has not
+
+ModelProgress = Callable[[str, int, int], None]
+"""Called with a layer's name, how many layers are done and how many there are."""
+
+
+def take_buffers(module: nn.Module, tensors: dict[str, torch.Tensor | None], device: torch.device, copy: bool) -> None:
+    """Makes loaded tensors a module's buffers: with ``copy`` they are copied to ``device``, into those that are there
+    where they fit."""
+    for name, new in tensors.items():
+        here = module._buffers[name]
+        if new is None or not copy:
+            setattr(module, name, new)
+        elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+            here.copy_(new)
+        else:
+            setattr(module, name, new.to(device, copy=True))
+
+
+def is_conv1d(module: object) -> bool:
+    """Whether it is a Conv1D of transformers: y = x W + bias with W [in_features, out_features]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+class QuantizedLinear(OfFormat, nn.Module):
+    """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
+
+    With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
+    points that are no integers come to, as HQQ and torchao fit them. The kernel multiplies with the first part; sums of
+    x over each group, multiplied with the shifts in fp32, are added before the result is rounded.
+
+    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "shifts". Loading one
+    takes on the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are
+    copied, into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
+    `load_state_dict`, and the layer is then as it was.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features], or None; kept in the dtype of the weight's scales.
+        shifts: floating [out_features, groups of in_features], or None; kept in fp32.
+
+    Attributes:
+        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A
+            state dict does not have it.
+
+    Raises:
+        TypeError, ValueError: weight or bias is not as above; the message names it.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    shifts: torch.Tensor | None
+    shape: tuple[int, int]
+    weight_format: WeightFormat
+    batch_invariant: bool = False
+
+    def __init__(
+        self, weight: PackedWeight, bias: torch.Tensor | None = None, shifts: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+        self.shape = weight.shape
+        for name in (*TENSOR_NAMES, *EXTRA_NAMES):
+            self.register_buffer(name, None)
+        self._set(weight, self._checked_bias(bias, weight), _checked_shifts(shifts, weight))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
+    ) -> QuantizedLinear:
+        """The layer with a Linear's weight quantised; other arguments and errors as for `quantize_weight`.
+
+        ``linear`` is an nn.Linear or a transformers.pytorch_utils.Conv1D, GPT-2's Linear with a transposed weight.
+        """
+        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
+            raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
+        own: Any = linear
+        w = own.weight.detach()
+        options: dict[str, Any] = {"device": device, "format": format}
+        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, **options)
+        layer = cls(weight, None if own.bias is None else own.bias.detach())
+        return layer.train(linear.training)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The weight; it shares the layer's tensors."""
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
+        return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
+
+    @property
+    def _form(self) -> WeightFormat:
+        return self.weight_format
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        tensors = self._buffers  # nn.Module takes a detour to them as attributes
+        codes, scales, shifts = tensors["codes"], tensors["scales"], tensors["shifts"]
+        assert codes is not None and scales is not None
+        if shifts is not None and self.batch_invariant:
+            raise ValueError(
+                "batch_invariant: got True of a layer with shifts, want False: its sums depend on the batch"
+            )
+        y = ops.apply(
+            x,
+            codes,
+            scales,
+            tensors["zeros"],
+            tensors["perm"],
+            tensors["input_scale"],
+            format=self.weight_format,
+            shape=self.shape,
+            bias=tensors["bias"],
+            out_dtype=None if shifts is None else torch.float32,
+            batch_invariant=self.batch_invariant,
+        )
+        if shifts is None:
+            return y
+        inputs = prepare_input(x, tensors["perm"], tensors["input_scale"])
+        return _add_shifts(y, inputs, shifts, self.group_size or self.in_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]
+        has += ["batch_invariant"] if self.batch_invariant else []
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{describe(self.weight_format)}, {self.scales.dtype}"
+            f"{', with ' if has else ''}{', '.join(has)}"
+        )
+
+    def _set(self, weight: PackedWeight, bias: torch.Tensor | None, shifts: torch.Tensor | None) -> None:
+        for name in TENSOR_NAMES:
+            setattr(self, name, getattr(weight, name))
+        self.bias, self.shifts = bias, shifts
+        self.weight_format = weight.format
+
+    def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
+        if bias is None:
+            return None
+        check_tensors(bias=bias)
+        if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
+            raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
+        if bias.is_meta and weight.device.type != "meta":
+            raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
+        kept = bias.to(weight.device, weight.dtype).contiguous()
+        if (
+            kept.dtype != bias.dtype
+            and has_values(kept)
+            and bool((kept.isinf() & bias.to(kept.device).isfinite()).any())
+        ):
+            raise ValueError(f"bias: got values beyond {kept.dtype}, that of the weight's scales, want smaller ones")
+        return kept
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected = sorted(own.keys() - {*TENSOR_NAMES, *EXTRA_NAMES, "format"})
+        unexpected_keys.extend(prefix + name for name in unexpected)
+        missing = [name for name in ("codes", "scales", "format") if name not in own]
+        no_bias = self.bias is not None and "bias" not in own
+        missing_keys.extend(prefix + name for name in [*missing, *(["bias"] if no_bias else [])])
+        if missing:
+            return
+        try:
+            bias = self.bias if no_bias else own.get("bias")
+            names = (*TENSOR_NAMES, "format")
+            weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
+            if weight.shape != self.shape:
+                raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
+            bias, shifts = self._checked_bias(bias, weight), _checked_shifts(own.get("shifts"), weight)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
+        self._take(
+            weight, {"bias": bias, "shifts": shifts}, copy=not local_metadata.get("assign_to_params_buffers", False)
+        )
+
+    def _take(self, weight: PackedWeight, extra: dict[str, torch.Tensor | None], copy: bool) -> None:
+        """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
+        device = weight.device if self.codes.is_meta else self.codes.device
+        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra, device, copy)
+        self.weight_format = weight.format
+
+
+def describe(form: WeightFormat) -> str:
+    """A weight's format as modules print it."""
+    if isinstance(form, IntegerFormat):
+        return f"bits={form.bits}, group_size={form.group_size or None}"
+    return f"format={form.key}"
+
+
+def _checked_shifts(shifts: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
+    """The shifts in fp32 where the weight is; TypeError or ValueError if they do not fit it."""
+    if shifts is None:
+        return None
+    check_tensors(shifts=shifts)
+    n, k = weight.shape
+    wanted = [n, -(-k // (weight.group_size or k))]
+    if list(shifts.shape) != wanted or not shifts.is_floating_point():
+        raise ValueError(f"shifts: got {shifts.dtype} {list(shifts.shape)}, want a floating {wanted}")
+    if shifts.is_meta and weight.device.type != "meta":
+        raise ValueError(f"shifts: got a tensor without data (meta), want one on a CPU or on {weight.device}")
+    kept = shifts.to(weight.device, torch.float32).contiguous()
+    if has_values(kept) and not bool(kept.isfinite().all()):
+        raise ValueError("shifts: got values that are not finite, want finite ones")
+    return kept
+
+
+def _add_shifts(y: torch.Tensor, x: torch.Tensor, shifts: torch.Tensor, length: int) -> torch.Tensor:
+    """y [..., N] plus the sums of x [..., K] over groups of ``length``, times shifts [N, G]; all in fp32."""
+    with torch.autocast(y.device.type, enabled=False):
+        inputs = pad(x.float(), (0, -x.shape[-1] % length)).unflatten(-1, (-1, length))
+        return y + inputs.sum(dim=-1) @ shifts.T

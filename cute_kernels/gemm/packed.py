@@ -1,0 +1,94 @@
+"""What packed weights have in common: of a layer, and of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from cute_kernels.arguments import device_of
+from cute_kernels.formats.weights import WeightFormat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class OfFormat:
+    """What a format and a shape, (N, K) without padding, say of weights, and of a layer that has them."""
+
+    shape: tuple[int, int]
+
+    @property
+    def _form(self) -> WeightFormat:
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self._form.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self._form.group_size or None
+
+    @property
+    def out_features(self) -> int:
+        """N: features of the result, rows (of each expert) without padding."""
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K: features of x, columns (of each expert) without padding."""
+        return self.shape[1]
+
+
+class Packed(OfFormat):
+    """Tensors of codes and scales of a format: a frozen dataclass with `check_values`.
+
+    Attributes:
+        codes, scales: of the weights.
+        format: of a code and its scale.
+        shape: (N, K) without padding.
+        tensor_names: fields that are tensors or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    format: WeightFormat
+    shape: tuple[int, int]
+    tensor_names: ClassVar[tuple[str, ...]]
+
+    @property
+    def _form(self) -> WeightFormat:
+        return self.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations that the weights take; that of the scales of integers."""
+        return self.format.activation_dtype(self.scales.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
+        """The same on another device; itself if it is there.
+
+        Raises:
+            TypeError, ValueError: there is no such device.
+        """
+        where = device_of(device) or self.device
+        moved = {name: tensor.to(where, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
+        fields: dict[str, Any] = {**moved, "check_values": False}
+        return replace(cast("Any", self), **fields)  # subclasses are dataclasses
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name in self.tensor_names if (value := getattr(self, name)) is not None}

@@ -1,0 +1,319 @@
+"""Making packed weights: round-to-nearest quantisation, and packing of codes that are there already.
+
+Both go through the weight by blocks of rows, so that what lies unpacked at a time is bounded whatever the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
+from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
+from cute_kernels.gemm.packed import Packed
+from cute_kernels.gemm.weight import (
+    TILE_BYTES,
+    TILE_N,
+    PackedWeight,
+    check_format,
+    num_groups,
+    padded_shape,
+    per_row,
+    row_blocks,
+    rows_of,
+    symmetric_zero,
+)
+from layouts import transform
+from layouts.weights import hopper
+
+CodesOf = Callable[[int, int], torch.Tensor]
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # of activations, as formats and configurations name them
+
+
+def quantize_weight(
+    w: torch.Tensor,
+    bits: int = 4,
+    group_size: int | None = 128,
+    zero_point: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | str | None = None,
+    format: WeightFormat | str | None = None,
+) -> PackedWeight:
+    """Round-to-nearest quantisation of a weight, by groups of inputs.
+
+    The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
+    -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
+    are rounded up to ``dtype`` before the codes are computed, so the range still fits and |W - w| is at most half a
+    scale. Groups of zeros give exact zeros. Another ``format`` says itself how it rounds.
+
+    Args:
+        w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
+        bits: 4 or 8.
+        group_size: 32, 64, 128, 256, or None or -1 for one scale per row. The last group may be shorter.
+        zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
+        dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
+        device: where the result is put, default w's.
+        format: a weight format, or its key, instead of bits, group_size and zero_point, which are then not given.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or a group wants a scale that there is none of (2**27 in
+            bf16, of integers); the message names it.
+    """
+    check_tensors(w=w)
+    if not w.is_floating_point():
+        raise TypeError(f"w: got dtype {w.dtype}, want a floating one")
+    if w.is_meta:
+        raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
+    if w.dim() != 2 or not w.numel():
+        raise ValueError(f"w: got shape {list(w.shape)}, want [N, K] with N and K at least 1")
+    chosen = chosen_format(bits, group_size, zero_point, dtype, format)
+    device = device_of(device)
+    if dtype is None:
+        dtype = default_dtype(chosen, w.dtype)
+    w = w.detach()
+    shape = (w.shape[0], w.shape[1])
+    length = chosen.group_size or shape[1]
+    scales, zeros = _choose_scales(w, chosen, length, dtype)
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        points = None if zeros is None else zeros[start:stop]
+        codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
+        return codes.flatten(1)[:, : shape[1]]
+
+    chosen, zeros = simplest(chosen, zeros)
+    return pack(chosen, codes_of, scales, zeros, shape=shape, device=device)
+
+
+def chosen_format(
+    bits: int, group_size: int | None, zero_point: bool, dtype: torch.dtype | None, wanted: WeightFormat | str | None
+) -> WeightFormat:
+    """The format that `quantize_weight`'s arguments ask for.
+
+    Raises:
+        TypeError, ValueError: there is none, or they ask for two.
+    """
+    check_options(bits, group_size, zero_point, dtype)
+    if wanted is None:
+        return integers(bits, per_row(group_size), zero_point)
+    if not isinstance(wanted, (WeightFormat, str)):
+        raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, the key of one, or None")
+    found = weight_format(wanted) if isinstance(wanted, str) else wanted
+    if (bits, group_size, zero_point) != (4, 128, False):
+        raise ValueError(f"format: got {found.key} together with bits, group_size or zero_point, want it alone")
+    if dtype is not None and DTYPES[dtype] not in found.dtypes:
+        raise TypeError(f"dtype: got {dtype}, want {' or '.join(found.dtypes)} for a weight in the format {found.key}")
+    return found
+
+
+def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
+    """Of the activations that a weight of ``dtype`` is quantised for where nothing is said."""
+    if DTYPES.get(dtype) in chosen.dtypes:
+        return dtype
+    return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
+
+
+def check_options(bits: object, group_size: object, zero_point: object, dtype: object) -> None:
+    """Raises TypeError or ValueError unless `quantize_weight` takes these for some weight."""
+    check_format(bits, group_size, (1, 1))
+    check_flag("zero_point", zero_point)
+    if dtype is not None and dtype not in SCALE_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, want None, torch.bfloat16 or torch.float16")
+
+
+def _choose_scales(
+    w: torch.Tensor, chosen: WeightFormat, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales [N, groups] for activations of ``dtype``, and uint8 zero points alike or None; a block of rows at a
+    time."""
+    n, k = w.shape
+    found = []
+    for first, last in row_blocks(-(-n // TILE_N), k):
+        grouped = _grouped(w[first * TILE_N : last * TILE_N], length)
+        if not bool(grouped.isfinite().all()):
+            raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
+        found.append(chosen.choose_scales(grouped, dtype))
+    zeros = torch.cat([points for _, points in found]) if chosen.has_zeros else None
+    return torch.cat([scales for scales, _ in found]), zeros
+
+
+def without_symmetric(chosen: IntegerFormat, zeros: torch.Tensor | None) -> tuple[IntegerFormat, torch.Tensor | None]:
+    """The format without zero points, and None, where all of them are the symmetric one; waits for a GPU."""
+    if zeros is None or bool((zeros == chosen.symmetric_zero).all()):
+        return integers(chosen.bits, chosen.group_size), None
+    return integers(chosen.bits, chosen.group_size, True), zeros
+
+
+def simplest(form: WeightFormat, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
+    """Without zero points of integers that are all the symmetric one; other formats as they are."""
+    return without_symmetric(form, zeros) if isinstance(form, IntegerFormat) else (form, zeros)
+
+
+def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
+    """fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which no range minds."""
+    w = w.float()
+    missing = -w.shape[1] % length
+    return (pad(w, (0, missing)) if missing else w).unflatten(1, (-1, length))
+
+
+def pack_codes(
+    codes_of: CodesOf,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    bits: int,
+    group_size: int | None,
+    shape: tuple[int, int],
+    perm: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The packed weight of given codes; what importers of checkpoints end in.
+
+    Args:
+        codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
+            in their own order. Called once for each block of rows, start a multiple of 64.
+        scales: bf16, below 2**27, or fp16 [N, G], G the groups of K, the last maybe a short one.
+        zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
+        bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
+            i * group_size on.
+        device: where the result is put, default that of the scales.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    check_format(bits, group_size, shape)
+    check_scales("scales", scales)
+    chosen, zeros = without_symmetric(integers(bits, per_row(group_size)), zeros)
+    return pack(chosen, codes_of, scales, zeros, shape=shape, perm=perm, input_scale=input_scale, device=device)
+
+
+def pack(
+    chosen: WeightFormat,
+    codes_of: CodesOf,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    shape: tuple[int, int],
+    perm: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """`pack_codes` of any format, with zeros just where it has some; what making a weight ends in."""
+    n, k = shape
+    bits, group_size = chosen.bits, chosen.group_size or None
+    groups = -(-k // group_size) if group_size else 1
+    for name, tensor in (("scales", scales), ("zeros", zeros)):
+        if tensor is not None and tuple(tensor.shape) != (n, groups):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups]}")
+    if perm is not None:
+        check_permutation("perm", perm)
+    where = device_of(device) or scales.device
+    tile_scales = _tiled(scales, shape, group_size).to(where)
+    tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size)
+    n_pad, k_pad = padded_shape(shape, group_size)
+    tiles = n_pad // TILE_N
+    codes = torch.empty(tiles, k_pad // hopper.tile_k(bits), TILE_BYTES, dtype=torch.uint8, device=where)
+    for first, last in row_blocks(tiles, k_pad):
+        rows = codes_of(first * TILE_N, min(last * TILE_N, n))
+        if perm is not None:
+            rows = rows[:, perm.to(rows.device).long()]
+        if rows.shape != ((last - first) * TILE_N, k_pad):
+            filled = _pad_codes(tile_zeros, first, last, k_pad, chosen.pad_code, rows.device)
+            filled[: rows.shape[0], :k] = rows
+            rows = filled
+        codes[first:last] = hopper.pack(transform.pack(rows, bits), bits)
+    dtype = chosen.activation_dtype(scales.dtype)
+    fields: dict[str, Any] = {
+        "zeros": tile_zeros,
+        "perm": None if perm is None else perm.to(torch.int32),
+        "input_scale": None if input_scale is None else input_scale.to(dtype).contiguous(),
+    }
+    fields = {name: None if tensor is None else tensor.to(where) for name, tensor in fields.items()}
+    return PackedWeight(codes, tile_scales, format=chosen, shape=shape, **fields, check_values=False)
+
+
+def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """One weight [2 N, K]: even rows are gate's and odd rows are up's, as the activation "swiglu" wants them.
+
+    For checkpoints that have the two apart. Codes are moved, never changed.
+
+    Raises:
+        TypeError: one of them is no PackedWeight.
+        ValueError: the two differ in shape, format but for zero points, dtype, device, perm or input_scale.
+    """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+    for name, theirs, ours in differences(up, gate):
+        raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
+    for name in ("perm", "input_scale"):
+        ours, theirs = getattr(gate, name), getattr(up, name)
+        if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+            raise ValueError(f"up: got another {name} than gate has, want the same: they share their inputs")
+    n, k = gate.shape
+    groups = -(-k // gate.group_size) if gate.group_size else 1
+
+    def in_turn(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.stack((one, other), dim=1).flatten(0, 1)
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        first, last = start // 2, stop // 2
+        tile = first // TILE_N
+        rows = slice(first - tile * TILE_N, last - tile * TILE_N)
+        return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
+
+    zeros, chosen = None, gate.format
+    if gate.zeros is not None or up.zeros is not None:
+        points = (points_of(each, like=gate.scales) for each in (gate, up))
+        zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
+    chosen, zeros = simplest(chosen, zeros)
+    packed = pack(
+        chosen,
+        codes_of,
+        in_turn(rows_of(gate.scales)[:n, :groups], rows_of(up.scales)[:n, :groups]),
+        zeros,
+        shape=(2 * n, k),
+    )
+    # The codes are in packed order already.
+    return replace(packed, perm=gate.perm, input_scale=gate.input_scale, check_values=False)
+
+
+def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
+    """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, format,
+    dtype, device. Integers with zero points go with those that have none."""
+    integer = isinstance(weight.format, IntegerFormat) and isinstance(first.format, IntegerFormat)
+    for name in ("shape", *(("bits", "group_size") if integer else ("format",)), "dtype", "device"):
+        theirs, ours = getattr(weight, name), getattr(first, name)
+        if theirs != ours:
+            yield name, theirs, ours
+
+
+def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
+    """Zero points of integers shaped as ``like``: the symmetric one where a weight has none."""
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)
+
+
+def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None) -> torch.Tensor:
+    """[N_pad / 64, G, 64] of [N, groups], new rows and groups 0."""
+    n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
+    more = (0, groups - values.shape[1], 0, n_pad - values.shape[0])
+    return pad(values, more).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
+
+
+def _pad_codes(
+    zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
+) -> torch.Tensor:
+    """Codes of tiles ``first`` to ``last`` that all stand for 0, if the format has a 0: uint8 [rows, K_pad]."""
+    rows = (last - first) * TILE_N
+    if zeros is None:
+        return torch.full((rows, k_pad), pad_code, dtype=torch.uint8, device=device)
+    by_row = rows_of(zeros[first:last]).to(device)
+    return by_row.repeat_interleave(k_pad // by_row.shape[1], dim=1)

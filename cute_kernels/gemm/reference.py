@@ -1,0 +1,67 @@
+"""What a weight-only linear layer means, in fp32 PyTorch; also what runs on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from cute_kernels.gemm.weight import TILE_N, PackedWeight, row_blocks
+
+ACTIVATIONS = ("silu", "gelu", "swiglu")
+
+
+def out_features(n: int, activation: str | None) -> int:
+    """Columns of the result for a weight of ``n`` rows: "swiglu" halves them."""
+    return n // 2 if activation == "swiglu" else n
+
+
+def activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """``activation`` of y [..., N]: silu(y); gelu(y), the exact one with erf; or, for "swiglu", [..., N / 2] with
+    silu(gate) * up, where even rows of the weight make the gate and odd rows make up.
+    """
+    if activation == "silu":
+        return functional.silu(y)
+    if activation == "gelu":
+        return functional.gelu(y)
+    if activation == "swiglu":
+        return functional.silu(y[..., ::2]) * y[..., 1::2]
+    return y
+
+
+def prepare_input(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K], multiplied with input_scale (rounded to x's dtype) and brought into the packed order."""
+    if input_scale is not None:
+        x = x * input_scale
+    return x if perm is None else x.index_select(-1, perm)
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """activation((x * input_scale) W^T + bias) + residual.
+
+    W is rounded once to x's dtype, as the tensor cores read it; products, sums and everything after them are in
+    ``compute_dtype``, and the result is rounded once to ``out_dtype`` (default x's).
+
+    Args:
+        x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] for "swiglu".
+    """
+    inputs = prepare_input(x, None, weight.input_scale).to(compute_dtype)
+    y = torch.empty(*x.shape[:-1], weight.out_features, dtype=compute_dtype, device=x.device)
+    for first, last in row_blocks(weight.codes.shape[0], weight.in_features):
+        w = weight.dequantize_tiles(first, last).to(x.dtype).to(compute_dtype)
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # which would round what goes in and out
+            y[..., first * TILE_N : first * TILE_N + w.shape[0]] = inputs @ w.T
+    if bias is not None:
+        y += bias
+    y = activate(y, activation)
+    if residual is not None:
+        y = y + residual
+    return y.to(out_dtype or x.dtype)

@@ -1,0 +1,265 @@
+"""Which configuration serves a product, and how its weights are cut among CTAs. Plain Python, no GPU.
+
+A memory-bound product reads every byte of its weights once, so its time is what they take at the memory's rate, plus
+what the schedule adds: SMs that are given more than others, activations that every group of CTAs reads again, partial
+results. The model adds up these terms; its rates are those of an H200 (docs/design/weight_only_linear.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers
+from cute_kernels.gemm.config import X_PAD, LinearConfig
+from layouts.weights.hopper import TILE_N
+
+MAX_TOKENS = 32  # of a launch
+FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
+LAUNCH_US = 8.0  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
+MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
+MEMORY_BYTES_PER_US = 4.6e6
+L2_BYTES_PER_US = 5.5e6
+COMBINE_US = 0.4  # to add parts that lie in memory
+SLICES_US = 0.5  # to exchange parts that come at the same time: a store, a load that sees it,
+EACH_SLICE_US = 0.7  # and waiting for the slowest
+ACTIVATIONS_SHARE = 1.0  # of the time that activations take from L2 shows
+STAGE_BYTES = 16 * 1024
+# What the activations of a CTA may take; few, as each is a kernel of its own.
+X_BYTES = (30 * 1024, 80 * 1024, 132 * 1024)
+IN_FLIGHT_BYTES = 32 * 1024  # an SM's share of the memory's rate times its latency
+MAX_STAGES = 6
+FEW_STAGES = 4  # enough for the memory's latency
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """What decides how a product is computed.
+
+    Attributes:
+        m: rows of x, 1 to MAX_TOKENS.
+        n, k: of the weight, without padding.
+        k_pad: K as packed.
+        format, dtype: as in :class:`LinearConfig`.
+        batch_invariant: whether a row's result must not depend on how many others there are.
+    """
+
+    m: int
+    n: int
+    k: int
+    k_pad: int
+    format: WeightFormat
+    dtype: str
+    use_pdl: bool = False
+    num_sms: int = LinearConfig.limits.num_sms
+    batch_invariant: bool = False
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.n // TILE_N)
+
+
+def weight_fields(problem: object) -> dict[str, Any]:
+    """What a configuration has of a problem's weights, dense or of experts."""
+    return {name: getattr(problem, name) for name in ("format", "dtype")}
+
+
+@dataclass(frozen=True)
+class StreamSchedule:
+    """How one launch is laid out: ``num_groups`` groups of ``num_slices`` CTAs.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features.
+        k_blocks: of the padded K.
+        num_slices: parts of K, one for each CTA of a group.
+        num_groups: parts of the blocks' k blocks.
+    """
+
+    config: LinearConfig
+    num_tiles: int
+    k_blocks: int
+    num_slices: int
+    num_groups: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tiles // self.config.n_tiles)
+
+    @property
+    def slice_k_blocks(self) -> int:
+        """K blocks of a slice; the last may have fewer."""
+        return -(-self.k_blocks // self.num_slices)
+
+    @property
+    def total(self) -> int:
+        """K blocks of a slice over all blocks: what the groups share."""
+        return self.num_blocks * self.slice_k_blocks
+
+    @property
+    def max_parts(self) -> int:
+        """Partial results of a block, at most."""
+        base = self.total // self.num_groups
+        return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
+
+    def group_range(self, group: int) -> tuple[int, int]:
+        """(first, end) of a group's k blocks, over all blocks."""
+        base, rest = divmod(self.total, self.num_groups)
+        first = group * base + min(group, rest)
+        return first, first + base + (group < rest)
+
+    def segments(self, group: int, slice_index: int) -> Iterator[tuple[int, int, int, bool]]:
+        """(block, begin, end, last) of a CTA's segments, in its order, as :class:`.work.Work` computes them."""
+        first, end = self.group_range(group)
+        own = min(self.slice_k_blocks, self.k_blocks - slice_index * self.slice_k_blocks)
+        for block in range((end - 1) // self.slice_k_blocks, first // self.slice_k_blocks - 1, -1):
+            start = block * self.slice_k_blocks
+            stop = min(end - start, self.slice_k_blocks)
+            yield block, max(first - start, 0), min(stop, own), stop == self.slice_k_blocks
+
+    def workspace_words(self, m: int) -> int:
+        """fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
+        whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))
+        if self.num_slices == 1 and whole:
+            return 0
+        return self.num_blocks * self.max_parts * m * self.config.block_rows
+
+
+@lru_cache(maxsize=4096)
+def make_schedule(problem: LinearProblem) -> StreamSchedule:
+    """The fastest schedule by the model.
+
+    Raises ValueError if K is too long for the shared memory of all SMs together.
+    """
+    options = [
+        (estimate_us(problem, schedule), index, schedule)
+        for index, schedule in enumerate(
+            schedule for config in candidate_configs(problem) for schedule in schedules(problem, config)
+        )
+    ]
+    if not options:
+        raise ValueError(
+            f"k: got {problem.k}, want {problem.m} rows of activations to fit in {X_BYTES[-1]} bytes on each of "
+            f"{problem.num_sms} SMs"
+        )
+    return min(options)[2]
+
+
+def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSchedule]:
+    """All ways to cut K for which the activations fit."""
+    k_blocks = problem.k_pad // config.block_k
+    for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
+        slice_k_blocks = -(-k_blocks // num_slices)
+        if -(-k_blocks // slice_k_blocks) != num_slices:
+            continue  # the last slice would be empty
+        if x_bytes_of(problem, slice_k_blocks * config.block_k) > config.x_bytes:
+            continue
+        schedule = StreamSchedule(config, problem.num_tiles, k_blocks, num_slices, 1)
+        yield replace(schedule, num_groups=min(problem.num_sms // num_slices, schedule.total))
+
+
+def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
+    """Shared memory that the activations of a slice take."""
+    return problem.m * (2 * slice_k + X_PAD)
+
+
+def launch_us(problem: LinearProblem) -> float:
+    """Microseconds of a launch that `estimate_us` leaves out."""
+    form = problem.format
+    more = form.bits == 4 and (form.has_zeros or 0 < form.group_size < 128)
+    return LAUNCH_US + (MORE_TO_DECODE_US if more else 0.0)
+
+
+def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
+    """Microseconds that the model expects, without the launch itself."""
+    config = schedule.config
+    k_block_bytes = config.k_block_stage_bytes
+    ctas = schedule.num_slices * schedule.num_groups
+    total_bytes = schedule.num_blocks * schedule.k_blocks * k_block_bytes
+    busiest = -(-schedule.total // schedule.num_groups) * k_block_bytes * problem.num_sms
+    streaming = max(total_bytes, busiest) / MEMORY_BYTES_PER_US
+    activations = ctas * x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) / L2_BYTES_PER_US
+    combining = COMBINE_US if schedule.workspace_words(problem.m) else 0.0
+    if schedule.num_slices > 1:
+        parts = 4 * problem.m * problem.num_tiles * TILE_N * schedule.num_slices
+        combining = SLICES_US + EACH_SLICE_US * (schedule.num_slices - 1) + 2 * parts / L2_BYTES_PER_US
+    return streaming + ACTIVATIONS_SHARE * activations + combining
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
+    """The configurations worth considering: one for each amount of shared memory that the activations may take."""
+    base = base_config(problem)
+    # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
+    # pipeline.
+    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.tile_m == 8 and base.block_k <= 128 else base
+    most = most_x_bytes(base)
+    configs = [with_stages(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]
+    return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
+
+
+def in_flight(config: LinearConfig) -> int:
+    """Bytes of codes that are asked for while a stage is consumed."""
+    return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
+
+
+def base_config(problem: LinearProblem) -> LinearConfig:
+    """What follows from the format and the number of rows."""
+    tile_m = next(tile_m for tile_m in (8, 16, 32) if problem.m <= tile_m)
+    block_k = 256 if problem.format.group_size == 256 else 128
+    if problem.k_pad % block_k:
+        block_k = 64
+    return LinearConfig(
+        **weight_fields(problem),
+        tile_m=tile_m,
+        n_tiles=2 if shares_activations(problem, tile_m) else 1,
+        k_warps=2,
+        block_k=block_k,
+        epilogue_warps=2 if tile_m == 32 else 4,
+        num_buffers=2 if tile_m == 8 else 1,
+        use_pdl=problem.use_pdl,
+    )
+
+
+def shares_activations(problem: LinearProblem, tile_m: int) -> bool:
+    """Whether a warp takes two tiles, which share what ldmatrix reads, and are twice as much to do between two waits.
+
+    With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
+    """
+    if problem.format.bits == 8 or problem.num_tiles == 1:
+        return False
+    return tile_m < 32 or problem.format.group_size not in (32, 64)
+
+
+def most_x_bytes(base: LinearConfig) -> int:
+    """What activations may take beside a pipeline of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
+    two = replace(with_stages(base, 0), num_stages=2)
+    least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
+    return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
+
+
+def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
+    """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
+    chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
+    chunk_k_blocks = chunk // base.k_warps * base.k_warps
+    config = replace(base, chunk_k_blocks=chunk_k_blocks, num_stages=2).with_activations(x_bytes=x_bytes)
+    room = (config.limits.shared_bytes - config.smem_bytes) // (config.stage_bytes + 16)
+    return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
+
+
+def shipped_configs() -> list[LinearConfig]:
+    """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
+    common one of all for layers of more features, too."""
+    configs: dict[LinearConfig, None] = {}
+    formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
+    for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
+        problem = LinearProblem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
+        configs[make_schedule(problem).config] = None
+        if (dtype, group_size, zero_point) == ("bf16", 128, False):
+            configs[make_schedule(replace(problem, n=57344)).config] = None
+    return list(configs)

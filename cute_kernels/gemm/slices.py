@@ -1,0 +1,133 @@
+"""Parts of packed weights that begin anywhere: tensor parallelism wants them where shares are no whole tiles or groups.
+And rows in another order, which a layer behind wants that has its inputs in act-order.
+
+`PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. These unpack and pack again, a block
+of rows at a time; codes, scales and zero points keep their values, so a part is exactly that part of the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
+from cute_kernels.formats.weights import GROUP_SIZES
+from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
+from cute_kernels.gemm.quantize import pack, simplest
+from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of
+
+Weight = TypeVar("Weight", PackedWeight, PackedExperts)
+
+
+def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows start to stop of a weight [N, K], or of each expert's: output features, for column-parallel layers.
+
+    Args:
+        weight: `PackedWeight` or `PackedExperts`.
+        start, stop: 0 <= start < stop <= N.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    if isinstance(weight, PackedExperts):
+        return stack_experts([slice_outputs(each, start, stop) for each in weight])
+    _, k = _checked(weight, start, stop, 0)
+    groups = -(-k // weight.group_size) if weight.group_size else 1
+
+    def codes_of(first: int, last: int) -> torch.Tensor:
+        return _rows(weight, start + first, start + last)[:, :k]
+
+    zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
+    form, zeros = simplest(weight.format, zeros)
+    packed = pack(form, codes_of, rows_of(weight.scales)[start:stop, :groups], zeros, shape=(stop - start, k))
+    # The codes are in packed order already.
+    return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+
+
+def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
+    """A weight [N, K] whose row i is row order[i] of this one: its layer's results come in another order.
+
+    A layer that reads them and has its inputs in act-order then wants nothing put in order: reorder_outputs(gate,
+    down.perm), the same of up, and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are
+    moved, never changed; the codes of all rows are unpacked at a time, N K bytes.
+
+    Args:
+        weight: `PackedWeight`.
+        order: int32 or int64 [N], each of 0 to N - 1 once, on any device; a layer's bias is wanted in the same order.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    n, k = weight.shape
+    check_tensors(order=order)
+    if order.dtype not in (torch.int32, torch.int64) or shape_of(order) != [n]:
+        raise ValueError(f"order: got {order.dtype} {shape_of(order)}, want int32 or int64 [{n}], a row for each")
+    check_permutation("order", order)
+    rows = order.to(weight.device).long()
+    groups = -(-k // weight.group_size) if weight.group_size else 1
+    codes = weight.unpack_tiles(0, weight.codes.shape[0])
+
+    def codes_of(first: int, last: int) -> torch.Tensor:
+        return codes[rows[first:last], :k]
+
+    zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
+    packed = pack(weight.format, codes_of, rows_of(weight.scales)[rows, :groups], zeros, shape=(n, k))
+    # The codes are in packed order already.
+    return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+
+
+def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
+    """Columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
+
+    The products of all parts add up to the layer; bias and residual are for one of them. A part that begins inside a
+    group has smaller groups, of 64 or 32 inputs, so that each lies in one group of the whole: 29568 inputs in groups of
+    128 are two parts of 14784 in groups of 64. The last group of a part may be a short one.
+
+    Args:
+        weight: `PackedWeight` without perm, or `PackedExperts`.
+        start, stop: 0 <= start < stop <= K; with groups, start is a multiple of 32.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or the format has no such groups; the message names it.
+    """
+    if isinstance(weight, PackedExperts):
+        return stack_experts([slice_inputs(each, start, stop) for each in weight])
+    n, _ = _checked(weight, start, stop, 1)
+    if weight.perm is not None:
+        raise ValueError("weight: got one with perm (act-order), whose groups have inputs of every part, want it whole")
+    size, groups = weight.group_size, torch.zeros(1, dtype=torch.long, device="cpu")
+    if size is not None:
+        fitting = [each for each in GROUP_SIZES if each <= size and start % each == 0]
+        if not fitting:
+            raise ValueError(f"start: got {start}, want a multiple of {GROUP_SIZES[0]}, the smallest group of inputs")
+        groups = torch.arange(start, stop, fitting[-1], device="cpu") // size
+        size = fitting[-1]
+    groups = groups.to(weight.device)
+
+    def codes_of(first: int, last: int) -> torch.Tensor:
+        return _rows(weight, first, last)[:, start:stop]
+
+    zeros = None if weight.zeros is None else rows_of(weight.zeros)[:n, groups]
+    scale = weight.input_scale
+    form, zeros = simplest(weight.format.with_group_size(size or 0), zeros)
+    scale = None if scale is None else scale[start:stop]
+    return pack(form, codes_of, rows_of(weight.scales)[:n, groups], zeros, shape=(n, stop - start), input_scale=scale)
+
+
+def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:
+    """The weight's shape; TypeError or ValueError unless there is such a part."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want PackedWeight or PackedExperts")
+    check_count("start", start, 0, weight.shape[dim] - 1)
+    check_count("stop", stop, start + 1, weight.shape[dim])
+    return weight.shape
+
+
+def _rows(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
+    """Codes uint8 [last - first, K_pad] of rows first to last."""
+    tile = first // TILE_N
+    return weight.unpack_tiles(tile, -(-last // TILE_N))[first - tile * TILE_N : last - tile * TILE_N]

@@ -1,0 +1,407 @@
+"""`PackedWeight`: the quantised weight of a linear layer as the kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import InitVar, dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+
+from cute_kernels import blocks
+from cute_kernels.arguments import (
+    check_count,
+    check_flag,
+    check_matrix_shape,
+    check_permutation,
+    check_tensors,
+    is_one_of,
+)
+from cute_kernels.formats.weights import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.formats.weights.base import CODE_BITS as BITS
+from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
+from cute_kernels.gemm.packed import Packed
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.plans import ALIGNMENT
+from layouts.transform import Transform, unpack
+from layouts.weights import hopper
+
+TILE_N = hopper.TILE_N
+TILE_BYTES = hopper.TILE_BYTES
+K_MULTIPLE = 64
+FORMAT_VERSION = 1  # of state dicts: "format" says bits and group size of integers,
+KEY_VERSION = 2  # or the bytes of another format's key
+TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
+_COPIED = TENSOR_NAMES[:3]  # 16 bytes at a time; the others are read in any place
+BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
+
+
+@lru_cache(maxsize=1024)
+def _unpacking(n: int, k: int, bits: int) -> Transform:
+    """What brings codes of a weight [n, k] in order; working it out takes longer than a small weight's codes do."""
+    return hopper.transform(n, k, bits).inverse()
+
+
+def symmetric_zero(bits: int) -> int:
+    """The code that stands for 0 in a weight without zero points: 8 or 128."""
+    return 1 << (bits - 1)
+
+
+def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
+    """(N_pad, K_pad) of a weight [N, K]: N in whole tiles of 64, K in whole groups and multiples of 64."""
+    (n, k), k_multiple = shape, max(K_MULTIPLE, group_size or 0)
+    return -(-n // TILE_N) * TILE_N, -(-k // k_multiple) * k_multiple
+
+
+def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
+    """Groups along the padded K; 1 without groups."""
+    return padded_shape(shape, group_size)[1] // group_size if group_size else 1
+
+
+def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
+    """Ranges of N tiles that cover ``num_tiles``, each of about `BLOCK_ELEMENTS` weights of ``k`` a row."""
+    step = max(1, blocks.elements(BLOCK_ELEMENTS) // (TILE_N * k))
+    for first in range(0, num_tiles, step):
+        yield first, min(first + step, num_tiles)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(Packed):
+    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format; of integers
+    W[n, k] = (code - zero) * scale.
+
+    One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`); G is
+    the number of groups along K_pad. What codes stand for is exact in fp32, and rounded once.
+
+    Args:
+        codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
+            is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
+        scales: [N_pad / 64, G, 64], an N tile's scales of consecutive groups lie together: of integers bf16, below
+            2**27, or fp16, which is the dtype of the activations; of other formats `WeightFormat.scale_dtype`.
+        zeros: uint8 [N_pad / 64, G, 64] of a format with zero points, 0 to 16 of 4-bit codes; else None: the zero of
+            integers is code 8 or 128.
+        format: `cute_kernels.formats.weights.integers(bits, group_size, zero_points)`, or another one.
+        shape: (N, K), without padding.
+        perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
+        input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
+        check_values: whether numbers are looked at, too: scales, zeros and perm, which waits for a GPU. False for
+            tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
+            fake), nor while torch.compile traces or a CUDA graph is captured.
+
+    On a GPU codes, scales and zeros start on 16 bytes, as torch allocates them; views into larger buffers may not.
+
+    Raises:
+        TypeError, ValueError: a field is not as above; the message names it.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    format: WeightFormat
+    shape: tuple[int, int]
+    perm: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    check_values: InitVar[bool] = True
+
+    # Importers of other projects' layers, which `cute_kernels._weight_importers` puts here: they call this module.
+    from_awq: ClassVar[Callable[..., PackedWeight]]
+    from_gptq: ClassVar[Callable[..., PackedWeight]]
+    from_compressed_tensors: ClassVar[Callable[..., PackedWeight]]
+    from_hqq: ClassVar[Callable[..., PackedWeight]]
+    from_torchao: ClassVar[Callable[..., PackedWeight]]
+    from_fastertransformer: ClassVar[Callable[..., PackedWeight]]
+
+    tensor_names: ClassVar[tuple[str, ...]] = TENSOR_NAMES
+    _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
+
+    def __post_init__(self, check_values: bool) -> None:
+        check_weight_format(self.format)
+        check_matrix_shape("shape", self.shape)
+        check_tensors(codes=self.codes, scales=self.scales)
+        n_pad, k_pad = padded_shape(self.shape, self.group_size)
+        tiles, k = n_pad // TILE_N, self.shape[1]
+        per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
+        dtype = self.format.activation_dtype(self.scales.dtype)
+        check_presence(self.zeros, self.format)
+        self._check("codes", torch.uint8, (tiles, k_pad // hopper.tile_k(self.bits), TILE_BYTES))
+        self._check("scales", self.scales.dtype, per_group)
+        self._check("zeros", torch.uint8, per_group)
+        self._check("perm", torch.int32, (k,))
+        self._check("input_scale", dtype, (k,))
+        check_flag("check_values", check_values)
+        if check_values and has_values(self.codes):
+            self.format.check_values(self.scales, self.zeros)
+            if self.perm is not None:
+                check_permutation("perm", self.perm)
+
+    def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = getattr(self, name)
+        if tensor is None:
+            return
+        check_tensors(**{name: tensor})
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+        if tuple(tensor.shape) != shape:
+            n, k = self.shape
+            kind = f"{self.bits}-bit [{n}, {k}] in {f'groups of {self.group_size}' if self.group_size else 'rows'}"
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)} for a weight of {kind}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+        if tensor.device != self.codes.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
+        if name in _COPIED:
+            check_place(name, tensor)
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
+        parts = [kind, f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
+        parts += [f"with {name}" for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
+        return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Any:
+        """No function of torch takes a packed weight.
+
+        nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
+        """
+        return NotImplemented
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [N, K] in ``dtype`` (default: that of the scales), inputs in their own order: perm is undone.
+
+        `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
+        through fp32.
+
+        Raises:
+            TypeError: dtype is not floating.
+        """
+        n, k = self.shape
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: got {dtype!r}, want None or a floating one")
+        out = torch.empty(n, k, dtype=dtype or self.dtype, device=self.device)
+        for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits)):
+            out[first * TILE_N : last * TILE_N] = self.dequantize_tiles(first, last)
+        return out
+
+    def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
+        """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
+        codes = self.unpack_tiles(first, last)
+        rows, groups = codes.shape[0], self.scales.shape[1]
+        zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
+        w = self.format.dequantize(codes.view(rows, groups, -1), rows_of(self.scales[first:last]), zeros)
+        w = w.view(rows, -1)[: self.shape[0] - first * TILE_N, : self.shape[1]]
+        if self.perm is None:
+            return w
+        return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
+
+    def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
+        """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
+        codes = self.codes[first:last]
+        tiles, k_tiles, _ = codes.shape
+        in_order = _unpacking(tiles * TILE_N, k_tiles * hopper.tile_k(self.bits), self.bits)
+        return unpack(in_order(codes), self.bits)
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def shard_n(self, rank: int, world_size: int) -> PackedWeight:
+        """A rank's output features (column-parallel), copied: equals packing those rows alone.
+
+        Raises:
+            ValueError: N is no multiple of 64 * world_size, or rank is not below world_size.
+        """
+        n, k = self.shape
+        _check_rank(rank, world_size)
+        if n % (TILE_N * world_size):
+            raise ValueError(
+                f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size; "
+                "cute_kernels.gemm.slice_outputs takes any rows"
+            )
+        own: dict[str, Any] = {"codes": hopper.shard_n(self.codes, rank, world_size).clone()}
+        for name in ("scales", "zeros"):
+            tensor = getattr(self, name)
+            own[name] = None if tensor is None else tensor.chunk(world_size)[rank].clone()
+        return replace(self, shape=(n // world_size, k), **own, check_values=False)
+
+    def shard_k(self, rank: int, world_size: int) -> PackedWeight:
+        """A rank's inputs (row-parallel), copied: equals packing those columns alone.
+
+        The partial products of all ranks add up to the layer; bias and residual are for one of them. With `perm` the
+        rank's packed positions must take inputs of its own share, which act-order weights rarely do.
+
+        Raises:
+            ValueError: a share of K is no multiple of 64 and of the group size, rank is not below world_size, or the
+                rank's part of perm takes other ranks' inputs.
+        """
+        n, k = self.shape
+        _check_rank(rank, world_size)
+        multiple = max(K_MULTIPLE, self.group_size or 0)
+        if k % (multiple * world_size):
+            raise ValueError(
+                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size; "
+                "cute_kernels.gemm.slice_inputs cuts inside groups"
+            )
+        share = k // world_size
+        own: dict[str, Any] = {"codes": hopper.shard_k(self.codes, rank, world_size).contiguous()}
+        if self.group_size is not None:
+            for name in ("scales", "zeros"):
+                tensor = getattr(self, name)
+                own[name] = None if tensor is None else tensor.chunk(world_size, dim=1)[rank].contiguous()
+        if self.input_scale is not None:
+            own["input_scale"] = self.input_scale[rank * share : (rank + 1) * share].clone()
+        if self.perm is not None:
+            perm = self.perm[rank * share : (rank + 1) * share] - rank * share
+            if bool(((perm < 0) | (perm >= share)).any()):
+                raise ValueError(
+                    f"perm: rank {rank} of {world_size} would take inputs outside its {share}, want an act-order "
+                    "weight whole or sharded along N"
+                )
+            own["perm"] = perm
+        return replace(self, shape=(n, share), **own, check_values=False)
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or 0.
+
+        Of a format other than integers "format" is version 2, N, K, and the bytes of its key. What safetensors or
+        `torch.save` keep of a weight; `from_state_dict` is the inverse.
+        """
+        return {**self._tensors(), "format": format_numbers(self.format, self.shape)}
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedWeight:
+        """The weight of `state_dict`'s tensors, which are not copied.
+
+        Raises:
+            TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
+        """
+        found, shape, _ = checked_state(tensors, TENSOR_NAMES)
+        fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
+        return cls(**fields, format=found, shape=shape)
+
+
+def checked_state(
+    tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
+) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
+    """What `format_of_numbers` has of the "format" of a state dict, of tensors of these names beside it.
+
+    Raises:
+        TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
+    """
+    if not isinstance(tensors, dict):
+        raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+    check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
+    for name in ("format", "codes", "scales"):
+        if name not in tensors:
+            raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
+    unknown = sorted(tensors.keys() - {*names, "format"})
+    if unknown:
+        raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(names)}, format")
+    return format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
+
+
+def rows_of(tiled: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros [64 * tiles, G] of their tiles [tiles, G, 64]."""
+    return tiled.transpose(1, 2).flatten(0, 1)
+
+
+def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
+    """What state dicts say of a weight beside its tensors, int64; more: what stands behind the format."""
+    if isinstance(weight_format, IntegerFormat):
+        numbers = (FORMAT_VERSION, *shape, weight_format.bits, weight_format.group_size, *more)
+    else:
+        numbers = (KEY_VERSION, *shape, *more, *weight_format.key.encode())
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def format_of_numbers(
+    found: torch.Tensor, has_zeros: bool, more: int = 0
+) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
+    """(format, shape, what is more) of `format_numbers`.
+
+    Raises:
+        ValueError: they are not such numbers, or name no format.
+    """
+    integer = 5 + more
+    if found.dtype != torch.int64 or found.dim() != 1 or found.numel() < integer:
+        raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{integer}]")
+    if found.is_meta:
+        raise ValueError("format: got a tensor without data (meta), want one on a CPU or CUDA device")
+    version, n, k, *rest = found.tolist()
+    if version not in (FORMAT_VERSION, KEY_VERSION):
+        raise ValueError(f"format: got version {version}, want {FORMAT_VERSION} or {KEY_VERSION}")
+    if version == KEY_VERSION:
+        numbers = rest[more:]
+        if not all(0 <= number < 128 for number in numbers):
+            raise ValueError(f"format: got {numbers}, want the bytes of a format's key")
+        return weight_format(bytes(numbers).decode()), (n, k), tuple(rest[:more])
+    if found.numel() != integer:
+        raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{integer}]")
+    bits, group_size = rest[:2]
+    check_format(bits, group_size or None, (n, k))
+    return integers(bits, group_size or None, has_zeros), (n, k), tuple(rest[2:])
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_weight_format(weight_format: object) -> None:
+    """Raises TypeError unless it is the object of a format."""
+    if not isinstance(weight_format, WeightFormat):
+        raise TypeError(
+            f"format: got {weight_format!r}, want a WeightFormat, such as "
+            "cute_kernels.formats.weights.integers(bits, group_size, zero_points)"
+        )
+
+
+def check_presence(zeros: object, weight_format: WeightFormat) -> None:
+    """Raises ValueError unless there are zero points just where the format has some."""
+    if (zeros is not None) != bool(weight_format.has_zeros):
+        found, wanted = ("none", "some") if zeros is None else ("some", "None")
+        raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {weight_format.key}")
+
+
+def check_format(bits: object, group_size: object, shape: object) -> None:
+    """Raises TypeError or ValueError unless there is such a format of integers."""
+    if not is_one_of(bits, BITS):
+        raise ValueError(f"bits: got {bits!r}, want 4 or 8")
+    group_size = per_row(group_size)
+    if group_size is not None and not is_one_of(group_size, GROUP_SIZES):
+        wanted = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None or -1 for one scale per row")
+    check_matrix_shape("shape", shape)
+
+
+SizeT = TypeVar("SizeT")
+
+
+def per_row(group_size: SizeT) -> SizeT | None:
+    """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
+    return None if isinstance(group_size, int) and group_size == -1 else group_size
+
+
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor on a GPU starts where kernels copy from."""
+    if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    past = tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
+    if past:
+        message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
+        raise ValueError(f"{name}: {message}")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at now, at the price of waiting for a GPU."""
+    if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    check_count("world_size", world_size, 1)
+    check_count("rank", rank, 0, world_size - 1)

@@ -1,0 +1,175 @@
+"""Parts of K of a tile of few rows, published to the CTA of a cluster that adds them up.
+
+The CTAs of a cluster have equal parts of K of one block of output features. Its tiles of 64 features are shared out
+among them: a warpgroup that has the accumulators of a tile which another CTA stores writes them into that CTA's shared
+memory, each vector counted as bytes on a barrier there, and has done. So a part is on its way once, where through the
+workspace it would be stored to L2 and asked for until it has come. The barriers hold for one tile: a CTA of a cluster
+has one.
+
+Where warpgroups take k blocks in turn, their accumulators are joined before, through the CTA's own memory: what is sent
+is one part of a CTA, as 16 bytes of a thread at a time are some hundred clocks on their way for each 4 KB.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.gemm.wgmma.places import Places, corner_of
+
+JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
+VECTOR_WORDS = 4
+VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next
+
+
+class Partials:
+    """Partial sums of tiles of 64 features in the shared memory of the CTA of a cluster that stores them."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+
+    def exists(self, tile, i: int) -> Any:
+        """Whether a tile, the ``i``-th of its warpgroup, is one of the block, of which the last one may have fewer."""
+        return True if i < self.config.last_tiles else tile < self.config.block_tiles
+
+    def owner(self, tile) -> Any:
+        """The CTA that stores a tile.
+
+        Of more than two the last one has the first tile. So a block of one tile has its parts of K added up as parts
+        that meet in memory are: the last, then the first, the second and so on.
+        """
+        owner = tile % self.config.cluster
+        return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
+
+    def vectors(self, acc, i: int) -> list[list[Any]]:
+        """A thread's accumulators of the ``i``-th tile of its warpgroup, four at a time."""
+        count = self.config.tile_m // 2
+        return [[acc[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
+
+    def add(self, acc, i: int, address) -> None:
+        """Adds the part that lies at an address to a thread's accumulators of the ``i``-th tile of its warpgroup."""
+        first = i * (self.config.tile_m // 2)
+        for number, vector in enumerate(self.vectors(acc, i)):
+            words = ptx.load_shared_vector(address, number * VECTOR_STRIDE, VECTOR_WORDS)
+            for j, (value, word) in enumerate(zip(vector, words, strict=True)):
+                acc[first + VECTOR_WORDS * number + j] = value + word.bitcast(Float32)
+
+    def partial_address(self, memory, store, tile, number) -> Any:
+        """Where a thread publishes a tile's ``number``-th part, in the memory of the CTA that stores the tile."""
+        place = tile // self.config.cluster * (self.config.cluster - 1) + number
+        return memory.partials + place * self.config.partial_bytes + store.tid * 16
+
+    def publish(self, memory, store, rank, tile, acc, i: int) -> None:
+        """Publishes a thread's accumulators of a tile to the CTA that stores it."""
+        owner = Int32(self.owner(tile))
+        number = rank - cutlass.select_(owner < rank, Int32(1), Int32(0))
+        barrier = Int32((memory.partial_barriers + tile // self.config.cluster).toint())
+        target = numbers.address_in(self.partial_address(memory, store, tile, number), owner)
+        there = numbers.address_in(barrier, owner)
+        for place, vector in enumerate(self.vectors(acc, i)):
+            words = [numbers.bits(value) for value in vector]
+            numbers.store_async(target + place * VECTOR_STRIDE, words, there)
+
+    @cute.jit
+    def load(self, memory, store, tile, acc, i: int):
+        """Adds the parts of the other CTAs to those of a tile, in their order, once all have come."""
+        cute.arch.mbarrier_wait(memory.partial_barriers + tile // self.config.cluster, 0)
+        for number in cutlass.range_constexpr(self.config.cluster - 1):
+            self.add(acc, i, self.partial_address(memory, store, tile, number))
+
+
+class InterleavedReduction:
+    """Partial sums of warpgroups that interleave the k blocks of a tile, through their CTA's own shared memory."""
+
+    def __init__(self, config: WgmmaConfig, partials: Partials):
+        self.config, self.partials = config, partials
+
+    @cute.jit
+    def reduce(self, memory, store, rank, k_rank, acc, first_tile):
+        """Adds up the accumulators of all warpgroups of a tile: of the CTA's own tiles in the first one, which stores
+        them; of others in the last one, which has the last k block, so that no partial is published twice."""
+        config = self.config
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.reducing_k_rank(tile, rank) != k_rank):
+                self.publish_locally(memory, store, rank, k_rank, tile, acc, i)
+        groups = config.warpgroups // config.k_warpgroups
+        threads = config.k_warpgroups * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=JOIN + store.warpgroup % groups, number_of_threads=threads)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.reducing_k_rank(tile, rank) == k_rank):
+                for number in cutlass.range_constexpr(config.k_warpgroups - 1):
+                    self.partials.add(acc, i, self.local_partial_address(memory, store, tile, number))
+
+    def reducing_k_rank(self, tile, rank) -> Any:
+        """Rank of the warpgroup that adds up the accumulators of a tile."""
+        return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
+
+    def local_partial_address(self, memory, store, tile, number) -> Any:
+        """Where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
+        config = self.config
+        place = tile * (config.k_warpgroups - 1) + number
+        return memory.partials + config.reduction.received_bytes(config) + place * config.partial_bytes + store.tid * 16
+
+    def publish_locally(self, memory, store, rank, k_rank, tile, acc, i: int) -> None:
+        """Publishes a thread's accumulators of a tile to the warpgroup that adds them up."""
+        before = cutlass.select_(self.reducing_k_rank(tile, rank) < k_rank, Int32(1), Int32(0))
+        place = self.local_partial_address(memory, store, tile, k_rank - before)
+        for number, vector in enumerate(self.partials.vectors(acc, i)):
+            ptx.store_shared(place, number * VECTOR_STRIDE, vector)
+
+
+class ClusterReduction:
+    """Parts of K in the shared memory of a cluster, tile by tile: each tile of 64 features has a CTA that stores it."""
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+        self.partials = Partials(config)
+        self.interleaved = InterleavedReduction(config, self.partials)
+
+    def begin(self) -> None:
+        """Before anything is published all CTAs of the cluster have their barriers."""
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tiles that the CTA stores."""
+        for i in cutlass.range_constexpr(self.config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.partials.owner(tile) == work_tile.split) & (k_rank == 0):
+                corner = corner_of(self.config, self.places, shape, work_tile, tile)
+                self.epilogue.prepare(operands, shape, store, corner, i // self.config.cluster)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """Adds up the parts of the CTA's warpgroups, publishes tiles that others store, loads and stores its own."""
+        config, rank = self.config, work_tile.split
+        if const_expr(config.k_warpgroups > 1):
+            self.interleaved.reduce(memory, store, rank, k_rank, acc, first_tile)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if (
+                self.partials.exists(tile, i)
+                & (self.partials.owner(tile) != rank)
+                & (k_rank == config.k_warpgroups - 1)
+            ):
+                self.partials.publish(memory, store, rank, tile, acc, i)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.partials.owner(tile) == rank) & (k_rank == 0):
+                self.partials.load(memory, store, tile, acc, i)
+                corner = corner_of(config, self.places, shape, work_tile, tile)
+                self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2), i // config.cluster)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()

@@ -1,0 +1,146 @@
+"""From a configuration to a compiled function; the only module of these kernels that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.gemm.arguments import (
+    FACTORED_TILES,
+    LIMB_BLOCKS,
+    LIMB_ROWS,
+    LIMB_TILES,
+    SOURCES,
+    TILES,
+    compile_kernel,
+)
+from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.runtime.spec import KernelSpec
+
+SHARED_MODULES = ("config", "epilogue", "work")  # of the room
+KERNEL_MODULES = (
+    "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
+    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "mainloops", "memory", "places", "reading",
+    "reduction", "regions", "register_mainloop", "residual", "results", "synchronous", "tiles", "tma_store",
+)  # fmt: skip
+RESIDENT_MODULES = (
+    "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
+    "row_factors", "row_order",
+)  # fmt: skip
+LIMB_MODULES = (
+    "config", "limb_rows", "limbs", "loads", "mainloops", "places", "reading", "regions", "resident_config",
+    "resident_rows", "results", "row_factors", "row_order", "tiles",
+)  # fmt: skip
+
+
+def limb_roots() -> tuple[Path, ...]:
+    """The modules that say what products in limbs are, which a CTA makes itself."""
+    folder = Path(__file__).resolve().parent
+    return tuple(folder / f"{name}.py" for name in LIMB_MODULES)
+
+
+@dataclass(frozen=True, eq=False)
+class WgmmaSpec(KernelSpec):
+    """One weight-only GEMM kernel for many rows.
+
+    The function takes what :mod:`cute_kernels.gemm.arguments` has: x as a torch tensor, then addresses and integers.
+    It runs on torch's current stream.
+    """
+
+    config: WgmmaConfig
+    family: ClassVar[str] = "linear"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
+        folder = Path(__file__).resolve().parent
+        shared = tuple(folder.parent / f"{name}.py" for name in SHARED_MODULES)
+        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return *shared, *own, *SOURCES, *self.config.format.sources()
+
+    def compile(self, arch: str) -> Any:
+        return compile_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentSpec(WgmmaSpec):
+    """The same of a kernel that makes limbs of x itself, and keeps them."""
+
+    config: ResidentConfig
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return super().source_roots() + tuple(folder / f"{name}.py" for name in RESIDENT_MODULES)
+
+    def compile(self, arch: str) -> Any:
+        return compile_resident(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class LimbRowsSpec(KernelSpec):
+    """The kernel that makes limbs of rows of x: takes what `arguments` has of it."""
+
+    config: LimbRowsConfig
+    family: ClassVar[str] = "linear"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "mainloops", "results"))
+        return *own, *SOURCES
+
+    def compile(self, arch: str) -> Any:
+        return compile_limb_rows(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class LimbBlocksSpec(KernelSpec):
+    """The kernel that makes limbs of rows of x in blocks: takes what `arguments` has of it."""
+
+    config: LimbBlocksConfig
+    family: ClassVar[str] = "linear"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        own = (
+            folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "mainloops", "results")
+        )
+        return *own, *SOURCES
+
+    def compile(self, arch: str) -> Any:
+        return compile_limb_blocks(self.config, arch)
+
+
+def compile_limb_rows(config: LimbRowsConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.gemm.wgmma.limb_rows import LimbRowsKernel
+
+    return compile_kernel(LimbRowsKernel, config, LIMB_ROWS, arch, *options)
+
+
+def compile_limb_blocks(config: LimbBlocksConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.gemm.wgmma.limb_blocks import LimbBlocksKernel
+
+    return compile_kernel(LimbBlocksKernel, config, LIMB_BLOCKS, arch, *options)
+
+
+def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
+    from cute_kernels.gemm.wgmma.limb_kernel import LimbWgmmaKernel
+
+    kind, arguments = (LimbWgmmaKernel, LIMB_TILES) if config.limbs else (WgmmaKernel, TILES)
+    return compile_kernel(kind, config, arguments, arch, *options)
+
+
+def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.gemm.wgmma.resident_kernel import FactoredResidentKernel, ResidentKernel
+
+    if config.mainloop.factors:
+        return compile_kernel(FactoredResidentKernel, config, FACTORED_TILES, arch, *options)
+    return compile_kernel(ResidentKernel, config, TILES, arch, *options)

@@ -1,0 +1,416 @@
+"""Every compile-time choice of the weight-only GEMM of tiles, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cute_kernels.architecture import Limits
+from cute_kernels.device.cuda import BARRIER_BYTES
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, REGISTER_WGMMA, TMA_TILE_K, WARPGROUP_THREADS, Mainloop
+from cute_kernels.gemm.wgmma.regions import Barriers, Region
+from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, Store, one_of
+from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
+
+WARPGROUP_WARPS = 4
+DTYPES = ("bf16", "fp16")
+MULTICASTS = (1, 2)
+M_TILE_BAND = 8  # token tiles that are computed side by side, see `tiles.TileScheduler`
+MOST_COMBINED = 8  # vectors of another part of K that a thread asks for at a time
+LIMB_ROWS_THREADS = 256  # of the kernel that makes limbs
+
+M = TypeVar("M", bound=Mainloop, covariant=True)
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(Generic[M]):
+    """One compiled variant.
+
+    A CTA computes tiles of ``block_rows`` output features by ``tile_m`` rows of x, one after the other. A stage of its
+    pipeline holds the codes, scales and activations of a *k block* of ``block_k`` inputs.
+
+    Attributes:
+        format: of the weight.
+        dtype: of activations, "bf16" or "fp16".
+        tile_m: rows of x of a tile, the N of the MMAs.
+        row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts behind the last row that there
+            is are neither brought nor multiplied.
+        n_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
+        warpgroups: that multiply; each has ``n_tiles`` of its own.
+        block_k: inputs of a k block.
+        num_stages: pipeline stages.
+        multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
+            share of the activations into the shared memory of all of them. 1: each CTA loads its own.
+        mainloop, reduction, store: what the kernel is made of, values of `.mainloops` and `.results`.
+    """
+
+    format: WeightFormat
+    dtype: str
+    tile_m: int = 256
+    row_parts: int = 1
+    n_tiles: int = 1
+    warpgroups: int = 2
+    block_k: int = 64
+    num_stages: int = 5
+    multicast: int = 1
+    mainloop: M = REGISTER_WGMMA  # pyright: ignore[reportAssignmentType]
+    reduction: Reduction = WHOLE_K
+    store: Store = STAGED
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; 0 for one scale per output feature."""
+        return self.format.group_size
+
+    @property
+    def weight_name(self) -> str:
+        """The weight, and the dtype, in kernels' names."""
+        return self.format.symbol_name(self.dtype)
+
+    @property
+    def scales_codes(self) -> bool:
+        """Whether codes are scaled by the instruction that decodes them: `WeightFormat.scaling_decoder`.
+
+        If not, scales meet weights in a product of their own, or the accumulators of a group.
+        """
+        return self.mainloop.scales_codes and self.format.scales_codes(self.dtype)
+
+    @property
+    def limbs(self) -> bool:
+        """Whether products are of int8 limbs."""
+        return self.mainloop.limbs
+
+    @property
+    def makes_limbs_before(self) -> bool:
+        """Whether a launch of its own makes limbs of x."""
+        return self.mainloop.makes_limbs_before
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster that have parts of K of one tile."""
+        return self.reduction.cluster
+
+    @property
+    def k_warpgroups(self) -> int:
+        """Warpgroups that interleave the k blocks of one tile."""
+        return self.reduction.k_warpgroups
+
+    @property
+    def dsmem_reduction(self) -> bool:
+        """Whether CTAs of a cluster publish partials to the one that stores a tile."""
+        return self.reduction.dsmem
+
+    @property
+    def tile_k(self) -> int:
+        """Inputs of a tile of codes."""
+        return tile_k(self.format.bits)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of 64 output features of a CTA."""
+        return self.n_tiles * self.warpgroups // self.k_warpgroups - self.mainloop.spare
+
+    @property
+    def last_tiles(self) -> int:
+        """Tiles of 64 output features of a CTA's last warpgroup."""
+        return self.n_tiles - self.mainloop.spare
+
+    @property
+    def block_rows(self) -> int:
+        """Output features of a CTA's tile."""
+        return TILE_N * self.block_tiles
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster, whatever they do together."""
+        return self.cluster * self.multicast
+
+    @property
+    def one_m_tile(self) -> bool:
+        """Whether no dense product has rows of more than one tile: of those that are reduced in the cluster, or come in
+        limbs."""
+        return self.dsmem_reduction or self.limbs
+
+    @property
+    def prefetched_k_blocks(self) -> int:
+        """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        return self.mainloop.prefetched_k_blocks(self)
+
+    @property
+    def consumer_warps(self) -> int:
+        return WARPGROUP_WARPS * self.warpgroups
+
+    @property
+    def epilogue_warps(self) -> int:
+        """Warps that store results together: those of a warpgroup."""
+        return WARPGROUP_WARPS
+
+    @property
+    def limits(self) -> Limits:
+        """Of the architectures that its mainloop is written for."""
+        return self.mainloop.limits
+
+    @property
+    def num_threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS + self.mainloop.more_threads
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a consumer thread."""
+        return self.mainloop.registers[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread that copies."""
+        return self.mainloop.producer_registers
+
+    @property
+    def thread_acc(self) -> int:
+        """fp32 accumulators of a thread."""
+        return self.n_tiles * self.tile_m // 2
+
+    @property
+    def thread_vectors(self) -> int:
+        """Of four accumulators of a thread."""
+        return self.thread_acc // 4
+
+    @property
+    def combine_batch(self) -> int:
+        """Vectors of another part of K that a thread asks for at a time: all of them are in one batch, none beside."""
+        return gcd(MOST_COMBINED, self.thread_vectors)
+
+    @property
+    def own_m(self) -> int:
+        """Rows of x of a tile that a CTA stores."""
+        return self.tile_m // (1 if self.dsmem_reduction else self.cluster)
+
+    @property
+    def partial_bytes(self) -> int:
+        """A tile of 64 output features' accumulators of a part of K in fp32."""
+        return 4 * TILE_N * self.tile_m
+
+    @property
+    def k_block_steps(self) -> int:
+        return self.block_k // STEP_K
+
+    @property
+    def k_block_tiles(self) -> int:
+        return self.block_k // self.tile_k
+
+    @property
+    def k_block_groups(self) -> int:
+        """Groups that a k block has a part of; 0 where scales are per output feature."""
+        return -(-self.block_k // self.group_size) if self.group_size else 0
+
+    @property
+    def part_m(self) -> int:
+        """Rows of x of a TMA tile."""
+        return self.tile_m // self.row_parts
+
+    @property
+    def loop_parts(self) -> tuple[int, ...]:
+        """Numbers of parts for which there is a loop of its own; fewer are multiplied as if they were as many."""
+        parts = range(1, self.row_parts + 1)
+        if self.row_parts <= MOST_LOOPS:
+            return tuple(parts)
+        return tuple(count for count in parts if count % 2 == 0 or count > self.row_parts - 2)
+
+    def loop_m(self, present: int) -> int:
+        """Rows of x that are multiplied where ``present`` parts have some."""
+        return self.part_m * next(count for count in self.loop_parts if count >= present)
+
+    @property
+    def tma_tile_bytes(self) -> int:
+        """A tile's activations of BOX_K inputs."""
+        return 2 * TMA_TILE_K * self.tile_m
+
+    @property
+    def x_stage_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.mainloop.x_stage_bytes(self)
+
+    @property
+    def x_scale_stage_bytes(self) -> int:
+        """Scales of a tile's rows of x of a stage."""
+        return self.mainloop.x_scale_stage_bytes(self)
+
+    @property
+    def code_stage_bytes(self) -> int:
+        return self.block_tiles * self.k_block_tiles * TILE_BYTES
+
+    @property
+    def scale_stage_bytes(self) -> int:
+        return self.block_tiles * self.k_block_groups * self.format.group_scale_bytes
+
+    @property
+    def zero_stage_bytes(self) -> int:
+        return self.block_tiles * self.k_block_groups * self.format.group_zero_bytes
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        """Codes, scales and zero points of a stage."""
+        return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_stage_bytes + self.x_scale_stage_bytes + self.weight_stage_bytes
+
+    @property
+    def chunk_m(self) -> int:
+        """Tokens that a warpgroup stores at a time, at most."""
+        return min(self.store.chunk, self.own_m)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(first token, tokens) of what a warpgroup stores at a time, of a tile's."""
+        starts = range(0, self.own_m, self.chunk_m)
+        return [(start, min(self.chunk_m, self.own_m - start)) for start in starts]
+
+    @property
+    def staging_pitch(self) -> int:
+        """Bytes from a token to the next of the staging buffer, in fp32."""
+        return (TILE_N + STAGING_PAD) * 4
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging buffer of a warpgroup."""
+        return self.store.staging_bytes(self.chunk_m * self.staging_pitch)
+
+    @property
+    def acc_bytes(self) -> int:
+        """A tile's accumulators in fp32."""
+        return 4 * self.block_rows * self.tile_m
+
+    @property
+    def share_bytes(self) -> int:
+        """A warpgroup's accumulators of the tokens that a CTA stores."""
+        return self.acc_bytes // (self.warpgroups * self.cluster)
+
+    @property
+    def stage_copies(self) -> int:
+        """Warps whose copies fill a stage."""
+        return self.mainloop.copies
+
+    @property
+    def stage_warps(self) -> int:
+        """Warps that give a stage back."""
+        return self.consumer_warps // self.k_warpgroups * self.multicast
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Shared memory of a CTA, as its policies declare it, in order."""
+        return self.mainloop.shared_memory(self)
+
+    @property
+    def barriers(self) -> tuple[Barriers, ...]:
+        """Barriers of a CTA, in order."""
+        mainloop = self.mainloop
+        return (*mainloop.barriers(self), *self.reduction.barriers(self), *mainloop.more_barriers(self))
+
+    @property
+    def num_barriers(self) -> int:
+        return sum(group.count for group in self.barriers)
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        return self.mainloop.kernel_name(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        mainloop = self.mainloop
+        choices = {
+            "dtype": self.format.dtypes,
+            "tile_m": mainloop.tile_m_sizes,
+            "row_parts": tuple(range(1, 9)),
+            "n_tiles": mainloop.n_tiles_sizes,
+            "warpgroups": tuple(mainloop.registers),
+            "block_k": mainloop.block_k_sizes,
+            "multicast": MULTICASTS,
+        }
+        for field, wanted in choices.items():
+            if reason := one_of(getattr(self, field), wanted, field):
+                return reason
+        return (
+            self.composition_problem()
+            or self.size_problem()
+            or mainloop.problem(self)
+            or self.reduction.problem(self)
+            or self.store.problem(self)
+            or self.memory_problem()
+        )
+
+    def composition_problem(self) -> str | None:
+        """Why mainloop, reduction, store and multicast do not go together, or None."""
+        names = [type(part).__name__ for part in (self.mainloop, self.reduction, self.store)]
+        if type(self.reduction) not in self.mainloop.reductions:
+            return f"{names[0]} does not go with {names[1]}"
+        if not (type(self.store) in self.reduction.stores and type(self.store) in self.mainloop.stores):
+            return f"{names[2]} does not go with {names[0]} and {names[1]}"
+        if self.multicast > 1 and not (self.mainloop.multicasts and self.reduction.multicasts):
+            return f"{self.multicast} CTAs do not multicast activations to {names[0]} with {names[1]}"
+        return None
+
+    def size_problem(self) -> str | None:
+        """Why tiles and k blocks cannot be of these sizes, or None."""
+        if self.group_size and self.block_k % self.group_size and self.group_size % self.block_k:
+            return f"block_k {self.block_k} and group_size {self.group_size} do not divide one another"
+        if self.tile_m % self.row_parts or (self.row_parts > 1 and self.part_m.bit_count() > 1):
+            return f"{self.row_parts} parts of {self.tile_m} rows are not a power of two each"
+        if self.part_m < WGMMA_N_STEP:
+            return f"{self.row_parts} parts of {self.tile_m} rows have less than the {WGMMA_N_STEP} of an MMA"
+        if self.tile_m * self.n_tiles > self.mainloop.most_acc_m:
+            return f"{self.tile_m} rows of {self.n_tiles} tiles are more accumulators than a thread has registers for"
+        if self.multicast > 1 and self.row_parts > 1 and not self.reduction.cuts_rows:
+            return f"{self.multicast} CTAs that multicast activations want rows in one part"
+        return None
+
+    def memory_problem(self) -> str | None:
+        """Why there is no room for the pipeline, or None."""
+        if self.num_stages < 2:
+            return f"num_stages {self.num_stages} is not at least 2"
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+
+class _MakesLimbs:
+    """What configurations of kernels that make limbs have in common."""
+
+    makes: ClassVar[str]  # in the name
+    dtype: str
+
+    @property
+    def num_threads(self) -> int:
+        return LIMB_ROWS_THREADS
+
+    @property
+    def name(self) -> str:
+        return f"linear_{self.makes}_{self.dtype}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+
+
+@dataclass(frozen=True)
+class LimbRowsConfig(_MakesLimbs):
+    """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
+
+    makes: ClassVar[str] = "limbs"
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
+class LimbBlocksConfig(_MakesLimbs):
+    """The kernel that makes limbs of rows of x in blocks, for dense products of few rows. dtype: of x."""
+
+    makes: ClassVar[str] = "limb_blocks"
+    dtype: str = "bf16"

@@ -1,0 +1,113 @@
+"""What the consumer warps of a CTA do: the products of its work tiles, then their results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.gemm.wgmma.epilogue import Store
+from cute_kernels.gemm.wgmma.places import Places, parts_of
+from cute_kernels.gemm.wgmma.reading import Channel, Lane, StageReader
+from cute_kernels.gemm.wgmma.reduction import TileReduction
+
+
+class TileMainloop(Protocol):
+    """How W X^T of a work tile is computed: `.register_mainloop` says what its methods do."""
+
+    def masks(self, shape, lane) -> Any: ...
+
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int) -> Any: ...
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None: ...
+
+
+class Consumers:
+    """The consumer warps: a mainloop, a reduction and, within that, a store."""
+
+    def __init__(
+        self, config: WgmmaConfig, stages: StageReader, places: Places, mainloop: TileMainloop, reduction: TileReduction
+    ):
+        self.config, self.stages, self.places = config, stages, places
+        self.mainloop, self.reduction = mainloop, reduction
+        self.channel = Channel(config, stages, places)
+
+    def lane(self, shape, warp, lane) -> Lane:
+        """A thread's places."""
+        return self.stages.lane(shape, warp, lane, self.mainloop.masks)
+
+    @cute.jit
+    def multiply(self, operands, shape, memory, scheduler, place: Lane):
+        """All of a warp's work tiles. place: of `lane`."""
+        config, warp, lane = self.config, place.warp, place.lane
+        group = warp // WARPGROUP_WARPS
+        store = Store(
+            staging=memory.staging + group * config.staging_bytes,
+            warpgroup=group,
+            tid=warp % WARPGROUP_WARPS * WARP_THREADS + lane,
+            row_warp=warp % WARPGROUP_WARPS,
+            lane=lane,
+        )
+        teller = lane == 0  # that a stage is free
+        if const_expr(config.multicast > 1):
+            teller = lane < config.multicast  # each tells one of the CTAs that fill it
+        stage, phase, last = self.stages.k_rank(group), Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor(config.thread_acc, Float32)
+        self.reduction.begin()
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            first_tile, k_rank = self.stages.first_tile(group), self.stages.k_rank(group)
+            if const_expr(self.reduction.prepares):
+                # Nothing of these places is kept for the tile's end: all registers belong to the products.
+                alone = (
+                    replace(store, tid=ptx.pinned(Int32(store.tid))),
+                    replace(work_tile, split=ptx.pinned(Int32(work_tile.split))),
+                )
+                self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
+            acc.fill(0.0)
+            channel = self.channel.load(operands, shape, work_tile, first_tile, place)
+            state = (stage, phase, last)
+            present = parts_of(config, self.places, shape, work_tile)
+            stage, phase, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
+            self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
+            self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
+        self.reduction.end()
+
+    @cute.jit
+    def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, teller, present, count: int):
+        """Adds the products of a work tile of which ``present`` parts have rows, at least ``count``.
+
+        MMAs are as wide as the parts that have rows: the same loop for each number of them, or for most of them, no
+        further registers. What lies where no part was loaded are columns that nobody stores. state and result: (stage,
+        phase, the stage before).
+        """
+        stage, phase, last = state
+        tile_m = count * self.config.part_m
+        if const_expr(count not in self.config.loop_parts):
+            stage, phase, last = self.multiply_parts(
+                acc, memory, work_tile, place, channel, state, teller, present, count + 1
+            )
+        elif const_expr(count == self.config.row_parts):
+            stage, phase, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
+        else:
+            if in_loop_of(self.config, present, count):
+                stage, phase, last = self.mainloop.multiply(
+                    acc, memory, work_tile, place, channel, state, teller, tile_m
+                )
+            else:
+                stage, phase, last = self.multiply_parts(
+                    acc, memory, work_tile, place, channel, state, teller, present, count + 1
+                )
+        return stage, phase, last
+
+
+def in_loop_of(config: WgmmaConfig, present, count: int):
+    """Whether ``present`` parts, too many for any loop of fewer, are multiplied by the loop of ``count``."""
+    every = len(config.loop_parts) == config.row_parts
+    return present == count if every else present <= count

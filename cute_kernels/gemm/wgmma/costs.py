@@ -1,0 +1,356 @@
+"""What the policies of a kernel of tiles take: a cost model for each mainloop, and what reductions and stores add.
+
+A k block takes as long as the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling
+in of rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
+docs/design/weight_only_linear.md). They stand beside `.mainloops` and `.results`, and not in them, since they change
+when a GPU is measured, and what is compiled does not. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.gemm.wgmma.long_config import LongWgmma
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WholeK
+from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.wgmma.schedule import TileSchedule
+
+CLOCKS_PER_US = 1650.0
+MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
+SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
+START_CLOCKS = 7300  # of the launch, and until the first MMAs
+SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
+K_BLOCK_CLOCKS = 90  # of each k block that is decoded
+# What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
+# one. So they are left where others are expected to take this much longer.
+ALL_CUT_US = 0.6
+MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
+MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last
+
+
+class MainloopCost(Protocol):
+    """Clocks of what a mainloop does, and of what it leaves to its reduction and store."""
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Of a launch, beyond `START_CLOCKS`."""
+        ...
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Of a k block of a CTA's tile, the mean over tiles of rows."""
+        ...
+
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """Of the results of a whole tile, while nothing is multiplied."""
+        ...
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Of a part of a tile that is cut, with its reduction; k_block: of `k_block_clocks`."""
+        ...
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """What tiles that are all cut, and whose parts meet in memory, take besides; nothing else counts it."""
+        ...
+
+
+def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
+    """Parts of a tile's rows that a problem of one tile has."""
+    return -(-problem.m // config.part_m)
+
+
+def bytes_per_clock(schedule: TileSchedule) -> float:
+    """Of a CTA's weights."""
+    return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
+
+
+class TileRates(NamedTuple):
+    """Clocks of decoded tiles, for each k16 step of a tile of 64 features unless something else is said.
+
+    Attributes:
+        decode, row: of decoding, however few rows; for each row.
+        mma, mma_row: of MMAs beside half a clock for each row, which is what the tensor cores take; for each row.
+        k_block: of each k block that is decoded.
+        work_tile, work_tile_acc: of a work tile's results; for each accumulator of a thread.
+        combine, combine_part: to exchange parts of K through the workspace, and each other part of each accumulator of
+            a thread.
+        join, join_acc: the same of a cluster that exchanges rows.
+        all_cut_us: of `MainloopCost`.
+        in_flight_gain: what two groups of MMAs in flight gain of a k block's time, without clusters.
+    """
+
+    decode: float
+    row: float
+    mma: float
+    mma_row: float = 0.0
+    k_block: float = K_BLOCK_CLOCKS
+    work_tile: float = 3100.0
+    work_tile_acc: float = 0.0
+    combine: float = 2100.0
+    combine_part: float = 46.0
+    join: float = 2800.0
+    join_acc: float = 40.0
+    all_cut_us: float = ALL_CUT_US
+    in_flight_gain: float = 0.0
+
+
+class DecodedCost:
+    """Of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
+
+    # By the bits of a code.
+    rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
+    # Where codes are scaled as they are decoded; of 4 bits without zero points and short products, where no parts meet
+    # by DSMEM and bits may depend on the number of rows (tests/facts/linear_tiles.json).
+    scaled: ClassVar[TileRates] = TileRates(20, 0.25, 10, in_flight_gain=0.05)
+    scaled_tiles: ClassVar[TileRates] = TileRates(
+        decode=23, row=0.194, mma=5.7, mma_row=-0.056, k_block=31.5, work_tile=3940, work_tile_acc=13.5,
+        combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut_us=1.03,
+    )  # fmt: skip
+    # Where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
+    interleaved, row_scale = TileRates(30.5, 0.2, 14), -5
+    # What zero points take besides, where codes are scaled as they are decoded and where not; groups of less than a k
+    # block.
+    scaled_zero, zero, small_group = 6.5, 1, 3.5
+    # The first of them with two groups of MMAs in flight in clusters whose parts meet by DSMEM.
+    apart_zero = 4.5
+    # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs.
+    alone = 1.1
+    # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
+    # tiles of a DSMEM reduction, and of those of clusters of four.
+    fill, dsmem_fill, wide_fill = 11, 8.5, 6
+    # What a work tile's results take less where TMA stores, whose start takes more.
+    tma_work_tile, tma_start = -900, 1100
+    # Of DSMEM, and each row of a part beyond that of a second CTA.
+    dsmem, dsmem_row = 1500, 9
+
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        if config.scales_codes:
+            plain = config.format.bits == 4 and not config.format.has_zeros
+            is_short = plain and problem.m in SHORT_ROWS and not problem.batch_invariant
+            return self.scaled_tiles if is_short and not config.dsmem_reduction else self.scaled
+        if config.k_warpgroups > 1 and config.format.bits == 4:
+            return self.interleaved
+        return self.rates[config.format.bits]
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.tma_start if schedule.config.store.by_tma else 0
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.rates_of(problem, schedule.config).all_cut_us
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config = schedule.config
+        fragments, rates = config.block_tiles * config.k_block_steps, self.rates_of(problem, config)
+        tile_m = config.loop_m(present_parts(problem, config)) if config.dsmem_reduction else config.tile_m
+        mma = tile_m / 2 + rates.mma + rates.mma_row * tile_m
+        tensor = fragments * mma * (1 - MULTICAST_GAIN * (config.multicast > 1))
+        decoding = fragments * (self.decode_clocks(problem, config) + rates.row * tile_m)
+        if config.k_warpgroups == 1:
+            decoding += rates.k_block  # all of which another warpgroup's products hide
+        # Tiles of rows that run side by side read a weight from memory once.
+        side_by_side = min(schedule.m_tiles, M_TILE_BAND)
+        memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
+        k_block = max(tensor, decoding, memory) * self.overlap(problem, config)
+        missing = tile_m * schedule.m_tiles - problem.m  # rows of the last tile
+        fill = self.dsmem_fill if config.dsmem_reduction else self.fill
+        fill = self.wide_fill if config.dsmem_reduction and config.cluster > 2 else fill
+        filling = missing * fill * (config.block_k // TMA_TILE_K)
+        # Parts of a cluster wait for the slowest; else it is the mean over tiles of rows.
+        together = 1 if config.cluster > 1 and rates is self.scaled_tiles else schedule.m_tiles
+        return k_block + max(filling - k_block, 0) / together
+
+    def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """By what a k block takes longer or shorter, for how its MMAs overlap with decoding."""
+        if config.warpgroups == 1:
+            return self.alone
+        in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
+        gains = in_flight > 1 and config.cluster == 1  # in clusters it is in what was fitted
+        return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
+
+    def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """Of decoding, for each k16 step of a tile, however few rows there are."""
+        rates = self.rates_of(problem, config)
+        decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
+        if config.format.has_zeros:
+            decode += self.zero_clocks(config)
+        if config.k_block_groups > 1:
+            decode += self.small_group
+        return decode * config.format.decode_cost
+
+    def zero_clocks(self, config: WgmmaConfig) -> float:
+        """Of zero points, for each k16 step of a tile."""
+        if not config.scales_codes:
+            return self.zero
+        in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
+        return self.apart_zero if config.dsmem_reduction and in_flight > 1 else self.scaled_zero
+
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        rates = self.rates_of(problem, config)
+        stored = rates.work_tile + rates.work_tile_acc * config.thread_acc
+        return stored + (self.tma_work_tile if config.store.by_tma else 0)
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        config, results = schedule.config, self.work_tile_clocks(problem, schedule.config)
+        rates = self.rates_of(problem, config)
+        if config.reduction.cuts_rows:
+            k_block = self.k_block_clocks(problem, in_small_tiles(schedule))
+            return schedule.k_blocks * k_block + results / config.row_parts
+        products = schedule.split_k_blocks * k_block
+        if config.dsmem_reduction:
+            return products + results + self.dsmem + self.dsmem_row * config.tile_m * (config.cluster - 2)
+        if config.cluster > 1:
+            join = rates.join + rates.join_acc * (config.cluster - 1) * config.own_m / 2
+            return products + results / config.cluster + join
+        others = schedule.splits - 1
+        if not others:
+            return products + results
+        combine = rates.combine + rates.combine_part * config.thread_acc * others
+        return products + results + combine
+
+
+class SharesCost(DecodedCost):
+    """Of tiles whose parts of K are added up in shares: `SharesWgmma`."""
+
+    # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
+    share, share_acc = 510, 156
+    # What is more where all tiles are cut: CTAs send at the same time; of each accumulator, times the share of the SMs
+    # that do so beyond another.
+    all_cut, crowded_acc, uncrowded = 735, 404, 0.75
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        config, splits = schedule.config, schedule.splits
+        if splits == 1:
+            return super().part_clocks(problem, schedule, k_block)
+        exchange = self.share + self.share_acc * sent_of(schedule)
+        return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        crowded = max(schedule.num_ctas / problem.num_sms - self.uncrowded, 0)
+        return (self.all_cut + self.crowded_acc * crowded * sent_of(schedule)) / CLOCKS_PER_US
+
+
+def sent_of(schedule: TileSchedule) -> float:
+    """Accumulators of the other parts of its share that a thread is sent."""
+    return schedule.config.thread_acc * (schedule.splits - 1) / schedule.splits
+
+
+class RangesCost(DecodedCost):
+    """Of tiles as work ranges: `RangesWgmma`."""
+
+    # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
+    hand_over, apart = 4600, 1.05
+
+    def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Of a CTA's range: its share of all tiles' k blocks and ends."""
+        config = schedule.config
+        assert isinstance(config.reduction, RangeSplitK)
+        units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
+        products = (units - config.reduction.end) * k_block * self.apart
+        return products + self.work_tile_clocks(problem, config) + self.hand_over
+
+
+class LimbCost:
+    """Of x in limbs of a launch before: `Limbs`.
+
+    Decoding is little. What there is to do for each row are its limbs' columns and the scales of its accumulators. A
+    work tile's results take no time while the next one's weights are on their way.
+    """
+
+    step, row, k_block = 10.8, 0.566, 110  # per k16 step of a tile, tensor cores included; for each row; of a k block
+    before_us = 0.2  # of parts that meet in memory, where tiles are all cut: others are taken at equal times
+    row_share = 0.1  # of a row's bytes that take as long as the memory's
+    # Of the launch that makes limbs, and of the way out of the last work tile, by the rows of a tile.
+    start: ClassVar[dict[int, float]] = {8: 4500, 16: 4200, 32: 5200}
+    combine, combine_part = 1300, 55  # as of `DecodedCost`
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.start[schedule.config.tile_m]
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return ALL_CUT_US + self.before_us
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config = schedule.config
+        tile_m = min(present_parts(problem, config) * config.part_m, config.tile_m)
+        decoding = self.k_block + config.block_tiles * config.k_block_steps * (self.step + self.row * tile_m)
+        stage_bytes = config.weight_stage_bytes + self.row_share * tile_m * config.x_stage_bytes / config.tile_m
+        return max(decoding, stage_bytes / bytes_per_clock(schedule))
+
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return 0.0
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Parts that are reduced in the cluster take no longer than a way out."""
+        config, others = schedule.config, schedule.splits - 1
+        part = schedule.split_k_blocks * k_block
+        if others and not config.dsmem_reduction:
+            part += self.combine + self.combine_part * config.thread_acc * others
+        return part
+
+
+class ResidentCost:
+    """Of limbs that a CTA makes itself: `ResidentLimbs`."""
+
+    start = 3300  # until limbs are made, and the way out of the last work tile
+    start_row = 100  # of that, for each row beyond eight
+    # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
+    tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
+    load = 9  # of a row's 128 inputs that warps load
+    limb = 20  # of a row's 128 inputs that TMA brings where k blocks are decoded ahead, shared by the warpgroups
+    fill = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
+    # Of a further chunk of K, whether its rows are loaded or not.
+    chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config: ResidentConfig = schedule.config
+        mainloop = config.mainloop
+        made = schedule.split_k_blocks if config.cluster > 1 else schedule.k_blocks
+        first, chunks = made, 0.0
+        if made > mainloop.k_blocks:  # of a tile's rows each
+            made, first = schedule.split_k_blocks, mainloop.k_blocks // 2
+            chunks = self.chunk[mainloop.loads] * made / first
+        missing = config.tile_m - problem.m
+        rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
+        if mainloop.ahead and not mainloop.loads:
+            rows += self.limb / config.warpgroups * problem.m * made
+        return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return 0.0  # they meet in the cluster
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """A tile has all rows that there are."""
+        config = schedule.config
+        return max(config.weight_stage_bytes / bytes_per_clock(schedule), self.tile[config.tile_m] * config.n_tiles)
+
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return 0.0
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Parts are reduced in the cluster, which takes no longer than a way out."""
+        return schedule.split_k_blocks * k_block
+
+
+COSTS: dict[type[Mainloop], MainloopCost] = {
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), RangesWgmma: RangesCost(),
+    MmaSync: DecodedCost(),
+    Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
+}  # fmt: skip
+
+
+def cost_of(mainloop: Mainloop) -> MainloopCost:
+    """The cost model of a mainloop; KeyError if it has none."""
+    return COSTS[type(mainloop)]
+
+
+def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
+    """The schedule with its tiles' parts of rows for tiles."""
+    config = schedule.config
+    small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
+    return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)

@@ -1,0 +1,75 @@
+"""Weight-only GEMM of tiles around a deferred norm: `.kernel` and `.resident_kernel`, whose results leave as
+`.deferred_norm` says."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Boolean, const_expr
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.wgmma.cluster_reduction import Partials
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, DeferredNormConfig
+from cute_kernels.gemm.wgmma.deferred_norm import GivingOperands, TakingOperands, TakingStore, make_store
+from cute_kernels.gemm.wgmma.kernel import ALL_WARPS, WgmmaKernel
+from cute_kernels.gemm.wgmma.places import DensePlaces
+from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel, for_reductions
+from cute_kernels.gemm.work import operands_of
+
+
+class FactorWarps:
+    """Make the factors of rows: `.kernel.SpareWarps`."""
+
+    def __init__(self, config: DeferredNormConfig, store: TakingStore):
+        self.tiles, self.store, self.registers = config.tiles, store, config.registers
+        self.places = DensePlaces(config.tiles)
+
+    def init_barrier(self, memory) -> None:
+        self.store.init_barrier(memory)
+
+    @cute.jit
+    def run(self, operands, shape, memory, scheduler, warp, lane):
+        """Of the rows of the CTA's first work tile, which are those of all of them, if it stores any."""
+        tid = (warp - (self.tiles.consumer_warps + 2)) * WARP_THREADS + lane
+        tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
+        first, end = self.places.rows_of(shape, work_tile)
+        if const_expr(tiles.own_m < tiles.tile_m):
+            first = first + work_tile.split * tiles.own_m
+        factors = memory.staging + self.store.config.extra_offset
+        if self.stores(work_tile):
+            self.store.make_factors(operands, factors, tid, first, end)
+            cute.arch.mbarrier_arrive(self.store.barrier_of(factors))
+
+    def stores(self, work_tile) -> Boolean:
+        """Whether the CTA stores a tile of a block."""
+        if not self.tiles.dsmem_reduction:
+            return Boolean(True)
+        partials, found = Partials(self.tiles), Boolean(False)
+        for tile in range(self.tiles.block_tiles):
+            found = found | (work_tile.split == partials.owner(tile))
+        return found
+
+
+class DeferredNormKernel:
+    """One compiled variant; :class:`DeferredNormConfig` says which."""
+
+    def __init__(self, config: DeferredNormConfig):
+        operands = GivingOperands if config.kind == GIVES else TakingOperands
+        store = make_store(config)
+        spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
+        self.product = WgmmaKernel(config.tiles, for_reductions(store), operands, ALL_WARPS, spare)
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of `.deferred_compile`."""
+        self.product.launch(given, stream)
+
+
+class DeferredResidentKernel:
+    """The same of few rows, whose limbs each CTA makes."""
+
+    def __init__(self, config: DeferredNormConfig):
+        self.operands = GivingOperands if config.kind == GIVES else TakingOperands
+        self.resident = ResidentKernel(config.tiles, make_store(config))
+
+    def launch(self, given, stream):
+        """Of at most a tile of rows of x; ``given`` has the arguments of `.deferred_compile`."""
+        self.resident.launch_over(given, operands_of(self.operands, given), stream)

@@ -1,0 +1,286 @@
+"""Stores of products around a deferred RMSNorm; `.deferred_config` says what that is.
+
+`GivingStore`: a tile's sums with the residual lie in the staging buffer, rounded. Eight lanes that store a row's 64
+features take them once more: times the norm's weight to a second output, and squared, added up, to a third, in which
+each tile of 64 features has a place of its own in each row. So nobody adds to what others wrote, and sums are the same
+each time.
+
+`TakingStore`: the two producer warps that copy nothing add up the rows' sums while the others multiply. As the first
+thing that a warpgroup did it took 1 to 2 us, which the tensor cores waited for. Where CTAs make limbs of x, sums are
+asked for before x is, and come with it. The factor of each row lies in shared memory until the accumulators are
+complete.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.wgmma.deferred_config import (
+    FACTOR_BYTES,
+    FACTOR_WARPS,
+    GIVES,
+    IN_FLIGHT,
+    SQUARES_N,
+    SQUARES_VECTOR,
+    DeferredNormConfig,
+)
+from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.gemm.wgmma.places import Corner
+from cute_kernels.gemm.wgmma.residual import ROW_BYTES, ROW_VECTORS, VECTOR, ResidualChunks, vector_offset
+from cute_kernels.gemm.work import Operands
+
+VECTOR_BYTES = 16
+TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
+
+
+@dataclass(frozen=True)
+class GivingOperands(Operands):
+    """Addresses of a launch that gives a norm's parts. offset: added to weights."""
+
+    norm: Int64  # weights [n], bf16
+    scaled: Int64  # [m, n], bf16
+    squares: Int64  # [m, n / 64], fp32
+    offset: Float32
+
+
+class Piece(NamedTuple):
+    """Eight neighbouring results of a thread: whether they exist, where they belong (bytes), themselves and times the
+    norm's weights, and where the sum of their row's 64 squares belongs, and it."""
+
+    there: Boolean
+    place: Int64
+    words: list[Uint32]
+    scaled: list[Uint32]
+    sum_place: Int64
+    total: Float32
+
+
+@dataclass(frozen=True)
+class TakingOperands(Operands):
+    """Addresses of a launch that takes a norm's parts."""
+
+    squares: Int64  # [m, parts], fp32
+    parts: Int32  # a multiple of 4
+    inverse_k: Float32  # 1 / k
+    eps: Float32
+
+
+class GivingStore:
+    """The store policy of a warpgroup whose results, with a residual, are normed next: see `.epilogue.TileEpilogue`.
+
+    Results are in bf16 with a residual, without an activation; addresses of residual and outputs are multiples of 16
+    bytes.
+    """
+
+    dense = True
+
+    def __init__(self, config: DeferredNormConfig):
+        self.config, self.tiles = config, config.tiles
+        self.plain, self.residuals = TileEpilogue(config.tiles), ResidualChunks(config.tiles)
+
+    def weights_of(self, store: Store, ordinal: int) -> Any:
+        """Shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
+        return store.staging + (self.config.extra_offset + ordinal * ROW_BYTES)
+
+    def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
+        """Nothing: its norm is of rows that it makes."""
+        return []
+
+    def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
+        """Nothing."""
+
+    def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
+        """Asks for a tile's norm weights and residual. Nobody has used their memory: a CTA has one work tile."""
+        self.bring_weights(operands, shape, store, corner, ordinal)
+        self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
+
+    def bring_weights(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
+        """Asks for them, eight a thread; they come with the first chunk of the residual, which ends a group of
+        copies."""
+        row = corner.row + store.tid * VECTOR
+        there = cutlass.select_((store.tid < ROW_VECTORS) & (row < shape.n), Int32(1), Int32(0))
+        target = self.weights_of(store, ordinal) + store.tid * VECTOR_BYTES
+        numbers.copy_async_if(there, target, operands.norm + Int64(row) * 2, Int32(VECTOR_BYTES))
+
+    @cute.jit
+    def run(self, operands: GivingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], and what its norm needs."""
+        self.plain.add_bias(operands, shape, store, corner, acc, first)
+        for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
+            self.residuals.wait(chunk)
+            self.plain.wait(store)
+            self.residuals.add(store, acc, first + self.tiles.chunks[chunk][0] // 2, ordinal, chunk)
+            self.plain.wait(store)
+            self.store_chunk(operands, shape, store, corner, ordinal, chunk)
+
+    @cute.jit
+    def store_chunk(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int, chunk: int):
+        """Stores a chunk's rows, what they are times the norm's weights, and sums of squares: 8 features a thread."""
+        factors = self.factors_of(operands, store, ordinal)
+        for i in cutlass.range_constexpr(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE)):
+            piece = self.piece(shape, store, corner, factors, ordinal, chunk, i)
+            if piece.there:
+                ptx.store_global(operands.out + piece.place, piece.words)
+                ptx.store_global(operands.scaled + piece.place, piece.scaled)
+                if store.tid % ROW_VECTORS == 0:
+                    ptx.store_global(operands.squares + piece.sum_place, [piece.total])
+
+    def factors_of(self, operands: GivingOperands, store: Store, ordinal: int) -> list[Any]:
+        """What a thread's 8 features are multiplied with."""
+        address = self.weights_of(store, ordinal) + store.tid % ROW_VECTORS * VECTOR_BYTES
+        return [weight + operands.offset for weight in self.to_floats(ptx.load_shared_vector(Int32(address), 0, 4))]
+
+    def piece(self, shape, store: Store, corner: Corner, factors, ordinal: int, chunk: int, i: int) -> Piece:
+        """The ``i``-th 8 results of a chunk that a thread stores. All lanes of a row have its sum."""
+        done, tile_m = self.tiles.chunks[chunk]
+        buffer, vector = self.residuals.buffer(store, ordinal, chunk), store.tid % ROW_VECTORS
+        token = store.tid // ROW_VECTORS + i * TOKENS_AT_ONCE
+        address = buffer + vector_offset(cutlass.min(token, tile_m - 1), vector)
+        words = ptx.load_shared_vector(Int32(address), 0, 4)
+        values = self.to_floats(words)
+        own = lanes.in_pairs(operator.add, [value * value for value in values])
+        scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
+        row, column = corner.token + done + token, corner.row + vector * VECTOR
+        return Piece(
+            there=(token < tile_m) & (row < corner.end) & (column < shape.n),
+            place=(Int64(row) * shape.n + column) * 2,
+            words=words,
+            scaled=[self.residuals.pack(scaled[j], scaled[j + 1]) for j in range(0, VECTOR, 2)],
+            sum_place=(Int64(row) * (shape.n // SQUARES_N) + corner.row // SQUARES_N) * FACTOR_BYTES,
+            total=lanes.lane_sum(own, lanes.neighbours(ROW_VECTORS)),
+        )
+
+    def to_floats(self, words) -> list[Any]:
+        return [half(word) for word in words for half in self.residuals.halves]
+
+    def finish(self) -> None:
+        """Behind the last work tile: nothing."""
+
+
+class TakingStore:
+    """The store policy of a warpgroup whose rows of x lack their norm's factor: see `.epilogue.TileEpilogue`.
+
+    Results go no way that stages them in fp32, whose memory is the factors': they are in bf16, in whole pieces of 16
+    bytes, or in fp32 without a residual or a gate.
+    """
+
+    dense = True
+
+    def __init__(self, config: DeferredNormConfig):
+        self.config, self.tiles = config, config.tiles
+        self.plain = TileEpilogue(config.tiles)
+
+    def factors_of(self, store: Store) -> Any:
+        """Shared memory of the factors of the rows that the CTA stores; all its warpgroups share them, but in limbs."""
+        first = 0 if self.config.in_limbs else store.warpgroup * self.tiles.staging_bytes
+        return store.staging - first + self.config.extra_offset
+
+    def barrier_of(self, factors) -> cute.Pointer:
+        """The mbarrier on which those who make factors arrive; ``factors``: the address of them."""
+        place = Int32(factors + self.config.factor_bytes)
+        return cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
+
+    def init_barrier(self, memory) -> None:
+        """Of one thread, before the barriers' fence."""
+        factors = memory.staging + self.config.extra_offset
+        cute.arch.mbarrier_init(self.barrier_of(factors), FACTOR_WARPS * WARP_THREADS)
+
+    def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
+        """Before the products: asks for the residual."""
+        self.plain.prepare(operands, shape, store, corner, ordinal)
+
+    @cute.jit
+    def make_factors(self, operands: TakingOperands, factors, tid, token, end):
+        """Adds up the sums of some rows at a time, from x's row ``token`` on; `FACTOR_WARPS` warps. Those of rows that
+        do not exist are 0."""
+        vectors, at_once = operands.parts // SQUARES_VECTOR, self.config.rows_at_once
+        rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.config.row_lanes)
+        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        for base in cutlass.range(0, self.tiles.own_m, at_once, unroll=1):
+            sums = cute.make_rmem_tensor(len(rows), Float32)
+            sums.fill(0.0)
+            for first in cutlass.range(0, vectors, self.config.row_lanes * IN_FLIGHT, unroll=1):
+                words = [self.load_vectors(operands, token + base + row + own, end, first + lane) for row in rows]
+                for i in cutlass.range_constexpr(len(rows)):
+                    sums[i] = sums[i] + self.added(words[i])
+            for i in cutlass.range_constexpr(len(rows)):
+                self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
+
+    def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
+        """A thread's sums of the first rows, of rows in limbs, which `keep_asked` makes factors of: all there are."""
+        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
+
+    def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
+        """Makes factors of what `ask` has asked for."""
+        own = store.tid // self.config.row_lanes
+        for row, words in zip(self.first_rows, asked, strict=True):
+            self.keep(operands, self.factors_of(store) + (row + own) * FACTOR_BYTES, self.added(words))
+
+    @property
+    def first_rows(self) -> range:
+        """The first of the rows that are added up at a time."""
+        return range(0, self.tiles.own_m, self.config.rows_at_once)
+
+    def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
+        """Words of a row's sums, of some vectors a thread for each lane apart; zeros behind the row's last and for no
+        row."""
+        start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
+        words = []
+        for i in range(IN_FLIGHT):
+            vector = first + i * self.config.row_lanes
+            there = (vector < operands.parts // SQUARES_VECTOR) & (row < end)
+            address = start + Int64(vector) * VECTOR_BYTES
+            # Not as constant memory: the launch before wrote them.
+            words += numbers.load_global_if(
+                cutlass.select_(there, Int32(1), Int32(0)), address, 0, SQUARES_VECTOR, constant=False
+            )
+        return words
+
+    def added(self, words) -> Any:
+        return lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words])
+
+    def keep(self, operands: TakingOperands, place, value) -> None:
+        """Leaves a row's factor in shared memory; ``value``: a lane's part of the sum of its squares."""
+        total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
+        factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
+        # All lanes of a row have it, and store the same.
+        ptx.store_shared(Int32(place), 0, [factor])
+
+    @cute.jit
+    def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], times their factors."""
+        if const_expr(ordinal == 0):
+            if const_expr(self.config.in_limbs):
+                self.plain.wait(store)
+            else:
+                cute.arch.mbarrier_wait(self.barrier_of(self.factors_of(store)), 0)
+        self.scale(store, acc, first)
+        self.plain.run(operands, shape, store, corner, acc, first, ordinal)
+
+    def scale(self, store: Store, acc, first: int) -> None:
+        """Multiplies accumulators with the factors of their rows: two of each eight are a thread's."""
+        address = Int32(self.factors_of(store) + store.lane % 4 * (2 * FACTOR_BYTES))
+        for block in range(self.tiles.own_m // 8):
+            pair = ptx.load_shared_vector(address, block * (8 * FACTOR_BYTES), 2)
+            for i in range(4):
+                place = first + 4 * block + i
+                acc[place] = acc[place] * pair[i % 2].bitcast(Float32)
+
+    def finish(self) -> None:
+        """Behind the last work tile."""
+        self.plain.finish()
+
+
+def make_store(config: DeferredNormConfig) -> GivingStore | TakingStore:
+    """The store that a configuration names."""
+    return (GivingStore if config.kind == GIVES else TakingStore)(config)

@@ -1,0 +1,312 @@
+"""From a warpgroup's accumulators to the output: transposed through shared memory, a few tokens at a time.
+
+Accumulators have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its
+own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.gemm import epilogue
+from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.gemm.wgmma.places import Corner
+from cute_kernels.gemm.wgmma.residual import BUFFERS, ResidualChunks
+from cute_kernels.gemm.wgmma.tma_store import TmaTileStore
+from layouts.weights.hopper import TILE_N
+
+VECTOR = epilogue.VECTOR
+ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
+PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
+PACKED_VECTOR = 8  # results of 16 bytes
+GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where a thread stands among those that store a tile; run-time integers."""
+
+    staging: Int32  # shared memory of its warpgroup
+    warpgroup: Int32
+    tid: Int32  # in its warpgroup
+    row_warp: Int32  # its 16 rows of the MMA
+    lane: Int32
+
+
+class TileEpilogue:
+    """The store policy of a consumer warpgroup: staged, or by TMA where results are plain and in 16 bits.
+
+    Args:
+        dense: whether of a dense product: results may have a residual, and activations of one feature each. Experts
+            have neither; should they, `store_any` serves them.
+    """
+
+    def __init__(self, config: WgmmaConfig, *, dense: bool = True):
+        self.config, self.dense = config, dense
+        self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.tma_store = TmaTileStore(config)
+        self.residuals = ResidualChunks(config)
+
+    @cute.jit
+    def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
+        """Before a work tile's products: asks for the residual of the ``ordinal``-th tile that is to be stored."""
+        if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
+            if self.adds_chunks(operands, shape):
+                self.wait_stored(store)
+                self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
+
+    def adds_chunks(self, operands, shape):
+        """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` takes any other."""
+        own_kind = FP16 if self.config.dtype == "fp16" else BF16
+        plain = (shape.out_kind == own_kind) & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0)
+        return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
+
+    @cute.jit
+    def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2].
+
+        ordinal: of the tile, among those of its work tile that the warpgroup stores, as `prepare` was told.
+        """
+        if const_expr(self.dense):
+            if self.adds_chunks(operands, shape):
+                self.add_bias(operands, shape, store, corner, acc, first)
+                self.store_sums(operands, shape, store, corner, acc, first, ordinal)
+            else:
+                self.run_plain(operands, shape, store, corner, acc, first)
+        else:
+            self.run_plain(operands, shape, store, corner, acc, first)
+
+    @cute.jit
+    def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        """As `run`, of whatever has no residual that is added in chunks."""
+        own_kind = FP16 if self.config.dtype == "fp16" else BF16
+        plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
+        if plain & self.is_by_feature(shape.activation) & (shape.n % PACKED_VECTOR == 0):
+            self.add_bias(operands, shape, store, corner, acc, first)
+            if const_expr(self.dense):
+                self.activate(shape, acc, first)
+            if const_expr(self.config.store.by_tma):
+                self.tma_store.store(operands, store, corner, acc, first)
+            else:
+                for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+                    self.store_packed(operands, shape, store, corner, acc, first, chunk)
+        elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
+            self.add_bias(operands, shape, store, corner, acc, first)
+            for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+                self.store_gated(operands, shape, store, corner, acc, first, chunk)
+        elif self.is_floats(operands, shape):
+            self.add_bias(operands, shape, store, corner, acc, first)
+            self.activate(shape, acc, first)
+            self.store_floats(operands, shape, store, corner, acc, first)
+        else:
+            for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+                self.store_any(operands, shape, store, corner, acc, first, chunk)
+
+    def finish(self) -> None:
+        """Behind the last work tile: nothing, or waits until TMA has read what it stores."""
+        if self.config.store.by_tma:
+            self.tma_store.finish()
+
+    def wait(self, store: Store):
+        """For all threads of the warpgroup."""
+        cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+
+    def is_by_feature(self, activation):
+        """Whether results leave one for each feature, of accumulators that `activate` serves."""
+        return activation != SWIGLU if self.dense else activation == NO_ACTIVATION
+
+    def is_floats(self, operands, shape):
+        """Whether results in fp32 leave one for each feature, without a residual; experts' go another way, and those of
+        three warpgroups along K, which would spill."""
+        floats = (shape.out_kind == FP32) & (operands.residual == 0) & (shape.activation != SWIGLU)
+        return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
+
+    @cute.jit
+    def activate(self, shape, acc, first: int):
+        """silu or gelu of a tile's accumulators, in registers."""
+        if shape.activation == SILU:
+            for i in cutlass.range_constexpr(self.config.own_m // 2):
+                acc[first + i] = epilogue.silu(acc[first + i])
+        elif shape.activation == GELU:
+            for i in cutlass.range_constexpr(self.config.own_m // 2):
+                acc[first + i] = epilogue.gelu(acc[first + i])
+
+    # -- with a residual ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_sums(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Adds the residual of a tile, chunk by chunk, and stores the sums."""
+        residuals = self.residuals
+        if const_expr(not residuals.is_early(ordinal, 0)):
+            self.wait_stored(store)
+        residuals.bring_first(operands, shape, store, corner, ordinal, early=False)
+        for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+            residuals.wait(chunk)
+            self.wait(store)
+            residuals.add(store, acc, first + self.config.chunks[chunk][0] // 2, ordinal, chunk)
+            if const_expr(self.config.store.by_tma):
+                self.tma_store.send(operands, store, corner, residuals.number(ordinal, chunk), chunk)
+            else:
+                self.wait(store)
+                residuals.store(operands, shape, store, corner, ordinal, chunk)
+            if const_expr(residuals.has_following(chunk)):
+                self.wait_stored(store)
+                residuals.bring(operands, shape, store, corner, ordinal, chunk + BUFFERS)
+
+    @cute.jit
+    def wait_stored(self, store: Store):
+        """Until what the warpgroup has staged has left shared memory, or been read by all of its threads."""
+        if const_expr(self.config.store.by_tma):
+            if store.row_warp == 0:
+                self.tma_store.finish()
+        self.wait(store)
+
+    # -- 16 bytes at a time -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def add_bias(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        if operands.bias != 0:
+            for half in cutlass.range_constexpr(2):
+                row = corner.row + (store.row_warp * 16 + store.lane // 4 + 8 * half)
+                bias = Float32(0.0)
+                if row < shape.n:
+                    bias = self.results.load_bias(operands.bias + Int64(corner.bias + (row - corner.row)) * 2)
+                self.add_to_row(acc, first + 2 * half, bias)
+
+    def add_to_row(self, acc, first: int, bias):
+        """Adds a row's bias to its accumulators: two of every four."""
+        for i in range(0, self.config.own_m // 2, 4):
+            for place in (first + i, first + i + 1):
+                acc[place] = acc[place] + bias
+
+    @cute.jit
+    def store_packed(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
+        """Rounds a chunk's accumulators and stores them, 8 neighbouring features at a time."""
+        done, tile_m = self.config.chunks[chunk]
+        self.wait(store)
+        self.stage_packed(store, acc, first + done // 2, tile_m)
+        self.wait(store)
+        vectors = TILE_N // PACKED_VECTOR
+        start = corner.token + done
+        for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
+            index = store.tid + i * WARPGROUP_THREADS
+            token, vector = index // vectors, index % vectors
+            row = corner.row + vector * PACKED_VECTOR
+            if (token < tile_m) & (start + token < corner.end) & (row < shape.n):
+                words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
+                ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
+
+    def stage_packed(self, store: Store, acc, first: int, tile_m: int):
+        """Puts a chunk's accumulators into the staging buffer, [token][feature] in 16 bits: stmatrix turns them
+        around."""
+        pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
+        lane = store.lane
+        # Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
+        # tile has no more than eight, both are stored twice.
+        few = tile_m == 8
+        token, half = lane % 8 if few else lane // 16 * 8 + lane % 8, lane // 8 % 2
+        address = store.staging + token * PACKED_PITCH + store.row_warp * 32 + half * 16
+        for pair in range(-(-tile_m // 16)):
+            place = first + 8 * pair
+            words = [pack(acc[place + 2 * i], acc[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
+            ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
+
+    # -- fp32 ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_floats(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        """Stores accumulators from where they lie: eight lanes have 32 bytes of a token, which memory takes whole."""
+        feature = corner.row + store.row_warp * 16 + store.lane // 4
+        token = corner.token + store.lane % 4 * 2
+        for pair in cutlass.range_constexpr(self.config.own_m // 8):
+            for i in cutlass.range_constexpr(2):
+                row, place = token + 8 * pair + i, first + 4 * pair + i
+                address = operands.out + (Int64(row) * shape.n + feature) * 4
+                for half in cutlass.range_constexpr(2):
+                    if (row < corner.end) & (feature + 8 * half < shape.n):
+                        ptx.store_global(address, [acc[place + 2 * half]], offset=32 * half)
+
+    # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------
+
+    @cute.jit
+    def store_gated(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
+        """silu(gate) * up of a chunk, rounded; rows of W are gate and up in turn. Stores 8 neighbouring results."""
+        done, tile_m = self.config.chunks[chunk]
+        self.wait(store)
+        self.stage_gated(store, acc, first + done // 2, tile_m)
+        self.wait(store)
+        vectors = TILE_N // 2 // PACKED_VECTOR
+        start, columns = corner.token + done, shape.n // 2
+        for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
+            index = store.tid + i * WARPGROUP_THREADS
+            token, vector = index // vectors, index % vectors
+            column = corner.row // 2 + vector * PACKED_VECTOR
+            if (token < tile_m) & (start + token < corner.end) & (column < columns):
+                words = ptx.load_shared_vector(store.staging + token * GATED_PITCH + vector * 16, 0, 4)
+                ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
+
+    def stage_gated(self, store: Store, acc, first: int, tile_m: int):
+        """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
+
+        Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
+        """
+        pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
+        g, t = store.lane // 4, store.lane % 4
+        odd = g % 2 == 1
+        token = 2 * t + g % 2
+        address = store.staging + token * GATED_PITCH + (store.row_warp * 8 + g // 2) * 2
+        for block in range(tile_m // 8):
+            for half in range(2):
+                place = first + 4 * block + 2 * half
+                low, high = acc[place], acc[place + 1]
+                other = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), offset=4)
+                gate, up = cutlass.select_(odd, other, low), cutlass.select_(odd, high, other)
+                result = epilogue.silu(gate) * up
+                ptx.store_shared_half(address, 8 * block * GATED_PITCH + 8 * half, pack(result, result))
+
+    # -- any kind of output -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_any(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
+        """Bias, activation and residual of a chunk in fp32, four neighbouring features at a time."""
+        (done, tile_m), row_vectors = self.config.chunks[chunk], TILE_N // VECTOR
+        self.wait(store)
+        self.stage_acc(store, acc, first + done // 2, tile_m)
+        self.wait(store)
+        start = corner.token + done
+        results = cute.make_rmem_tensor(VECTOR, Float32)
+        extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
+        end = cutlass.min(corner.end - start, tile_m) * row_vectors
+        for index in cutlass.range(store.tid, end, WARPGROUP_THREADS, unroll=1):
+            token, vector = index // row_vectors, index % row_vectors
+            words = ptx.load_shared_vector(store.staging + token * self.config.staging_pitch + vector * 16, 0, VECTOR)
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = words[i].bitcast(Float32)
+            target = self.target_of(shape, corner, start + token, vector * VECTOR)
+            self.results.load_extras(operands, shape, target, extras)
+            self.results.store(operands, shape, target, results, extras)
+
+    def target_of(self, shape, corner: Corner, token, offset):
+        """Where four neighbouring results of a token belong."""
+        row = corner.row + offset
+        halves = cutlass.select_(shape.activation == SWIGLU, Int32(1), Int32(0))
+        count = cutlass.min(shape.n - row, VECTOR) >> halves
+        place = Int64(token) * (shape.n >> halves) + (row >> halves)
+        return epilogue.Target(row, place, count, corner.bias + offset)
+
+    def stage_acc(self, store: Store, acc, first: int, tile_m: int):
+        """Puts a chunk's accumulators into the staging buffer, [token][feature] in fp32."""
+        pitch = self.config.staging_pitch
+        g, t = store.lane // 4, store.lane % 4
+        address = store.staging + t * (2 * pitch) + (store.row_warp * 16 + g) * 4
+        for block in range(tile_m // 8):
+            for i in range(4):
+                offset = (8 * block + i % 2) * pitch + 32 * (i // 2)
+                ptx.store_shared(address, offset, [acc[first + 4 * block + i]])

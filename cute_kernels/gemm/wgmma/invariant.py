@@ -1,0 +1,218 @@
+"""Schedules of batch-invariant products: K is cut by what the weight is, never by how many rows there are.
+
+A sum over K runs step by step within a part of K, whatever the tile, and parts are added in one order: the last, then
+the first, the second and so on. So a row has the same bits in every schedule of one number of parts. Parts of few rows
+are different CTAs', and meet in memory or in a cluster, of two, since one addition has no order, or of four with one
+tile each. Of many rows a CTA has them one after the other. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from math import inf
+from typing import NamedTuple
+
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma import schedule as plain
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.long_config import LONG_BLOCK_K, LongWgmma
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
+from cute_kernels.gemm.wgmma.results import Dsmem, SequentialSplitK
+from cute_kernels.gemm.wgmma.schedule import (
+    BETWEEN_SHAPES,
+    DSMEM_BLOCK_K,
+    DSMEM_STAGES,
+    MOST_WIDE_ROWS,
+    NARROW_SHAPES,
+    SHAPES,
+    WIDE_CLUSTER,
+    TileSchedule,
+    estimate_us,
+)
+from cute_kernels.gemm.wgmma.stages import with_stages
+
+ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
+MOST_PARTS = 16
+MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
+DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
+# Of layers with few features, in clusters of four: for the last size there are too few stages in clusters of two.
+WIDE_TILE_M = (*DSMEM_TILE_M, MOST_WIDE_ROWS)
+# Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
+# long.
+LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES = 4, 32, 7168, 8
+SEQUENTIAL_TILE_M = (64, 96, 128, 160)
+# What parts that meet in memory take besides, beyond what tiles that are cut in a last round do: an H200, 1 to 32 rows.
+WORKSPACE_US = 2.2
+FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
+
+
+@lru_cache(maxsize=4096)
+def make_schedule(problem: LinearProblem) -> TileSchedule:
+    """The fastest schedule by the model."""
+    return min(schedules(problem), key=lambda schedule: expected_us(problem, schedule))
+
+
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """Microseconds that the model expects, without the launch itself."""
+    return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
+
+
+def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
+    """Every schedule with the weight's number of parts: all give a row the same bits."""
+    yield from schedules_of(problem, parts_of_k(replace(problem, m=1)))
+
+
+@lru_cache(maxsize=4096)
+def parts_of_k(problem: LinearProblem) -> int:
+    """Into how many parts K is cut, for any number of rows: the one whose longest time is least, over `ROWS`, relative
+    to the fastest schedule of so many rows.
+
+    problem: of any number of rows; all else decides, the number of SMs as well.
+    """
+    # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
+    problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
+    fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
+
+    def worst(parts: int) -> float:
+        times = [
+            min((expected_us(one, schedule) for schedule in schedules_of(one, parts)), default=inf) for one in problems
+        ]
+        return max(time / least for time, least in zip(times, fastest, strict=True))
+
+    return min((worst(parts), parts) for parts in possible_parts(problem))[1]
+
+
+def possible_parts(problem: LinearProblem) -> list[int]:
+    """Numbers of parts, none of them empty, that all CTAs have beside each other, of blocks of two tiles."""
+    blocks = -(-problem.num_tiles // 2)
+    most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
+    return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
+
+
+def part_inputs(k_pad: int, parts: int) -> int:
+    """Inputs of a part of K, whole k blocks of any size; the last part may have fewer."""
+    block_k = max(size for size in RegisterWgmma.block_k_sizes if k_pad % size == 0)
+    return -(-k_pad // block_k // parts) * block_k
+
+
+def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
+    """Every schedule whose tiles all have so many parts of K, and begin them at the same inputs."""
+    configs = configs_of(problem)
+    found = (schedule_of(problem, config, parts) for config in (*configs.tiles, *configs.dsmem))
+    if parts > 1:
+        found = chain(found, (sequential_schedule_of(problem, config, parts) for config in configs.sequential))
+    for schedule in found:
+        if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
+            continue
+        if schedule.split_k_blocks * schedule.config.block_k == part_inputs(problem.k_pad, parts):
+            yield schedule
+
+
+class Configs(NamedTuple):
+    """Configurations worth considering for any number of parts; `schedule_of` leaves out those that are for others."""
+
+    tiles: list[WgmmaConfig]
+    dsmem: list[WgmmaConfig]
+    sequential: list[WgmmaConfig]
+
+
+@lru_cache(maxsize=64)
+def configs_of(problem: LinearProblem) -> Configs:
+    """Those of a problem: made once for all numbers of parts that are compared."""
+    tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
+    return Configs(
+        tiles,
+        dsmem_configs(problem) + wide_configs(problem),
+        sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else [],
+    )
+
+
+def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
+    """All tiles in so many parts of K, of CTAs beside each other; None if a configuration does not do that.
+
+    The parts of a tile run in one round, of neighbouring CTAs, and whoever adds them up comes last: it waits for nobody
+    of a higher number.
+    """
+    if (config.multicast > 1 and parts > 1) or config.reduction.cuts_rows or config.cluster not in (1, parts):
+        return None
+    if parts == 1 or config.cluster > 1:
+        return plain.schedule_of(problem, config, parts)
+    if not config.reduction.splits_k:
+        return None
+    schedule = _all_tiles(problem, config, parts)
+    return replace(schedule, num_ctas=min(problem.num_sms // parts * parts, schedule.num_work_tiles))
+
+
+def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
+    """Every CTA has whole tiles, and all parts of K of each, one after the other."""
+    schedule = _all_tiles(problem, config, parts)
+    tiles = schedule.num_tiles_cut
+    return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
+
+
+def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
+    m_tiles, k_blocks = -(-problem.m // config.tile_m), problem.k_pad // config.block_k
+    return TileSchedule(config, problem.num_tiles, m_tiles, k_blocks, parts, 0)
+
+
+def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Few rows in two parts that meet in a cluster. Warpgroups have features of their own: the sums of interleaved k
+    blocks would be others."""
+    narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
+    long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
+    long = [
+        replace(config, block_k=LONG_BLOCK_K, mainloop=LongWgmma())
+        for config in narrow
+        if long_blocks and config.tile_m <= LONG_TILE_M
+    ]
+    return narrow + wide + plain.implementable(long, {1: LONG_STAGES})
+
+
+def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Few rows in four parts that meet in a cluster, of layers with few features. A CTA has one tile of 64: only
+    its parts are added in the order of all others."""
+    if not plain.has_few_features(problem):
+        return []
+    return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
+
+
+def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
+    """The smallest of the tiles of some sizes that has all rows, one of 64 features a warpgroup, if there is one."""
+    tile_m = next((size for size in sizes if problem.m <= size), None)
+    if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    config = plain.of_format(
+        problem,
+        tile_m=tile_m,
+        row_parts=2 if tile_m in DSMEM_TILE_M else 1,  # parts are powers of two
+        warpgroups=warpgroups,
+        block_k=DSMEM_BLOCK_K,
+        reduction=Dsmem(cluster),
+    )
+    return plain.implementable([config], {1: DSMEM_STAGES})
+
+
+def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles with two sets of accumulators."""
+    shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
+    configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
+    return [config for config in map(with_stages, configs) if config.can_implement() is None]
+
+
+def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, cluster: int) -> bool:
+    return tile_m in SEQUENTIAL_TILE_M and (n_tiles, warpgroups, cluster) == (1, 2, 1)
+
+
+def shipped_configs() -> list[WgmmaConfig]:
+    """Those of the most common formats that no other product has."""
+    k = DSMEM_PARTS * 2 * LONG_PART  # where all k blocks are whole
+    problems = [LinearProblem(m, 8192, k, k, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
+    many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]
+    small = [config for problem in problems for config in dsmem_configs(problem)]
+    few_features = [LinearProblem(m, 1024, k, k, integers(4), "bf16") for m in WIDE_TILE_M]
+    small += [config for problem in few_features for config in wide_configs(problem)]
+    return [*small, *(config for problem in many for config in sequential_configs(problem))]

@@ -1,0 +1,282 @@
+"""Weight-only GEMM for many rows of x: out^T = W X^T by warpgroup MMAs with W, decoded, in registers.
+
+The blob holds each thread's A operands of several k16 steps in 16 bytes (`layouts.weights.hopper`), so decoded weights
+go straight from a thread's registers to the tensor cores and only X is read from shared memory. One producer warp loads
+X as the swizzled B operand through TMA, one the codes and scales by bulk copies. The consumer warpgroups, 64 or 128
+output features each, overlap: while one decodes the next k16 steps, the tensor cores have its own last MMAs and the
+other's to do.
+
+A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`,
+`.synchronous`, `.limbs`, `.limbs_ahead`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
+(`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does with them.
+
+That operands in registers and two consumer warpgroups are the way to full rate with mixed operands is known from
+CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles nor its pass over shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import cutlass.cute as cute
+from cutlass import Int64, const_expr
+
+from cute_kernels.gemm.wgmma import mainloops, results
+from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop
+from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
+from cute_kernels.gemm.wgmma.limbs import LimbMainloop, Shift
+from cute_kernels.gemm.wgmma.limbs_ahead import AheadMainloop
+from cute_kernels.gemm.wgmma.loads import (
+    ELEMENTS,
+    ActivationLoads,
+    TmaLoads,
+    WeightLoads,
+    prefetch_biases,
+    prefetch_k_blocks,
+)
+from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
+from cute_kernels.gemm.wgmma.places import DensePlaces, Places
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader
+from cute_kernels.gemm.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
+from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
+from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
+from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.gemm.work import Operands, operands_of
+
+BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
+
+# Who waits for the launch before, which may still be running.
+Waits = Literal["nobody", "loader", "all warps"]
+NOBODY: Waits = "nobody"
+LOADER: Waits = "loader"  # the warp that loads weights, before it asks for the first; others wait for it
+ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside the first weights and not behind them
+
+
+def make_mainloop(
+    config: WgmmaConfig,
+    stages: StageReader,
+    places: Places,
+    *,
+    masks_by_lane: bool = True,
+    x_scale_shift: Shift | None = None,
+) -> TileMainloop:
+    """The mainloop that a configuration names, of activations that come through the pipeline.
+
+    masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
+    """
+    if isinstance(config.mainloop, mainloops.Limbs):
+        return (AheadMainloop if config.mainloop.ahead else LimbMainloop)(config, stages, x_scale_shift)
+    channel = Channel(config, stages, places)
+    if isinstance(config.mainloop, mainloops.MmaSync):
+        return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
+    return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
+
+
+def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> TileReduction:
+    """The reduction that a configuration names."""
+    if config.reduction.dsmem:
+        return ClusterReduction(config, epilogue, places)
+    if isinstance(config.reduction, results.SequentialSplitK):
+        return SequentialReduction(config, epilogue, places)
+    is_exchange = isinstance(config.reduction, results.RowExchange)
+    return (RowReduction if is_exchange else WorkspaceReduction)(config, epilogue, places)
+
+
+def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
+    """use_pdl: whether it may begin before the launch before it has ended."""
+    cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
+    sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
+    return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
+
+
+class SpareWarps(Protocol):
+    """What the producer warps that copy nothing do while others multiply.
+
+    registers: of a thread that loads, and of one that multiplies.
+    """
+
+    registers: tuple[int, int]
+
+    def init_barrier(self, memory: TileMemory) -> None:
+        """Of one thread, before the fence of the others."""
+
+    def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
+        """warp: of the CTA's."""
+
+
+class IdleWarps:
+    """Nothing."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.registers = config.producer_registers, config.consumer_registers
+
+    def init_barrier(self, memory) -> None:
+        """None."""
+
+    def run(self, operands, shape, memory, scheduler, warp, lane) -> None:
+        """Nothing."""
+
+
+class TileRoles:
+    """What the warps of a CTA do: two producer warps fill the pipeline, the consumers empty it.
+
+    Args:
+        table_bytes: of shared memory for a table of tiles, which grouped products have.
+        dense: whether of a dense product, whose first work tile is known before any table is.
+        waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
+        spare: what the producer warps that copy nothing do besides; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: WgmmaConfig,
+        places: Places,
+        weights: WeightLoads,
+        activations: ActivationLoads,
+        consumers: Consumers,
+        table_bytes: int = 0,
+        *,
+        dense: bool = False,
+        waits: Waits = NOBODY,
+        spare: SpareWarps | None = None,
+    ):
+        self.config, self.places, self.table_bytes = config, places, table_bytes
+        self.dense, self.waits, self.spare = dense, waits, spare or IdleWarps(config)
+        self.weights, self.activations, self.consumers = weights, activations, consumers
+
+    @property
+    def weight_warp(self) -> int:
+        """The warp that loads weights."""
+        return self.config.consumer_warps + 1
+
+    def allocate(self) -> TileMemory:
+        layout = TmaLoads(self.config, self.places).layout()
+        return allocate(self.config, layout, ELEMENTS[self.config.dtype], self.table_bytes)
+
+    def init_barriers(self, memory: TileMemory) -> None:
+        init_barriers(self.config, memory)
+
+    @cute.jit
+    def begin(self, operands, shape, memory, scheduler, warp, lane):
+        """Makes the CTA's barriers; all know when they are there but the warp that makes them, which waits for nobody.
+
+        It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their work
+        tiles. The first ones, of products of one tile of rows, it asks for before anything else. CTAs of a cluster are
+        to see nothing but barriers, which have a fence of their own. An arrival that releases all that was written
+        waits for the memory of the GPU, 1.1 us before the first copy.
+
+        A launch may begin while the one before it is running. What it asks into L2 depends on nobody; all else, weights
+        too, which that launch may have written, is read after the wait of the warp that makes barriers. Where each warp
+        waits, barriers are there before, so that nothing but the wait lies before the copies.
+        """
+        config = self.config
+        if warp == self.weight_warp:
+            if lane == 0:
+                cute.arch.griddepcontrol_launch_dependents()
+                prefetch_k_blocks(config, self.places, operands, shape, scheduler)
+                self.spare.init_barrier(memory)
+                self.init_barriers(memory)
+                if const_expr(self.waits == LOADER):
+                    cute.arch.griddepcontrol_wait()
+                if const_expr(self.weights.asks_first and self.waits != ALL_WARPS):
+                    self.weights.copy_first(operands, shape, memory, scheduler)
+            cute.arch.sync_warp()
+        if const_expr(config.multicast > 1):
+            cute.arch.cluster_arrive_relaxed()
+            if warp != self.weight_warp:
+                cute.arch.cluster_wait()  # before anybody copies into, or arrives at, memory of others
+        else:
+            if warp == self.weight_warp:
+                cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
+            else:
+                cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
+            if const_expr(config.dsmem_reduction):
+                cute.arch.cluster_arrive_relaxed()
+        if const_expr(self.waits == ALL_WARPS):
+            cute.arch.griddepcontrol_wait()
+            if const_expr(self.weights.asks_first):
+                if warp == self.weight_warp:
+                    if lane == 0:
+                        self.weights.copy_first(operands, shape, memory, scheduler)
+                    cute.arch.sync_warp()
+
+    @cute.jit
+    def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
+        """Producer warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
+        config = self.config
+        loads, multiplies = self.spare.registers
+        if warp == self.weight_warp:
+            cute.arch.setmaxregister_decrease(loads)
+            self.weights.copy(operands, shape, memory, scheduler)
+        elif warp >= config.consumer_warps:
+            cute.arch.setmaxregister_decrease(loads)
+            if warp == config.consumer_warps:
+                self.activations.copy(shape, memory, scheduler, copy_x, x_view)
+            elif const_expr(self.dense):
+                prefetch_biases(config, self.places, operands, shape, scheduler, lane)
+                self.spare.run(operands, shape, memory, scheduler, warp, lane)
+        else:
+            cute.arch.setmaxregister_increase(multiplies)
+            self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
+
+    @cute.jit
+    def leave_cluster(self, warp):
+        """Waits until nobody arrives in this CTA's memory any more."""
+        if warp == self.weight_warp:
+            cute.arch.cluster_wait()  # for what all others waited for before they began
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+class WgmmaKernel:
+    """One compiled variant of a dense product; :class:`WgmmaConfig` says which.
+
+    Args:
+        store: in place of `TileEpilogue`; ``operands`` has what it asks for.
+        waits, spare: of `TileRoles`.
+    """
+
+    def __init__(
+        self,
+        config: WgmmaConfig,
+        store: TileEpilogue | None = None,
+        operands: type[Operands] = Operands,
+        waits: Waits = LOADER,
+        spare: SpareWarps | None = None,
+    ):
+        self.config, self.operands = config, operands
+        places, stages = DensePlaces(config), StageReader(config)
+        self.epilogue = TileEpilogue(config) if store is None else store
+        mainloop, reduction = make_mainloop(config, stages, places), make_reduction(config, self.epilogue, places)
+        self.consumers = Consumers(config, stages, places, mainloop, reduction)
+        self.activations = TmaLoads(config, places)
+        weights = WeightLoads(config, places, asks_first=config.one_m_tile)
+        loads = weights, self.activations
+        self.roles = TileRoles(config, places, *loads, self.consumers, dense=True, waits=waits, spare=spare)
+
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, and
+        what else ``operands`` has."""
+        config = self.config
+        copy_x, x_view = self.activations.tma(given.x)
+        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
+        operands = operands_of(self.operands, given, x=Int64(0))
+        if config.store.by_tma:
+            operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
+        options = launch_options(config, given.num_ctas, stream, use_pdl=True)
+        self.kernel(operands, shape, copy_x, x_view).launch(**options)
+
+    @cute.kernel
+    def kernel(self, operands, shape, copy_x, x_view):
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.roles.allocate()
+        scheduler = dense_scheduler(self.config, shape, cta, num_ctas)
+        self.roles.begin(operands, shape, memory, scheduler, warp, lane)
+        self.roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)
+        if const_expr(self.config.multicast > 1):
+            self.roles.leave_cluster(warp)

@@ -1,0 +1,147 @@
+"""Rows of x in the order of their places, as two signed limbs of 8 bits and a scale for each 128 inputs.
+
+What products of bytes take (:mod:`.limbs`). Of 128 inputs of a row the largest says the power of
+two of the others: 16 bits of fixed point, as 256 times a high limb and a low one, both from -128 to 127. Whatever is
+at least a 64th of the largest (an 8th with fp16) is exact; what is smaller is off by at most 2**-15 of the largest. A
+row with infinities or NaN among 128 inputs has NaN for their scale.
+
+A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones; of 16 inputs
+the first and the second eight in turn, for which two lanes exchange one limb each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import lanes, ptx
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+
+PIECE_BYTES = 16  # of a lane: 8 inputs
+GROUP_LANES = 16
+GROUP_BYTES = GROUP_LANES * PIECE_BYTES
+FRACTION_BITS = 23  # of fp32
+ONE = 127 << FRACTION_BITS  # its exponent's offset
+INFINITY = 255 << FRACTION_BITS
+# The largest is below 2**15 - 128, as a high limb of 128 is none: what is less than 2**-7 below a power of two counts
+# as that power.
+TOP_EXPONENT, ROUND_UP = 14, 1 << FRACTION_BITS - 7
+LEAST_EXPONENT = 127 - 100  # of the largest that counts: scales of smaller ones would not be fp32
+CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
+MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
+
+
+class RowLimbs:
+    """How a lane makes limbs of its 8 inputs of a row, wherever they go."""
+
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+
+    @cute.jit
+    def load(self, x, row, piece, row_pieces):
+        """A lane's 8 inputs, packed; zeros behind the end of the row."""
+        words = cute.make_rmem_tensor(4, Uint32)
+        words.fill(0)
+        if piece < row_pieces:
+            loaded = ptx.load_global_words(x + (Int64(row) * row_pieces + piece) * PIECE_BYTES, 0, 4, constant=False)
+            for i in cutlass.range_constexpr(4):
+                words[i] = loaded[i]
+        return [words[i] for i in range(4)]
+
+    def split(self, words, lane) -> tuple[Any, list[Any]]:
+        """(bits of what a code's byte times a limb counts, 16 limbs of the lane): even lanes high ones, odd low."""
+        values = [half for word in words for half in self.to_floats(word)]
+        largest = lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
+        largest = lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
+        factor, scale = self.scales_of(largest)
+        fixed = [ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)).bitcast(Uint32) for value in values]
+        low = self.bytes_of(fixed, 0)
+        high = self.bytes_of([one + Uint32(128) for one in fixed], 1)
+        odd = (lane & 1) == 1
+        own = [cutlass.select_(odd, b, a) for a, b in zip(high, low, strict=True)]
+        given = [cutlass.select_(odd, a, b) for a, b in zip(high, low, strict=True)]
+        came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in given]
+        first = [cutlass.select_(odd, b, a) for a, b in zip(own, came, strict=True)]
+        second = [cutlass.select_(odd, a, b) for a, b in zip(own, came, strict=True)]
+        return scale, [
+            ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)
+        ]
+
+    def scales_of(self, largest) -> tuple[Any, Any]:
+        """(the power of two that makes fixed point of inputs, bits of its reciprocal over a code's k block)."""
+        exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
+        factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
+        scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS
+        finite = largest < INFINITY
+        return factor, cutlass.select_(finite, Uint32(scale), Uint32(0x7FFFFFFF))
+
+    def bytes_of(self, words, byte: int) -> list[Any]:
+        """A byte of each of eight words, packed."""
+        pair = byte | (4 + byte) << 4
+        halves = [ptx.prmt(words[i], words[i + 1], Uint32(pair)) for i in range(0, 8, 2)]
+        return [ptx.prmt(halves[i], halves[i + 1], Uint32(0x5410)) for i in (0, 2)]
+
+    def to_floats(self, word) -> list[Any]:
+        """Both elements of a packed pair."""
+        if self.dtype == "bf16":
+            return [ptx.bf16x2_low_to_float(word), ptx.bf16x2_high_to_float(word)]
+        return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]
+
+
+class LimbRowsKernel:
+    """One compiled variant; :class:`LimbRowsConfig` says which."""
+
+    def __init__(self, config: LimbRowsConfig):
+        self.config, self.limbs = config, RowLimbs(config.dtype)
+
+    def launch(self, given, stream):
+        """Launches over places, and groups of 128 inputs; ``given`` has the arguments `LIMB_ROWS` of
+        :mod:`cute_kernels.gemm.arguments`."""
+        row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
+        groups_at_once = self.config.num_threads // GROUP_LANES
+        rows = ptx.address(given.x), given.end, given.rows
+        self.kernel(*rows, given.out, given.scales, row_pieces, given.groups, given.pitch).launch(
+            grid=(given.places, cute.ceil_div(given.groups, groups_at_once), 1),
+            block=(self.config.num_threads, 1, 1),
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Int64,
+        end: Int64,
+        rows: Int64,
+        out: Int64,
+        scales: Int64,
+        row_pieces: Int32,
+        groups: Int32,
+        pitch: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        place, block, _ = cute.arch.block_idx()
+        group = block * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
+        lane = thread % GROUP_LANES
+        # In this order: what comes next reads weights and routing without waiting for limbs.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        count = place + 1
+        if end != 0:
+            count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
+        row = place
+        if rows != 0:
+            row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        if place < count:
+            piece = group * GROUP_LANES + lane
+            words = self.limbs.load(x, row, piece, row_pieces)
+            scale, limbs = self.limbs.split(words, lane)
+            if group < groups:
+                target = out + (Int64(place) * groups + group) * GROUP_BYTES
+                ptx.store_global(target + ((lane & 1) * (GROUP_BYTES // 2) + (lane >> 1) * PIECE_BYTES), limbs)
+                if lane == 0:
+                    ptx.store_global(scales + (Int64(group) * pitch + place) * 4, [scale])

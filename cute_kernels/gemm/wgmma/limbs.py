@@ -1,0 +1,277 @@
+"""K blocks of a tile of few rows by MMAs of bytes: x in two limbs of 8 bits, accumulators in int32, exact.
+
+A 4-bit code less 8, times 16, is a signed byte: a nibble at the upper end of its byte, with its first bit turned. Three
+instructions make the bytes of 8 codes where bf16 takes 11, and none are left for scales, which meet the accumulators of
+a group. x comes in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base
+256 (`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand, so a code
+is decoded once and multiplied with both: twice the columns at twice the rate of bf16. 256 times the high limbs' sum
+and the low limbs' are the exact sum of the group's products.
+
+The k order of an operand is free if both have the same. A thread's nibbles of a k16 step, in the blob of
+`layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
+inputs 2t, 2t + 8, 2t + 1, 2t + 9: so x takes the first and the second eight of 16 inputs in turn.
+
+That integer products of weights in groups are scaled on the way from one accumulator to another is known from DeepGEMM
+and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
+from cute_kernels.gemm.wgmma.reading import StageReader, nothing
+from layouts.weights.hopper import STEP_K, TILE_N
+
+MMA_K = 2 * STEP_K
+K_BLOCK_STEPS = LIMB_GROUP // STEP_K
+LIMB_BASE = 256
+CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of codes are 16 times codes less 8
+SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
+
+Shift = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A k block of a tile: codes and limbs that are multiplied by MMAs one after the other.
+
+    Attributes:
+        tile: whose accumulators its products are added to.
+        words: codes of a thread, [chunk][word].
+        scales: of its two rows, group by group.
+        x_scales: of its tokens.
+        x: the descriptor of the limbs.
+        zeros: of its two rows and its tokens, see `LimbReader.load_zeros`; None where weights have none.
+    """
+
+    tile: int
+    words: Any
+    scales: Any
+    x_scales: Any
+    x: Any
+    zeros: Any = None
+
+
+class LimbProducts:
+    """The products of a k block of codes and limbs, wherever they lie.
+
+    Args:
+        tiles: of 64 output features that are multiplied with the same limbs.
+        tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
+        word_steps: k16 steps whose codes of a thread are a word.
+        groups: of a k block that have scales of their own, and so accumulators.
+    """
+
+    def __init__(self, tiles: int, tile_m: int, word_steps: int, groups: int = 1):
+        self.tiles, self.tile_m, self.word_steps, self.groups = tiles, tile_m, word_steps, groups
+
+    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None) -> None:
+        """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
+        descriptor x, which all tiles share; zeros [tile] as of `Part`."""
+        zeros = zeros or [None] * self.tiles
+        parts = [Part(i, words[i], scales[i], x_scales, x, zeros[i]) for i in range(self.tiles)]
+        self.multiply_parts(acc, parts, masks, tile_m)
+
+    def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
+        """Adds products of several tiles or k blocks. While accumulators of one are scaled the next one's are under
+        way, if there is room."""
+        started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
+        for part, after in pairwise([*parts, None]):
+            assert part is not None
+            following = self.operands(after.words, masks) if after else []
+            ahead = after is not None and tile_m <= TOGETHER_TILE_M
+            if after and ahead:
+                following = self.start(following, after.x, tile_m)
+            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            self.add(acc, part.tile, self.join(dots, part.zeros), part.scales, part.x_scales)
+            if after:
+                started = following if ahead else self.start(following, after.x, tile_m)
+
+    def operands(self, words, masks) -> list[Any]:
+        """The A operands of a tile's k block: two registers for each k16 step."""
+        steps = self.word_steps
+        return [
+            register
+            for step in range(K_BLOCK_STEPS)
+            for register in self.fragment(words[step // steps][step % steps], masks)
+        ]
+
+    def start(self, operands, x, tile_m: int) -> list[Any]:
+        """Starts the products of a tile's k block: [group][limb][tokens / 2] accumulators of high and of low limbs."""
+        ready = wgmma.fence(operands)
+        found: list[Any] = []
+        dots: list[Any] = []
+        for step in range(LIMB_GROUP // MMA_K):
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            dots = wgmma.multiply_bytes(dots, tile_m, ready[4 * step : 4 * step + 4], b)
+            if (step + 1) % (LIMB_GROUP // MMA_K // self.groups) == 0:
+                found, dots = found + dots, []
+        wgmma.commit()
+        return found
+
+    def fragment(self, word, masks) -> list[Any]:
+        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
+        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
+
+    def masks(self, nothing) -> Any:
+        """A constant for `fragment`, kept in a register: an instruction has room for one."""
+        return nothing + Uint32(SIGNS)
+
+    def join(self, dots, zeros: Any = None) -> list[Any]:
+        """The exact products of a tile's groups, of both limbs' accumulators, less what zero points are multiplied
+        with."""
+        count = len(dots) // (2 * self.groups)
+        firsts = [2 * count * group for group in range(self.groups)]
+        products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]
+        if zeros is None:
+            return products
+        points, sums = zeros
+        return [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
+
+    def add(self, acc, tile: int, products, scales, x_scales) -> None:
+        """Adds the products of a tile's groups, scaled, to its accumulators."""
+        first = tile * (self.tile_m // 2)
+        if self.groups > 1:
+            for i, value in enumerate(self.sum_groups(products, scales)):
+                acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
+            return
+        for i, exact in enumerate(products):
+            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
+            acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
+
+    def sum_groups(self, products, scales) -> list[Any]:
+        """Products of all groups of a k block, each times the scale of its row."""
+        count, sums = len(products) // self.groups, []
+        for i in range(count):
+            of_groups = [numbers.to_float(products[group * count + i]) for group in range(self.groups)]
+            total = of_groups[0] * scales[i // 2 % 2]
+            for group in range(1, self.groups):
+                total = ptx.fma(of_groups[group], scales[2 * group + i // 2 % 2], total)
+            sums.append(total)
+        return sums
+
+
+class LimbReader:
+    """What consumer warps read of a stage, or of resident k blocks, whose x is in limbs.
+
+    Args:
+        x_scale_shift: of a work tile, how many scales of x lie between the last multiple of 16 bytes and its first one;
+            None where there are none.
+        in_pairs: whether a thread's two scales of eight rows are one load: a tile's first row is a multiple of eight.
+    """
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
+        self.config, self.stages = config, stages
+        self.x_scale_shift, self.in_pairs = x_scale_shift or no_shift, in_pairs
+
+    def load_codes(self, memory, stage, place) -> list[list[Any]]:
+        """As `StageReader.load_codes`, of a stage."""
+        return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
+
+    def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
+        """A stage's codes and scales of the thread's rows, [tile], and the scales of its rows of x."""
+        words = self.load_codes(memory, stage, place)
+        scales = [self.load_scales(memory, stage, place, i) for i in range(self.config.n_tiles)]
+        return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
+
+    def descriptor(self, memory, stage):
+        """Of a stage's limbs."""
+        return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
+
+    def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
+        """Scales of the thread's two rows of a tile, fp32, group by group."""
+        groups = self.config.k_block_groups
+        row = (place.row // TILE_N + tile) * (groups * TILE_N) + place.row % TILE_N
+        size = self.config.format.scale_bytes
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * size
+        return [
+            self.stages.to_float(
+                self.stages.decoder.scale_word(ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size))
+            )
+            for group in range(groups)
+            for half in range(2)
+        ]
+
+    def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
+        """[tile] (16 times what the codes of the thread's two rows were less 8 in place of their zero points, the sums
+        of its rows of x); None where weights have no zero points."""
+        config = self.config
+        if not config.format.has_zeros:
+            return None
+        at = memory.x_sums + x_place
+        pairs = [ptx.load_shared_vector(at, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+        sums = [Int32(word) for pair in pairs for word in pair]
+        found = []
+        for tile in range(config.n_tiles):
+            row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+            address = memory.zeros + stage * config.zero_stage_bytes + row
+            points = [Int32(ptx.load_shared_part(address, 8 * half, 1)) for half in range(2)]
+            found.append(([(SYMMETRIC_ZERO - point) * CODE_UNIT for point in points], sums))
+        return found
+
+    def x_scale_place(self, work_tile):
+        """Bytes from a stage's scales of x to that of the thread's first row."""
+        return (self.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
+
+    def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
+        """Scales of the thread's rows of x, two of every eight."""
+        address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
+        if self.in_pairs:
+            pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+            return [word.bitcast(Float32) for pair in pairs for word in pair]
+        return [
+            ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32)
+            for block in range(tile_m // 8)
+            for i in range(2)
+        ]
+
+
+def no_shift(work_tile):
+    return Int32(0)
+
+
+class LimbMainloop:
+    """MMAs of int8 limbs, stage by stage: decodes a k block, multiplies it, waits for it."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
+        self.config, self.stages = config, stages
+        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
+
+    def masks(self, shape, lane):
+        return self.products.masks(nothing(shape, lane))
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+        """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
+        stage, phase, last = state
+        x_place = self.reader.x_scale_place(work_tile)
+        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.multiply_k_block(acc, memory, stage, place, x_place, tile_m)
+            cute.arch.sync_warp()
+            self.stages.release(memory, stage, teller)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
+
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
+        """Adds a k block's products."""
+        words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
+        x = self.reader.descriptor(memory, stage)
+        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Nothing: accumulators are finished and scaled."""

@@ -1,0 +1,232 @@
+"""What the producer warps of a CTA do: activations by TMA, codes, scales and zero points by bulk copies."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.ring import advance
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, X_SCALE_ALIGNMENT
+from cute_kernels.gemm.wgmma.places import Places, parts_of
+from layouts.weights.hopper import TILE_BYTES
+
+BIAS_STEP = 32  # output features whose biases a lane asks for: half a line, as they may begin anywhere
+ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def product(a, b) -> Int64:
+    """a * b in 64 bits, of 32-bit numbers that are not negative: one instruction, where signs would take six."""
+    return Int64(Uint32(a)) * Int64(Uint32(b))
+
+
+def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
+    """[rows, TMA_TILE_K, count], swizzled; one TMA tile behind the other."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
+    return cute.tile_to_shape(atom, (rows, TMA_TILE_K, count), order=(0, 1, 2))
+
+
+class ActivationLoads(Protocol):
+    """What brings the activations of every k block to their stages; one warp."""
+
+    def copy(self, shape, memory, scheduler, copy_x, x_view) -> None: ...
+
+
+class TmaLoads:
+    """Activations through the pipeline: TMA tiles by one producer warp.
+
+    Args:
+        limbs: whether they are limbs, as `.limb_rows` leaves them, whose TMA tiles lie without gaps, beside the scales
+            of the rows.
+        waits: whether the launch before makes them.
+    """
+
+    def __init__(self, config: WgmmaConfig, places: Places, *, limbs: bool = False, waits: bool = False):
+        self.config, self.places, self.limbs, self.waits = config, places, limbs, waits
+
+    def layout(self):
+        """[tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma wants its B operand."""
+        config = self.config
+        return tma_tiles_layout(config, config.tile_m, config.num_stages * config.block_k // TMA_TILE_K)
+
+    def tma(self, x):
+        """What brings a TMA tile of x, and x as TMA tiles are taken from it."""
+        rows = self.config.part_m
+        tma_tile = cute.slice_(tma_tiles_layout(self.config, rows, 1), (None, None, 0))
+        multicast = self.config.multicast
+        if const_expr(multicast > 1):
+            operation = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            return cpasync.make_tiled_tma_atom(operation, x, tma_tile, (rows, TMA_TILE_K), num_multicast=multicast)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, tma_tile, (rows, TMA_TILE_K))
+
+    @cute.jit
+    def copy(self, shape, memory, scheduler, copy_x, x_view):
+        """Brings the activations of every k block, a TMA tile of 64 inputs of a part of a tile's rows at a time; one
+        warp.
+
+        Parts without rows are left out: rows that x does not have would cost TMA the time of writing zeros, rows of
+        somebody else that of bringing them. CTAs that multicast activations bring a slice of each TMA tile, to all of
+        them: a stage is free for that when all of them have released it, and full when all slices have come.
+        """
+        config = self.config
+        if const_expr(self.waits):
+            # The launch before makes them. All else it has waited for itself, before it let this one begin.
+            cute.arch.griddepcontrol_wait()
+        tma_tiles, parts = config.block_k // TMA_TILE_K, config.row_parts
+        targets = cute.group_modes(cute.local_tile(memory.x, (config.part_m, TMA_TILE_K), (None, 0, None)), 0, 2)
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            first_row, _ = self.places.rows_of(shape, work_tile)
+            rows = cute.domain_offset((first_row, 0), x_view)
+            places = cute.group_modes(cute.local_tile(rows, (config.part_m, TMA_TILE_K), (None, None)), 0, 2)
+            rank = scheduler.rank if const_expr(config.multicast > 1) else 0
+            target, source = cpasync.tma_partition(copy_x, rank, cute.make_layout(config.multicast), targets, places)
+            present = parts_of(config, self.places, shape, work_tile)
+            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
+            for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                barrier = memory.full + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                    if const_expr(self.limbs):
+                        self.copy_scales(shape, memory, work_tile, k_block, stage)
+                for part in cutlass.range_constexpr(parts):
+                    if part < present:
+                        for tma_tile in cutlass.range_constexpr(tma_tiles):
+                            chosen = source[None, part, k_block * tma_tiles + tma_tile]
+                            place = target[(None, *self.place(stage, part, tma_tile, present))]
+                            if const_expr(config.multicast > 1):
+                                everybody = cutlass.Int16((1 << config.multicast) - 1)
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=everybody)
+                            else:
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                stage, phase = advance(stage, phase, config.num_stages)
+
+    def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
+        """(part, TMA tile among those of all stages) where a part's lies, of a tile of which ``present`` parts have
+        rows. Both limbs are one operand: theirs lie one behind the other."""
+        tma_tiles, parts = self.config.block_k // TMA_TILE_K, self.config.row_parts
+        if not self.limbs:
+            return part, stage * tma_tiles + tma_tile
+        number = tma_tile * present + part
+        return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))
+
+    def copy_scales(self, shape, memory, work_tile, k_block, stage) -> None:
+        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on; one lane."""
+        size = self.config.x_scale_stage_bytes
+        first, _ = self.places.rows_of(shape, work_tile)
+        ptx.bulk_copy_to_shared(
+            memory.x_scales + stage * size,
+            shape.x_scales + (Int64(k_block) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
+            Int32(size),
+            Int32((memory.full + stage).toint()),
+        )
+
+
+class WeightLoads:
+    """Codes, scales and zero points through the pipeline: bulk copies by one producer warp.
+
+    Args:
+        asks_first: whether it asks for the first ones before it tells anybody of barriers.
+    """
+
+    def __init__(self, config: WgmmaConfig, places: Places, *, asks_first: bool):
+        self.config, self.places, self.asks_first = config, places, asks_first
+
+    def copy_first(self, operands, shape, memory, scheduler):
+        """Asks for the first k block of the first work tile; one lane."""
+        work_tile = scheduler.work_tile(scheduler.first)
+        self.copy_k_block(operands, shape, memory, work_tile, work_tile.begin, Int32(0))
+
+    @cute.jit
+    def copy(self, operands, shape, memory, scheduler):
+        """Brings codes, scales and zero points of every k block that `copy_first` has not asked for; one
+        warp."""
+        config = self.config
+        there = Int32(1 if self.asks_first else 0)
+        stage, phase = there, Int32(1)
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            begin = work_tile.begin + there
+            there = Int32(0)
+            for k_block in cutlass.range(begin, work_tile.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    self.copy_k_block(operands, shape, memory, work_tile, k_block, stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+
+    def copy_k_block(self, operands, shape, memory, work_tile, k_block, stage):
+        """Asks for a k block of a block: of each tile a run of codes, one of scales, one of zero points."""
+        config = self.config
+        barrier = memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
+        address = Int32(barrier.toint())
+        tile_bytes = config.k_block_tiles * TILE_BYTES
+        group_bytes = config.k_block_groups * config.format.group_scale_bytes
+        zero_bytes = config.k_block_groups * config.format.group_zero_bytes
+        for i in range(config.block_tiles):
+            tile = self.places.weight_tile(shape, work_tile, i)
+            ptx.bulk_copy_to_shared(
+                memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
+                operands.codes + (product(tile, shape.k_blocks) + k_block) * tile_bytes,
+                Int32(tile_bytes),
+                address,
+            )
+            if config.group_size:
+                group = product(tile, shape.scale_groups) + first_group(config, k_block)
+                ptx.bulk_copy_to_shared(
+                    memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
+                    operands.scales + group * config.format.group_scale_bytes,
+                    Int32(group_bytes),
+                    address,
+                )
+                if config.format.has_zeros:
+                    ptx.bulk_copy_to_shared(
+                        memory.zeros + stage * config.zero_stage_bytes + i * zero_bytes,
+                        operands.zeros + group * config.format.group_zero_bytes,
+                        Int32(zero_bytes),
+                        address,
+                    )
+
+
+def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, scheduler) -> None:
+    """Asks for the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
+
+    It needs no barrier, so it is asked before there are any, and a tile's k blocks are one run of bytes: one
+    instruction for what the pipeline asks for in several rounds of its loop. Where the
+    run would end behind the tile's nothing is asked.
+    """
+    k_blocks = config.prefetched_k_blocks
+    if not k_blocks:
+        return
+    work_tile, k_block_bytes = scheduler.work_tile(scheduler.first), config.k_block_tiles * TILE_BYTES
+    inside = cutlass.select_(work_tile.begin + k_blocks <= shape.k_blocks, Int32(1), Int32(0))
+    for i in range(config.block_tiles):
+        first = product(places.weight_tile(shape, work_tile, i), shape.k_blocks) + work_tile.begin
+        numbers.prefetch_bulk_if(inside, operands.codes + first * k_block_bytes, Int32(k_blocks * k_block_bytes))
+
+
+def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
+    """Asks for the biases of the first work tile into L2: half a line a lane; one warp.
+
+    Its consumers load them when the accumulators are complete, and would wait for memory then.
+    """
+    work_tile = scheduler.work_tile(scheduler.first)
+    row = work_tile.block * config.block_rows + lane * BIAS_STEP
+    there = (operands.bias != 0) & (lane < config.block_rows // BIAS_STEP) & (row < shape.n)
+    address = operands.bias + Int64(places.bias_place(shape, work_tile, row)) * 2
+    numbers.prefetch_line_if(cutlass.select_(there, Int32(1), Int32(0)), address)
+
+
+def first_group(config: WgmmaConfig, k_block) -> Any:
+    """The first group that a k block has a part of; a shift where it is one of several k blocks."""
+    block_k, group_size = config.block_k, config.group_size
+    if group_size <= block_k:
+        return k_block * (block_k // group_size)
+    return k_block >> ((group_size // block_k).bit_length() - 1)

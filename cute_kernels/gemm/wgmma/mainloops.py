@@ -1,0 +1,410 @@
+"""How a kernel of tiles multiplies: its mainloop. Each value owns its fields, limits, registers, memory, barriers, and
+its part of the kernel's name. No GPU types here.
+
+A mainloop says which reductions (`.results`) it goes with, a reduction which stores: nothing else can be compiled. The
+device code of each is in the module that its docstring names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.config import X_PAD
+from cute_kernels.gemm.wgmma.regions import Barriers, Region
+from cute_kernels.gemm.wgmma.results import (
+    CHUNK_M,
+    TMA_TILE_ALIGNMENT,
+    WGMMA_N_STEP,
+    Dsmem,
+    EarlyDsmem,
+    InterleavedDsmem,
+    Reduction,
+    RowCuts,
+    RowExchange,
+    SequentialSplitK,
+    StagedStore,
+    TmaStore,
+    WholeK,
+    WorkspaceSplitK,
+    one_of,
+)
+from layouts.weights.hopper import STEP_K, TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.wgmma.config import WgmmaConfig
+
+WARPGROUP_THREADS = 4 * WARP_THREADS
+TMA_TILE_K = 64  # inputs of a TMA tile of activations: rows of 128 bytes, what swizzling permutes
+MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
+MMA_GROUP = 32  # inputs of an MMA of bytes: the least that may have a scale of their own
+LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
+ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
+ROW_SCALE_BYTES = 4  # and their scale
+SCALED, NORMED = "scaled", "normed"  # what rows of x meet on their way to limbs: factors; a norm as well
+ORDERED = "ordered"  # or that one row is put in the order of the weight's packed inputs
+FACTOR_ROWS = WGMMA_N_STEP  # rows of x, at most, that meet factors
+ORDERED_ROWS = 1  # of rows whose order is changed: they lie, as they come, where others' limbs would be,
+ORDERED_K_BLOCKS = 2  # of all of K in the place of one of the CTA's part;
+ORDERED_MOST_K_BLOCKS = 32  # of that part: with 56, on eight warps, a launch before takes 0.5 us less
+NORMED_ROWS = 1  # of them, at most, that are normed: each CTA adds up the squares of all
+LIMB_TILE_M = 64  # whose limbs an MMA takes
+AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
+X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
+SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
+# K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
+# reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
+PREFETCHED_K_BLOCKS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
+PREFETCHED_TILE_M = 32
+# The same of resident limbs, by the tiles of a block and whether warps load x. What TMA brings of x comes behind it.
+RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
+
+
+class Mainloop(ABC):
+    """What consumer warps do with a k block, and how x reaches them.
+
+    Attributes:
+        reductions: types of reductions that it goes with.
+        scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
+        limbs: whether x is two limbs of 8 bits and a scale for each row and `LIMB_GROUP` inputs, and products are those
+            of bytes, exact in int32.
+        makes_limbs_before: whether a launch of its own makes them.
+        registers: of a consumer thread, by the number of warpgroups.
+        producer_registers: of a thread that loads.
+        more_threads: beside those of the consumer warpgroups.
+        copies: warps whose copies fill a stage.
+        multicasts: whether CTAs beside each other may multicast activations.
+        rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
+        stores: types of stores that it goes with.
+        limits: of the architectures that its instructions are for.
+        spare: tiles of 64 features that the last warpgroup has fewer than the others.
+    """
+
+    reductions: ClassVar[tuple[type[Reduction], ...]]
+    scales_codes: ClassVar[bool] = False
+    limbs: ClassVar[bool] = False
+    makes_limbs_before: ClassVar[bool] = False
+    registers: ClassVar[dict[int, int]] = {1: 240, 2: 240, 3: 160}  # with the producers', all that an SM has
+    producer_registers: ClassVar[int] = 24
+    more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
+    copies: ClassVar[int] = 2  # of activations and of weights
+    multicasts: ClassVar[bool] = False
+    rows_apart: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
+    limits: ClassVar[Limits] = HOPPER
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
+    n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
+    most_acc_m: ClassVar[int] = 256  # rows of all tiles of a warpgroup whose accumulators a thread has registers for
+    spare: int = 0
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name, before the stages."""
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        """The name of a configuration with this mainloop."""
+        parts = f"p{config.row_parts}" if config.row_parts > 1 else ""
+        shape = f"m{config.tile_m}{parts}n{TILE_N * config.n_tiles}x{config.warpgroups}k{config.block_k}"
+        stages = f"r{config.num_stages}" + (f"c{config.store.chunk}" if config.store.chunk != CHUNK_M else "")
+        end = f"{config.reduction.name}{f'_multicast{config.multicast}' if config.multicast > 1 else ''}"
+        return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}{config.store.name}"
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        """Activations of a stage."""
+        return config.block_k // TMA_TILE_K * config.tma_tile_bytes
+
+    def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
+        """Scales of a tile's rows of x of a stage."""
+        return 0
+
+    def x_scale_bytes(self, config: WgmmaConfig) -> int:
+        """Scales of rows of x in shared memory."""
+        return config.num_stages * self.x_scale_stage_bytes(config)
+
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        """Activations in shared memory."""
+        return config.num_stages * self.x_stage_bytes(config)
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Shared memory of all that it multiplies: activations, which begin it, weights, scales of activations."""
+        stages = config.num_stages
+        return (
+            Region("x", self.x_bytes(config), TMA_TILE_ALIGNMENT),
+            Region("codes", stages * config.code_stage_bytes),
+            Region("scales", stages * config.scale_stage_bytes),
+            Region("zeros", stages * config.zero_stage_bytes),
+            Region("x_scales", self.x_scale_bytes(config)),
+        )
+
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those of the pipeline: full and empty stages."""
+        return (
+            Barriers("full", config.num_stages, config.stage_copies),
+            Barriers("empty", config.num_stages, config.stage_warps),
+        )
+
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those that its device code initialises, behind all others: one of x where limbs are resident."""
+        return (Barriers("x_barrier", 0),)
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """All regions of a CTA."""
+        return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        return 0
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        """Why a configuration cannot have this mainloop, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class RegisterWgmma(Mainloop):
+    """wgmma with decoded weights in registers: `.register_mainloop`.
+
+    Attributes:
+        group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
+        in_flight: commit groups that run while the next one is decoded.
+    """
+
+    group_steps: int = 2
+    in_flight: int = 1
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (
+        WholeK, RowCuts, WorkspaceSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
+    )  # fmt: skip
+    scales_codes: ClassVar[bool] = True
+    multicasts: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = True
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+
+    @property
+    def name(self) -> str:
+        return f"s{self.group_steps}{f'f{self.in_flight}' if self.in_flight > 1 else ''}"
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        if not config.reduction.dsmem or config.tile_m > PREFETCHED_TILE_M:
+            return 0
+        return PREFETCHED_K_BLOCKS.get((config.format.bits, config.block_tiles), 0)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        steps = config.k_block_steps
+        if reason := one_of(self.group_steps, (1, 2, 4), "group_steps") or one_of(
+            self.in_flight, (1, 2, 3), "in_flight"
+        ):
+            return reason
+        if steps % (2 * self.group_steps):
+            # Operands take turns in two sets of registers, and each k block begins with the first.
+            return f"block_k {config.block_k} is not an even number of {self.group_steps} steps of {STEP_K}"
+        if self.in_flight * self.group_steps >= steps:
+            # The stage before is given back when no group of its k block runs any more, within this one.
+            return f"{self.in_flight} groups of {self.group_steps} steps are not less than block_k {config.block_k}"
+        return None
+
+
+@dataclass(frozen=True)
+class MmaSync(Mainloop):
+    """Warps multiply by mma.sync, each for itself, and scale accumulators; for few rows: `.synchronous`."""
+
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
+    registers: ClassVar[dict[int, int]] = {2: 224, 4: 104}
+    producer_registers: ClassVar[int] = 56  # of which none is missed
+    name: ClassVar[str] = "s2mmasync"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        most = SYNCHRONOUS_TILE_M // config.warpgroups
+        if config.tile_m > most:
+            return f"{config.tile_m} rows are more than the {most} of {config.warpgroups} synchronous warpgroups"
+        return None
+
+
+def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
+    """Why products cannot be of limbs, or None.
+
+    zeros: whether zero points can be taken off sums of limbs. least: inputs of a group, of codes without zero points.
+    """
+    if not (config.format.takes_limbs or (zeros and config.format.limb_zeros)):
+        return f"limbs want 4-bit integers{'' if zeros else ' without zero points'}, not {config.format.key}"
+    least = LIMB_GROUP if config.format.has_zeros else least
+    if config.group_size < least:
+        return f"limbs want groups of at least {least} inputs, not {config.group_size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Limbs(Mainloop):
+    """MMAs of int8 limbs that a launch before makes: `.limbs`, and `.limbs_ahead`.
+
+    Attributes:
+        ahead: whether the next k block is decoded while this one is multiplied.
+    """
+
+    ahead: bool = False
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK, Dsmem)
+    limbs: ClassVar[bool] = True
+    makes_limbs_before: ClassVar[bool] = True
+    block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
+
+    @property
+    def name(self) -> str:
+        return f"s2limbs{'ahead' if self.ahead else ''}"
+
+    def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
+        """In fp32, from a multiple of 16 bytes on."""
+        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := limb_problem(config):
+            return reason
+        if config.row_parts > MOST_LOOPS:
+            return f"{config.row_parts} parts of rows whose limbs follow one another want a loop for each"
+        if config.tile_m > LIMB_TILE_M:
+            return f"{config.tile_m} rows are more than the {LIMB_TILE_M} whose limbs an MMA takes"
+        if self.ahead and config.tile_m > AHEAD_TILE_M:
+            return f"a k block is decoded ahead of products of at most {AHEAD_TILE_M} rows"
+        return None
+
+
+@dataclass(frozen=True)
+class ResidentLimbs(Mainloop):
+    """MMAs of int8 limbs that consumer warps make once, before the first weights have come: `.resident_kernel`.
+
+    Stages hold weights only, so nothing of x comes through the pipeline, and one warp copies. Consumer warps keep the
+    registers that they are launched with. A CTA of a cluster has one part of K of one tile.
+
+    Attributes:
+        k_blocks: of x that there is room for, each both limbs of 128 inputs of a tile's rows.
+        loads: whether consumer warps load the rows there are; if not, x, whose rows are whole TMA tiles, comes by TMA,
+            which takes long to fill in rows that x does not have.
+        spare: so that blocks of an odd number of tiles are as many as there are SMs.
+        ahead: as of `Limbs`.
+        factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; `ORDERED`, one row
+            in another order: `.row_order`; "" for nothing.
+
+    A zero point is taken off a group's products where it meets the sum of the group's inputs, of which there is one for
+    each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
+    """
+
+    k_blocks: int = 64
+    loads: bool = False
+    spare: int = 0
+    ahead: bool = False
+    factors: str = ""
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem, EarlyDsmem)
+    limbs: ClassVar[bool] = True
+    registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
+    more_threads: ClassVar[int] = WARP_THREADS
+    copies: ClassVar[int] = 1
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, 2 * WGMMA_N_STEP)
+    n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
+
+    @property
+    def name(self) -> str:
+        return f"s2limbs{'ahead' if self.ahead else ''}"
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        spare, early = f"less{self.spare}" if self.spare else "", "early" if config.reduction.early else ""
+        rows = ("loads" if self.loads else "") + self.factors
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{rows}"
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        return 0
+
+    def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
+        """Both limbs of 128 inputs of a tile's rows."""
+        return ROW_LIMB_BYTES * config.tile_m
+
+    def x_scale_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * ROW_SCALE_BYTES * config.tile_m
+
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * self.k_block_limb_bytes(config)
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Sums of squares of a row's parts as well, one of each warp that makes limbs; and of rows' inputs."""
+        squares = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
+        more = (Region("row_sums", squares),) if self.factors == NORMED else ()
+        sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.has_zeros else ()
+        return super().regions(config) + more + sums
+
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Of x, and of a stage's tiles but the first where partials leave early."""
+        if not config.reduction.early:
+            return (Barriers("x_barrier", 1),)
+        return Barriers("x_barrier", 1), Barriers("tile_barriers", (config.n_tiles - 1) * config.num_stages)
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := limb_problem(config, zeros=True, least=MMA_GROUP) or one_of(config.row_parts, (1,), "row_parts"):
+            return reason
+        if config.reduction.early and (config.format.has_zeros or config.group_size < LIMB_GROUP):
+            return f"tiles that come one by one have no zero points, and groups of at least {LIMB_GROUP} inputs"
+        if self.spare not in range(config.n_tiles):
+            return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
+        if self.factors not in ("", SCALED, NORMED, ORDERED):
+            return f"factors {self.factors!r} is not one of '', {SCALED!r}, {NORMED!r} and {ORDERED!r}"
+        if self.factors in (NORMED, ORDERED) and config.tile_m > FACTOR_ROWS:
+            return f"tiles of {config.tile_m} rows are not {self.factors}, but those of {FACTOR_ROWS}"
+        if self.factors == ORDERED and not self.loads:
+            return "a row in another order is loaded by warps"
+        if self.factors == ORDERED and self.k_blocks > ORDERED_MOST_K_BLOCKS:
+            return f"a row in another order of {self.k_blocks} k blocks a CTA is slower than a launch before"
+        if self.factors == ORDERED and config.cluster > ORDERED_K_BLOCKS:
+            return f"a CTA of {config.cluster} has room for {ORDERED_K_BLOCKS} times its part of a row in another order"
+        if self.ahead and config.reduction.early:
+            return "warpgroups that send early take no k block ahead"
+        if self.k_blocks % (2 * config.reduction.k_warpgroups):
+            # Else a chunk of K would end with another's turn than that which the pipeline goes on with.
+            return f"room for {self.k_blocks} k blocks is not two halves of rounds of {config.reduction.k_warpgroups}"
+        return None
+
+
+@dataclass(frozen=True)
+class PortableMmaSync(Mainloop):
+    """cp.async and mma.sync of sm_80: `cute_kernels.gemm.portable.kernel`.
+
+    One warpgroup: each warp has 16 rows of each tile of 64 features and all rows of x.
+    """
+
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WorkspaceSplitK,)
+    registers: ClassVar[dict[int, int]] = {1: 0}
+    more_threads: ClassVar[int] = 0
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
+    limits: ClassVar[Limits] = least_of(LIMITS)  # sm_80 and all later ones
+    name: ClassVar[str] = ""
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        shape = f"m{config.tile_m}n{TILE_N * config.n_tiles}r{config.num_stages}"
+        return f"linear_portable_{config.weight_name}_{shape}"
+
+    def x_pitch(self, config: WgmmaConfig) -> int:
+        """Bytes from a row of x to the next: an odd number of vectors, so that ldmatrix reads without conflicts."""
+        return 2 * config.block_k + X_PAD
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        return config.tile_m * self.x_pitch(config)
+
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """None: warps wait for groups of their own cp.async."""
+        return ()
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """The pipeline; results go through the same memory when all products are done."""
+        return (Region("stages", max(config.num_stages * config.stage_bytes, config.staging_bytes)),)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(config.row_parts, (1,), "row_parts")
+
+
+# What a configuration has where nothing else is said.
+REGISTER_WGMMA = RegisterWgmma()

@@ -1,0 +1,84 @@
+"""Shared memory of a CTA of the weight-only GEMM for many rows, and its barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.regions import Region
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
+
+    x: cute.Tensor
+    x_address: Int32
+    codes: Int32
+    scales: Int32
+    zeros: Int32
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    table: Int32
+    x_scales: Int32
+    partials: Int32  # of K of a cluster's tiles, and their barriers
+    partial_barriers: cute.Pointer
+    x_barrier: cute.Pointer  # of resident limbs, if there is one,
+    tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
+    row_sums: Int32 | None = None  # of the squares of parts of rows of x that are normed
+    x_sums: Int32 | None = None  # of rows of x, of each group, where weights have zero points
+
+
+def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
+    """Shared memory of a CTA: the regions and barriers that the policies of a configuration declare.
+
+    layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
+    """
+    smem = cutlass.utils.SmemAllocator()
+    activations, *others = config.mainloop.regions(config)
+    x = smem.allocate_tensor(element, layout.outer, byte_alignment=activations.alignment, swizzle=layout.inner)
+    parts = addresses(smem, others)
+    (staging,) = config.store.regions(config)
+    staged = smem.allocate(staging.size, byte_alignment=staging.alignment)
+    parts |= addresses(smem, config.reduction.regions(config))
+    first = smem.allocate_array(cutlass.Int64, config.num_barriers)
+    parts |= addresses(smem, [Region("table", table_bytes, 16)])
+    where = {"x_address": x.iterator.toint(), "staging": staged.toint()}
+    return TileMemory(x=x, **where, **barriers_from(config, first), **parts)
+
+
+def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> dict[str, Any]:
+    """Where regions lie, by name; 0 of those that have no bytes."""
+    return {
+        region.name: smem.allocate(region.size, byte_alignment=region.alignment).toint() if region.size else Int32(0)
+        for region in regions
+    }
+
+
+def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
+    """Where barriers lie, by name, from the first of all on."""
+    found, count = {}, 0
+    for group in config.barriers:
+        found[group.name] = first + count if count else first
+        count += group.count
+    return found
+
+
+def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
+    """Of one thread, before any other uses them: all but those that their owner initialises."""
+    for i in range(config.num_stages):
+        for group in config.mainloop.barriers(config):
+            cute.arch.mbarrier_init(getattr(memory, group.name) + i, group.arrivals)
+    for group in config.reduction.barriers(config):
+        for i in range(group.count):
+            barrier = getattr(memory, group.name) + i
+            cute.arch.mbarrier_init(barrier, group.arrivals)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, group.expected_bytes)
+    cute.arch.mbarrier_init_fence()

@@ -1,0 +1,87 @@
+"""Where a work tile's rows of x, weights, biases and results are: the same questions for dense and grouped products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+from cutlass import Int32, const_expr
+
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from layouts.weights.hopper import TILE_N
+
+
+@dataclass(frozen=True)
+class Corner:
+    """Where a warpgroup's tile of 64 features begins; run-time integers."""
+
+    row: Int32  # of W
+    token: Int32
+    end: Int32  # behind the last row of x
+    bias: Int32  # of its first row among the biases, elements
+
+
+class Places(Protocol):
+    """What a work tile's numbers mean. `.tiles.WorkTile` and its like say which numbers there are."""
+
+    def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
+        """The first row of x, and what is behind the last one that the tile may have."""
+        ...
+
+    def weight_tile(self, shape, work_tile, index) -> Any:
+        """Number, in the blob, of the ``index``-th tile of the work tile's block of output features."""
+        ...
+
+    def bias_place(self, shape, work_tile, row) -> Any:
+        """The bias of an output feature ``row``."""
+        ...
+
+
+class DensePlaces:
+    """Those of one product."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+
+    def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
+        first = work_tile.m_tile * self.config.tile_m
+        if const_expr(self.config.reduction.cuts_rows):
+            part = self.config.part_m
+            first = first + work_tile.split * part
+            return first, cutlass.min(shape.m, cutlass.select_(work_tile.splits > 1, first + part, shape.m))
+        return first, shape.m
+
+    def weight_tile(self, shape, work_tile, index) -> Any:
+        return tile_of_block(self.config, shape, work_tile, index)
+
+    def bias_place(self, shape, work_tile, row) -> Any:
+        return row
+
+
+def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
+    """Number of the ``index``-th tile of a block, among the tiles of its weight."""
+    # Of the last block, tiles behind the last one are that one again.
+    return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
+
+
+def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
+    """How many parts of a work tile have rows."""
+    first, end = places.rows_of(shape, work_tile)
+    return parts_with(config, end - first)
+
+
+def parts_with(config: WgmmaConfig, rows) -> Any:
+    """Of the parts of a tile, how many have some of its ``rows``, at least 1; there may be more than the tile takes."""
+    if config.row_parts == 1:
+        return Int32(1)
+    bits = config.part_m.bit_length() - 1
+    present = cutlass.min((rows + (config.part_m - 1)) >> bits, config.row_parts)
+    return cutlass.max(present, 1) if config.reduction.cuts_rows else present
+
+
+def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
+    """Where the ``index``-th tile of a block belongs in the output, from the work tile's ``token``-th row of x on."""
+    row = (work_tile.block * config.block_tiles + index) * TILE_N
+    first, end = places.rows_of(shape, work_tile)
+    return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

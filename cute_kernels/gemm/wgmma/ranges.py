@@ -1,0 +1,202 @@
+"""Tiles as work ranges of all CTAs, whose parts of K meet in global memory: `.ranges_config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.kernel import WgmmaKernel, launch_options
+from cute_kernels.gemm.wgmma.places import DensePlaces, Places, corner_of
+from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK
+from cute_kernels.gemm.wgmma.reduction import VECTOR_STRIDE
+from cute_kernels.gemm.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_sizes
+from cute_kernels.gemm.work import Operands, operands_of
+
+
+@dataclass(frozen=True)
+class TileRangeSizes(TileSizes):
+    """Sizes of a launch in ranges.
+
+    A tile has `RangeSplitK.end` units more than k blocks, and the tiles' units are shared out.
+    """
+
+    units: Divisor  # of a tile
+    base: Int32  # units of each CTA
+    rest: Int32  # CTAs that have one more
+
+    @staticmethod
+    def of(config: WgmmaConfig, given) -> TileRangeSizes:
+        """Of a launch's arguments, on the host."""
+        assert isinstance(config.reduction, RangeSplitK)
+        blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
+        units = given.k_blocks + config.reduction.end
+        total = blocks * cute.ceil_div(given.x.shape[0], config.tile_m) * units
+        base = total // given.num_ctas
+        rest = total - base * given.num_ctas
+        fields: Any = (*dense_sizes(config, given), dense_grid(config, given), Divisor.of(units), base, rest)
+        return TileRangeSizes(*fields)
+
+    def begin_of(self, cta) -> tuple[Any, Any]:
+        """(tile, k block) that a CTA's range begins with, which is the end of the range before."""
+        tile, unit = self.units.divide_int(cta * self.base + cutlass.min(cta, self.rest))
+        is_behind = unit >= self.k_blocks
+        next_tile = tile + cutlass.select_(is_behind, Int32(1), Int32(0))
+        return next_tile, cutlass.select_(is_behind, Int32(0), unit)
+
+
+@dataclass(frozen=True)
+class RangeScheduler:
+    """The work tiles of one CTA, from the last tile of its range to the first; run-time integers."""
+
+    shape: TileRangeSizes
+    cta: Int32
+    first_tile: Int32
+    first_k: Int32  # of the first tile
+    last_tile: Int32
+    last_end: Int32  # behind the last k block of the last tile
+
+    @staticmethod
+    def of(shape: TileRangeSizes, cta) -> RangeScheduler:
+        first_tile, first_k = shape.begin_of(cta)
+        tile, k_block = shape.begin_of(cta + 1)
+        is_whole = k_block == 0
+        last_tile = tile - cutlass.select_(is_whole, Int32(1), Int32(0))
+        last_end = cutlass.select_(is_whole, shape.k_blocks, k_block)
+        return RangeScheduler(shape, cta, first_tile, first_k, last_tile, last_end)
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def count(self):
+        return self.last_tile - self.first_tile + 1
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        """``split`` is the CTA, ``number`` the tile's."""
+        tile = self.last_tile - index
+        block, m_tile = self.shape.counted.place(tile)
+        return WorkTile(
+            block=block,
+            m_tile=m_tile,
+            begin=cutlass.select_(tile == self.first_tile, self.first_k, Int32(0)),
+            end=cutlass.select_(tile == self.last_tile, self.last_end, self.shape.k_blocks),
+            split=self.cta,
+            splits=Int32(1),
+            number=tile,
+        )
+
+
+class RangeReduction:
+    """The CTA that has a tile's last k block adds up what those before it left, and stores: `.reduction.TileReduction`.
+
+    A CTA leaves one part at most, that of the tile which ends behind its range, so each has one place.
+    """
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of what is stored here."""
+        if work_tile.end == shape.k_blocks:
+            corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
+            self.epilogue.prepare(operands, shape, store, corner, 0)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        if work_tile.end < shape.k_blocks:
+            place = self.place(operands, store, work_tile.split)
+            for i in cutlass.range_constexpr(self.config.thread_vectors):
+                ptx.store_global(place, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_STRIDE)
+        else:
+            if work_tile.begin > 0:
+                self.collect(operands, shape, store, work_tile, acc)
+            corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
+            self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
+
+    def place(self, operands, store: Store, cta):
+        """Where a thread's first accumulators of the part that a CTA leaves are, in the order of the registers."""
+        size = 4 * self.config.block_rows * self.config.tile_m
+        own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
+        return operands.workspace + Int64(cta) * size + own
+
+    @cute.jit
+    def collect(self, operands, shape, store: Store, work_tile, acc):
+        """Adds what the CTAs before this one left of the tile, from the next one to the one that has its beginning."""
+        other, more = work_tile.split - 1, Int32(1)
+        while more != 0:
+            self.add_part(self.place(operands, store, other), acc)
+            tile, k_block = shape.begin_of(other)
+            began_before = (tile == work_tile.number) & (k_block > 0)
+            more = cutlass.select_(began_before, Int32(1), Int32(0))
+            other = other - 1
+
+    @cute.jit
+    def add_part(self, place, acc):
+        """Adds a part once it has come, all of it at once, and puts EMPTY back."""
+        vectors = self.config.thread_vectors
+        words = cute.make_rmem_tensor(4 * vectors, Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(vectors):
+                loaded = ptx.load_relaxed(place, 4, offset=i * VECTOR_STRIDE)
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * vectors):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
+        for i in cutlass.range_constexpr(vectors):
+            for j in cutlass.range_constexpr(4):
+                acc[4 * i + j] = acc[4 * i + j] + words[4 * i + j].bitcast(Float32)
+            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=i * VECTOR_STRIDE)
+
+
+class RangesKernel:
+    """One compiled variant of a dense product in work ranges."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+        self.product = WgmmaKernel(config)
+        self.product.consumers.reduction = RangeReduction(config, self.product.epilogue, DensePlaces(config))
+
+    def launch(self, given, stream):
+        """As `WgmmaKernel.launch`."""
+        copy_x, x_view = self.product.activations.tma(given.x)
+        shape = TileRangeSizes.of(self.config, given)
+        operands = operands_of(Operands, given, x=Int64(0))
+        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
+        self.kernel(operands, shape, copy_x, x_view).launch(**options)
+
+    @cute.kernel
+    def kernel(self, operands, shape, copy_x, x_view):
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        roles = self.product.roles
+        memory = roles.allocate()
+        scheduler = RangeScheduler.of(shape, cta)
+        roles.begin(operands, shape, memory, scheduler, warp, lane)
+        roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)

@@ -1,0 +1,191 @@
+"""What consumer warps read of a stage, codes, scales and zero points of their rows, and how they release it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.device.ring import advance, advance_by
+from cute_kernels.formats.weights.decoder import CodeDecoder
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.gemm.wgmma.places import Places
+from layouts.weights.hopper import TILE_BYTES, TILE_N
+
+FRAGMENT_BYTES = 16  # of a thread, in a tile
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A thread's places in a stage; run-time integers."""
+
+    code_offset: Int32  # of its 16 bytes in the first tile of its warpgroup
+    row: Int32  # its first row in the first tile of its warpgroup, among the block's
+    masks: Any  # of the decoder
+    k_rank: Int32  # of its warpgroup, among those that interleave k blocks
+    warp: Int32
+    lane: Int32
+    fits: cutlass.Boolean | None = None  # of resident limbs: whether all of x that the CTA needs is made at once
+
+
+def make_decoder(config: WgmmaConfig) -> CodeDecoder:
+    """What makes numbers of codes."""
+    make = config.format.scaling_decoder if config.scales_codes else config.format.decoder
+    return make(config.dtype, HopperMath(config.dtype))
+
+
+class StageReader:
+    """How the consumer warps of a configuration read stages: every mainloop has one.
+
+    Attributes:
+        decoder: makes numbers of codes.
+    """
+
+    def __init__(self, config: WgmmaConfig, decoder: CodeDecoder | None = None):
+        self.config = config
+        self.decoder = decoder or make_decoder(config)
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
+        """A thread's places. masks: of a mainloop, of (shape, lane)."""
+        config = self.config
+        group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        first_tile = self.first_tile(group)
+        return Lane(
+            code_offset=first_tile * (config.k_block_tiles * TILE_BYTES)
+            + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
+            + lane * FRAGMENT_BYTES,
+            row=first_tile * TILE_N + row_warp * 16 + lane // 4,
+            masks=masks(shape, lane),
+            k_rank=self.k_rank(group),
+            warp=warp,
+            lane=lane,
+        )
+
+    def first_tile(self, group):
+        """The first tile of a warpgroup, among the block's."""
+        if self.config.k_warpgroups > 1:
+            group = group % (self.config.warpgroups // self.config.k_warpgroups)
+        return group * self.config.n_tiles
+
+    def k_rank(self, group):
+        """A warpgroup's number among those that interleave the k blocks of its tiles."""
+        if self.config.k_warpgroups == 1:
+            return Int32(0)
+        return Int32(group // (self.config.warpgroups // self.config.k_warpgroups))
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def next_stage(self, stage, phase):
+        """The stage of a warpgroup's next k block, and the parity of its barrier."""
+        config = self.config
+        if config.k_warpgroups == 1:
+            return advance(stage, phase, config.num_stages)
+        return advance_by(config.k_warpgroups, stage, phase, config.num_stages)
+
+    @cute.jit
+    def release(self, memory, stage, teller):
+        """Says that this warp has done with a stage."""
+        if teller:
+            barrier = memory.empty + stage
+            if const_expr(self.config.multicast > 1):
+                there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
+                numbers.arrive_in_cluster(there)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+
+    def load_codes(self, address) -> list[list[Any]]:
+        """[tile][chunk of its codes] a thread's 16 bytes of a k block; address: of its first ones."""
+        config = self.config
+        return [
+            [
+                ptx.load_shared_vector(address, (i * config.k_block_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.k_block_tiles)
+            ]
+            for i in range(config.n_tiles)
+        ]
+
+    def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
+        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
+        config, size = self.config, self.config.format.scale_bytes
+        scales = memory.scales + stage * config.scale_stage_bytes
+        zeros = memory.zeros + stage * config.zero_stage_bytes
+        # The rows of a group of a tile lie together, the groups of a tile behind each other.
+        first_tile, row = place.row // TILE_N, place.row % TILE_N
+        groups = []
+        for group in range(config.k_block_groups):
+            at = (first_tile + tile) * (config.k_block_groups * TILE_N) + group * TILE_N + row
+            found = [ptx.load_shared_part(scales + at * size, 8 * size * half, size) for half in range(2)]
+            words = [self.decoder.scale_word(word) for word in found]
+            pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in words]
+            points = [self.decoder.symmetric_zero] * 2
+            if config.format.has_zeros:
+                points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
+            groups.append((pairs, self.decoder.row_numbers(pairs, points)))
+        return groups
+
+    def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
+        """As :meth:`load_groups`; scales are fp32 numbers."""
+        return [
+            ([self.to_float(pair) for pair in pairs], offsets)
+            for pairs, offsets in self.load_groups(memory, stage, place, tile)
+        ]
+
+    def to_float(self, word):
+        """The low 16 bits of a word, of the configuration's dtype."""
+        return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+
+def nothing_by_lane(shape, lane):
+    """0 that the compiler does not know, and takes for different in each lane.
+
+    A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
+    each would be a copy and a LOP3.
+    """
+    return Uint32((shape.m + lane) >> 31)
+
+
+def nothing(shape, lane):
+    """The same, of which the compiler knows that all lanes share it: where masks are kept in registers anyway."""
+    return Uint32(shape.m >> 31)
+
+
+class Channel:
+    """Scales and zero points that hold for all of K: those of weights without groups, which meet the accumulators."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
+        self.config, self.stages, self.places = config, stages, places
+
+    def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
+        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        config, decoder, size = self.config, self.stages.decoder, self.config.format.scale_bytes
+        channel = []
+        if not config.group_size:
+            for i in range(config.n_tiles):
+                tile = self.places.weight_tile(shape, work_tile, first_tile + i)
+                row = Int64(tile) * TILE_N + place.row % TILE_N
+                found = [
+                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
+                ]
+                words = [decoder.scale_word(word) for word in found]
+                points = [decoder.symmetric_zero] * 2
+                if config.format.has_zeros:
+                    points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
+                channel.append(([self.stages.to_float(word) for word in words], decoder.row_numbers(None, points)))
+        return channel
+
+    def scale(self, acc, finished, channel):
+        """Keeps the finished accumulators, times the scales of their rows where those hold for all of K."""
+        tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
+        for i, value in enumerate(finished):
+            if channel:
+                value = value * channel[i // tile_acc][0][i // 2 % 2]
+            acc[i] = value * decoder.unit if decoder.scales_weights else value

@@ -1,0 +1,265 @@
+"""How parts of K are added up, and who stores the result: four of the values of the reduction policy.
+
+The others, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
+`.resident_early`. All have `begin`, before the first work tile, `prepare`, before a work tile's products, `finish`, of
+its accumulators, and `end`, behind the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.gemm.wgmma.places import Corner, Places, corner_of
+
+VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
+
+
+class TileReduction(Protocol):
+    """What a consumer warpgroup does with the accumulators of a work tile.
+
+    first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
+    prepares: whether `prepare` asks for anything.
+    """
+
+    @property
+    def prepares(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None: ...
+
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class TileStore(Protocol):
+    """How a warpgroup's tile of finished accumulators reaches the output: `.epilogue.TileEpilogue` and its like."""
+
+    @property
+    def dense(self) -> bool: ...
+
+    def prepare(self, operands, shape, store, corner, ordinal: int) -> None: ...
+
+    def run(self, operands, shape, store, corner, acc, first: int, ordinal: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class WorkspaceReduction:
+    """No parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tiles that are stored here."""
+        if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.prepare(operands, shape, store, corner, i)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        config = self.config
+        tile_acc = config.tile_m // 2
+        if const_expr(config.reduction.splits_k):
+            self.combine(operands, store, work_tile, acc)
+        if (work_tile.split == work_tile.splits - 1) | const_expr(config.reduction.cuts_rows):
+            for i in cutlass.range_constexpr(config.n_tiles):
+                corner = corner_of(config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc, i)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
+
+    @cute.jit
+    def combine(self, operands, store: Store, work_tile, acc):
+        """Stores the accumulators of a part of K of a tile, or adds the others' to those of the last part.
+
+        Every thread stores its own accumulators and finds the same thread's, so they lie in the order of the registers.
+        """
+        if work_tile.splits > 1:
+            partial_bytes = 4 * self.config.block_rows * self.config.tile_m
+            place = operands.workspace + Int64(work_tile.number * (work_tile.splits - 1)) * partial_bytes
+            place = place + (store.warpgroup * (partial_bytes // self.config.warpgroups) + store.tid * 16)
+            if work_tile.split < work_tile.splits - 1:
+                place = place + Int64(work_tile.split) * partial_bytes
+                for i in cutlass.range_constexpr(self.config.thread_vectors):
+                    vector = [acc[4 * i + j] for j in range(4)]
+                    ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
+            else:
+                for _ in cutlass.range(work_tile.splits - 1, unroll=1):
+                    for first in cutlass.range_constexpr(0, self.config.thread_vectors, self.config.combine_batch):
+                        self.add_part(place, acc, first)
+                    place = place + partial_bytes
+
+    @cute.jit
+    def add_part(self, place, acc, first: int):
+        """Adds some vectors of another part to the accumulators, once they have come, and puts EMPTY back."""
+        batch = self.config.combine_batch
+        words = cute.make_rmem_tensor(4 * batch, Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(batch):
+                loaded = ptx.load_relaxed(place, 4, offset=(first + i) * VECTOR_STRIDE)
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * batch):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
+        for i in cutlass.range_constexpr(batch):
+            for j in cutlass.range_constexpr(4):
+                place_of = 4 * (first + i) + j
+                acc[place_of] = acc[place_of] + words[4 * i + j].bitcast(Float32)
+            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
+
+
+class SequentialReduction:
+    """Parts of K that a CTA has one after the other: a second set of accumulators adds them up.
+
+    Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
+    """
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Makes the second set."""
+        self.sums = cute.make_rmem_tensor(self.config.thread_acc, Float32)
+        self.sums.fill(0.0)
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tile, before its last part."""
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.prepare(operands, shape, store, corner, i)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        tile_acc = self.config.tile_m // 2
+        begins = work_tile.split == 0
+        for i in cutlass.range_constexpr(self.config.thread_acc):
+            self.sums[i] = cutlass.select_(begins, acc[i], self.sums[i] + acc[i])
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
+
+
+class RowReduction:
+    """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def corner(self, shape, work_tile, first_tile) -> Corner:
+        """Of the CTA's share of the rows of x."""
+        token = work_tile.split * self.config.own_m
+        return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
+
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
+        """Of the CTA's share."""
+        self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
+
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
+        """See `TileReduction`."""
+        self.join(store, memory.x_address, work_tile.split, acc)
+        self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
+        cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
+
+    @cute.jit
+    def join(self, store: Store, state, rank, acc):
+        """Makes accumulators[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
+
+        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs: a sum
+        is added up by one CTA, in an order that does not depend on who came first. ``state``: where the activations
+        were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
+        """
+        config = self.config
+        math_threads = config.warpgroups * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
+        place = self.shares_place(store, state)
+        for share in cutlass.range_constexpr(config.cluster):
+            if rank != share:
+                self.publish_share(place, acc, share)
+        self.keep_share(acc, rank)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        self.load_shares(place, acc, rank)
+        cute.arch.cluster_arrive()
+
+    def shares_place(self, store: Store, state):
+        """Where a thread leaves its first share: shares of a warpgroup lie one behind the other."""
+        return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
+
+    def publish_share(self, place, acc, share: int):
+        """Puts a share of a thread's accumulators into this CTA's memory, in the order of the registers."""
+        own = self.config.own_m // 2
+        for i in range(own // 4):
+            vector = [acc[share * own + 4 * i + j] for j in range(4)]
+            ptx.store_shared(place, share * self.config.share_bytes + i * VECTOR_STRIDE, vector)
+
+    def keep_share(self, acc, rank):
+        """Moves the CTA's own share to the front."""
+        own = self.config.own_m // 2
+        for share in range(1, self.config.cluster):
+            for i in range(own):
+                acc[i] = cutlass.select_(rank == share, acc[share * own + i], acc[i])
+
+    def load_shares(self, place, acc, rank):
+        """Adds what the other CTAs left of the CTA's own share."""
+        if self.config.cluster > 2:
+            self.load_in_order(place, acc, rank)
+            return
+        own = self.config.own_m // 2
+        for step in range(1, self.config.cluster):
+            other = numbers.address_in(place + rank * self.config.share_bytes, (rank + step) % self.config.cluster)
+            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
+            for i in range(own):
+                acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
+
+    def load_in_order(self, place, acc, rank):
+        """The same of more than two CTAs, whose additions have an order: that of parts that meet in memory, the last,
+        then the first, the second and so on. What a CTA loads of its own, which it left nowhere, is not taken."""
+        own, total = self.config.own_m // 2, []
+        for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
+            other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))
+            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
+            found = [cutlass.select_(rank == part, acc[i], words[i // 4][i % 4].bitcast(Float32)) for i in range(own)]
+            total = [one + more for one, more in zip(total, found, strict=True)] if total else found
+        for i, value in enumerate(total):
+            acc[i] = value

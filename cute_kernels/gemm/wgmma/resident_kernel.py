@@ -1,0 +1,169 @@
+"""Weight-only GEMM for few rows of x, whose limbs are made once and stay in shared memory: one launch.
+
+A launch that makes limbs beforehand (:mod:`.limb_kernel`) takes a microsecond. Making them as x comes through the
+pipeline sets its pace. But nothing is to be done until the first weights have come, two microseconds after the start:
+in that time the consumer warps turn all of x that the CTA needs into limbs (:mod:`.resident_rows`). The producer warp
+waits for none of it.
+
+Warpgroups may interleave k blocks, so that one decodes while another waits for its MMAs. Their accumulators are
+partials like those of the other CTAs of a cluster, and go the same way (:mod:`.cluster_reduction`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS
+from cute_kernels.gemm.wgmma.consumers import Consumers
+from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.few_rows import FewRowsSizes, few_rows_scheduler, few_rows_sizes
+from cute_kernels.gemm.wgmma.kernel import launch_options
+from cute_kernels.gemm.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
+from cute_kernels.gemm.wgmma.memory import allocate
+from cute_kernels.gemm.wgmma.places import DensePlaces
+from cute_kernels.gemm.wgmma.reading import StageReader
+from cute_kernels.gemm.wgmma.reduction import TileReduction, TileStore
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.resident_early import EarlyReduction, OrderedLoads, TileByTile, TileOrder
+from cute_kernels.gemm.wgmma.resident_loads import ResidentWeights, StageLoads
+from cute_kernels.gemm.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
+from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
+from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors
+from cute_kernels.gemm.work import Operands, operands_of
+
+START_BARRIER = 15  # of the CTA, before the first stage is waited for
+
+
+@dataclass(frozen=True)
+class ResidentSizes(FewRowsSizes):
+    """Sizes of a launch whose CTAs make limbs of x."""
+
+    reserved: Int32  # not used; kernels are as they were measured with it
+
+
+class RowStore(TileStore, Protocol):
+    """A store that asks for numbers of its rows."""
+
+    def ask(self, operands, tid, end) -> list[list[Any]]:
+        """Asks for a thread's, of the rows before ``end``."""
+        ...
+
+    def keep_asked(self, operands, store, asked) -> None:
+        """Leaves in shared memory what came of them."""
+        ...
+
+
+def for_reductions(store: TileStore) -> TileEpilogue:
+    """A store as reductions are declared to take it. They ask for no more than `TileStore` has."""
+    return cast("TileEpilogue", store)
+
+
+class ResidentKernel:
+    """One compiled variant; :class:`.resident_config.ResidentConfig` says which.
+
+    store: in place of `TileEpilogue`; it asks for what else it needs while x is on its way (:mod:`.deferred_norm`).
+    """
+
+    def __init__(self, config: ResidentConfig, store: RowStore | None = None):
+        self.config, self.store = config, store
+        self.places, stages = DensePlaces(config), StageReader(config)
+        epilogue = TileEpilogue(config) if store is None else for_reductions(store)
+        self.weights: ResidentWeights
+        loop: ChunkLoop
+        reduction: TileReduction
+        if config.reduction.early:
+            order = TileOrder(config)
+            self.weights = OrderedLoads(config, self.places, order)
+            reduction = EarlyReduction(config, epilogue, self.places, order)
+            loop = TileByTile(config, stages, order, reduction)
+        else:
+            self.weights = StageLoads(config, self.places)
+            reduction = ClusterReduction(config, epilogue, self.places)
+            loop = (KBlocksAhead if config.mainloop.ahead else EachKBlock)(config, stages)
+        self.limbs = ResidentLimbLoads(config)
+        mainloop = ResidentMainloop(config, self.limbs, loop)
+        self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
+
+    def launch(self, given, stream):
+        """Of at most a tile of rows of x; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`,
+        of which zeros and workspace are not used."""
+        self.launch_over(given, operands_of(Operands, given), stream)
+
+    def launch_over(self, given, operands, stream):
+        """What both entries do."""
+        config = self.config
+        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
+        copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
+        shape = ResidentSizes(*few_rows_sizes(config, given), reserved=Int32(1))
+        options = launch_options(config, given.num_ctas, stream, use_pdl=True)
+        self.kernel(operands, shape, copy_x, x_view).launch(**options)
+
+    @cute.kernel
+    def kernel(self, operands, shape, copy_x, x_view):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.mainloop.k_blocks)
+        memory = allocate(config, layout, ELEMENTS[config.dtype], 0)
+        scheduler = few_rows_scheduler(config, shape, cta, num_ctas)
+        self.limbs.attach(operands, shape, memory, copy_x, x_view)
+        if warp == config.consumer_warps:
+            # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
+            if lane == 0:
+                work_tile = scheduler.work_tile(scheduler.first)
+                cute.arch.griddepcontrol_launch_dependents()
+                prefetch_k_blocks(config, self.places, operands, shape, scheduler)
+                self.weights.init_barriers(memory)
+                cute.arch.griddepcontrol_wait()
+                self.weights.copy_first(operands, shape, memory, work_tile)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
+            # For whoever publishes. Barriers are all that was written, and have had their fence.
+            cute.arch.cluster_arrive_relaxed()
+            prefetch_biases(config, self.places, operands, shape, scheduler, WARP_THREADS - 1 - lane)
+            self.weights.copy_following(operands, shape, memory, scheduler, lane)
+        else:
+            cute.arch.cluster_arrive_relaxed()
+            factors = self.limbs.ask_factors(scheduler, warp, lane)
+            cute.arch.griddepcontrol_wait()  # for whoever makes x
+            store, asked = self.ask(operands, shape, memory, warp, lane)
+            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, factors)
+            self.keep(operands, store, asked)
+            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
+            self.consumers.multiply(
+                operands, shape, memory, scheduler, replace(self.consumers.lane(shape, warp, lane), fits=fits)
+            )
+
+    def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
+        """A consumer thread's place among those that store a tile, and what the store asks for beside x."""
+        if self.store is None:
+            return None, None
+        group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        staging = memory.staging + group * self.config.staging_bytes
+        store = Store(staging, group, row_warp * WARP_THREADS + lane, row_warp, lane)
+        return store, self.store.ask(operands, store.tid, shape.m)
+
+    def keep(self, operands, store: Store | None, asked) -> None:
+        """Puts it where the store finds it."""
+        if self.store is not None:
+            self.store.keep_asked(operands, store, asked)
+
+
+class FactoredResidentKernel:
+    """The same of rows that meet factors on their way to limbs (:mod:`.row_factors`)."""
+
+    def __init__(self, config: ResidentConfig):
+        self.resident = ResidentKernel(config)
+
+    def launch(self, given, stream):
+        """``given`` has the arguments `FACTORED_TILES` of :mod:`cute_kernels.gemm.arguments`."""
+        factors = Factors(given.factors, given.eps, given.offset)
+        self.resident.launch_over(given, operands_of(FactoredOperands, given, factors=factors), stream)

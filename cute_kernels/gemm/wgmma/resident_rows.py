@@ -1,0 +1,408 @@
+"""Limbs of rows of x, made by the warps that multiply them, where the MMAs read them.
+
+What :mod:`.limb_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x. TMA brings x into the
+place of its limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and their
+low limbs. Of a few rows warps load x themselves, as missing rows would take TMA long to fill in. Four lanes take 128
+inputs of a row, two blocks of 16 each, so that no limb changes lanes and all of a block's high limbs are one vector,
+as are its low ones. Magnitudes are compared in packed pairs.
+
+A k block's limbs are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high limbs of all tokens, then
+the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, ROW_LIMB_BYTES, TMA_TILE_K
+from cute_kernels.gemm.wgmma.reading import Lane
+from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
+from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors, RowFactors
+from cute_kernels.gemm.wgmma.row_order import RowOrder
+
+GROUP_LANES = 4  # that have 128 inputs of a row
+STEP_ROWS = 2  # of a warp at a time,
+STEP_K_BLOCKS = WARP_THREADS // GROUP_LANES // STEP_ROWS  # of so many groups
+BLOCK = 16  # inputs whose limbs are a piece of 16 bytes
+LANE_BLOCKS = LIMB_GROUP // BLOCK // GROUP_LANES
+BLOCK_PIECES = 2  # of 16 bytes of x
+PIECE_BYTES = 16
+PIECE_INPUTS = PIECE_BYTES // 2
+PIECE_BITS = PIECE_INPUTS.bit_length() - 1
+GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
+STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
+STEP_INPUTS = LANE_BLOCKS * BLOCK  # of a lane
+ORDER_PIECE_INPUTS = PIECE_BYTES // 4  # whose numbers are a piece
+K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
+CHUNK_BARRIER = 14  # of the consumer warps, between chunks of K
+ROW_BYTES = LIMB_GROUP  # of limbs; and of x, of half of a group
+MAGNITUDES = 0x7FFF7FFF
+# Added before the limbs are taken apart, so that the upper one is rounded; the lower one's first bit is turned by it.
+HALF = 128
+SIGNS = 0x80808080
+
+
+@dataclass(frozen=True)
+class Source:
+    """x, and what brings k blocks of it."""
+
+    address: Int64
+    rows: Int32
+    row_pieces: Int32  # of 16 bytes
+    factors: Factors | None = field(default=None, kw_only=True)  # of configurations that have some
+
+    def row(self, row: Int32) -> Int32:
+        """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
+        return row
+
+
+@dataclass(frozen=True)
+class TmaSource(Source):
+    """x that TMA may bring."""
+
+    copy: cute.CopyAtom
+    view: cute.Tensor  # as TMA tiles are taken from it: [rows, 64 inputs, K / 64]
+    places: cute.Tensor  # [a k block, number]
+    barrier: cute.Pointer  # that counts their bytes
+
+
+@dataclass(frozen=True)
+class RowsRoom:
+    """How limbs of a CTA are made.
+
+    Attributes:
+        k_blocks: of x that there is room for.
+        loads: whether consumer warps load x; if not, it comes by TMA.
+        factors: what rows meet before, `mainloops.SCALED`, `mainloops.NORMED` or `mainloops.ORDERED`; "" for nothing.
+        sums: whether each row's sum of a group is wanted, in the unit of limbs.
+    """
+
+    dtype: str
+    tile_m: int
+    consumer_warps: int
+    k_blocks: int
+    loads: bool = True
+    factors: str = ""
+    sums: bool = False
+
+
+class ResidentRows:
+    """What the consumer warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
+
+    def __init__(self, room: RowsRoom):
+        self.room = room
+        self.limb_rows = RowLimbs(room.dtype)
+        self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps)
+        self.order = RowOrder(room.consumer_warps)
+        self.is_ordered = room.factors == ORDERED
+
+    def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
+        """x of a launch."""
+        places = cute.group_modes(cute.local_tile(memory.x, self.tma_tile, (0, 0, None)), 0, 3)
+        return TmaSource(
+            address=operands.x,
+            rows=shape.m,
+            row_pieces=shape.k >> PIECE_BITS,
+            factors=operands.factors if isinstance(operands, FactoredOperands) else None,
+            copy=copy_x,
+            view=x_view,
+            places=places,
+            barrier=memory.x_barrier,
+        )
+
+    @property
+    def tma_tile(self) -> tuple[int, int, int]:
+        """What TMA brings at a time: rows, inputs, blocks of inputs."""
+        return self.room.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
+
+    def k_block_copy(self, x, layout) -> tuple[Any, Any]:
+        """What brings a k block of x into TMA tiles one behind the other, and x as k blocks are taken from it.
+
+        x: [m, k]; of rows that are no multiple of 64 inputs the rest is not brought. layout: of a k block there.
+        """
+        m, k = x.shape
+        view = cute.make_tensor(
+            x.iterator, cute.make_layout((m, TMA_TILE_K, k // TMA_TILE_K), stride=(k, 1, TMA_TILE_K))
+        )
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, self.tma_tile)
+
+    @cute.jit
+    def bring(self, x: TmaSource, first_place, begin, end, warp):
+        """Asks for x of k blocks [begin, end), into places from ``first_place`` on.
+
+        Each of the consumer warps asks for its share, and counts on the barrier.
+        """
+        count, warps = end - begin, self.room.consumer_warps
+        own = (count - warp + (warps - 1)) // warps
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * (ROW_LIMB_BYTES * self.room.tile_m))
+        # All CTAs want the same of x at the same time: each begins with another k block.
+        cta, _, _ = cute.arch.block_idx()
+        shift = (cta * count) >> 8
+        k_blocks = cute.domain_offset((0, 0, begin * K_BLOCK_TMA_TILES), x.view)
+        k_blocks = cute.group_modes(cute.local_tile(k_blocks, self.tma_tile, (0, 0, None)), 0, 3)
+        target, source = cpasync.tma_partition(x.copy, 0, cute.make_layout(1), x.places, k_blocks)
+        for number in cutlass.range(warp, count, warps, unroll=1):
+            k_block = number + shift
+            k_block = cutlass.select_(k_block >= count, k_block - count, k_block)
+            cute.copy(x.copy, source[None, k_block], target[None, first_place + k_block], tma_bar_ptr=x.barrier)
+
+    @cute.jit
+    def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
+        """Limbs and scales of k blocks [begin, end), in the place of x, where it has come, or of x that is loaded.
+
+        Visible to MMAs after a barrier of all warps that make them. asked: of `ask_factors`, where those are on their
+        way.
+        """
+        bits, tile_m = self.step_bits(end - begin), self.room.tile_m
+        steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
+        words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        of_rows = Float32(1.0)
+        if const_expr(self.room.factors != ""):
+            of_rows = self.factors.of_rows(x, memory, lane)
+            asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
+        if const_expr(self.room.loads and not self.is_ordered):
+            self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
+        for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
+            row, k_block = self.place(bits, step, lane)
+            start = memory.x_address + (k_block * 2 * tile_m + row) * ROW_BYTES
+            if const_expr(self.is_ordered):
+                self.keep(words, self.order.gather(memory, [asked[i] for i in range(STEP_INPUTS)]))
+                self.keep(asked, self.load_order(x, begin, bits, step + self.room.consumer_warps, lane))
+            elif const_expr(self.room.loads):
+                self.keep(words, [coming[i] for i in range(STEP_WORDS)])
+                following = step + self.room.consumer_warps
+                self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
+            else:
+                self.keep(words, self.load(start, tile_m, row, lane))
+            if const_expr(self.room.factors != "" and not self.is_ordered):
+                inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
+                self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
+                self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
+            scale, limbs, total = self.split_summed([words[i] for i in range(STEP_WORDS)])
+            cute.arch.sync_warp()  # until all lanes have their inputs
+            if begin + k_block < end:
+                self.store(start, tile_m, row, lane, limbs)
+                if lane % GROUP_LANES == 0:
+                    ptx.store_shared(memory.x_scales + (k_block * tile_m + row) * 4, 0, [scale])
+                    if const_expr(self.room.sums):
+                        ptx.store_shared(memory.x_sums + (k_block * tile_m + row) * 4, 0, [total])
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def ask_factors(self, x: Source, begin, end, warp, lane):
+        """Asks for the factors, or the order, of a warp's first step; nothing waits for them yet.
+
+        Not as constant memory: ptxas moves such loads behind the wait for the launch before.
+        """
+        asked = cute.make_rmem_tensor(STEP_INPUTS if self.is_ordered else STEP_WORDS, Uint32)
+        bits, load = self.step_bits(end - begin), self.load_order if self.is_ordered else self.load_factors
+        self.keep(asked, load(x, begin, bits, warp, lane, constant=False))
+        return asked
+
+    def load_order(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
+        """Numbers of the inputs that a lane's inputs of a step are, in their order; zeros where there is no row, and
+        behind its end."""
+        assert x.factors is not None
+        row, k_block = self.place(bits, step, lane)
+        first = (begin + k_block) * (LIMB_GROUP // ORDER_PIECE_INPUTS)
+        start = x.factors.address + Int64(first) * PIECE_BYTES
+        there = x.row_pieces * (PIECE_INPUTS // ORDER_PIECE_INPUTS) - first
+        there = cutlass.select_(row < x.rows, there, Int32(0))
+        return self.load_pieces(start, there, lane, constant=constant, pieces=BLOCK // ORDER_PIECE_INPUTS)
+
+    def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
+        """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
+        assert x.factors is not None
+        first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
+        start = x.factors.address + Int64(first) * PIECE_BYTES
+        return self.load_pieces(start, x.row_pieces - first, lane, constant=constant)
+
+    @staticmethod
+    def keep(registers, values) -> None:
+        """Puts values into a tensor of registers."""
+        for i, value in enumerate(values):
+            registers[i] = value
+
+    def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
+        """As :meth:`load`, of x in memory; zeros behind its rows, the ends of rows and all steps."""
+        row, k_block = self.place(bits, step, lane)
+        first = (begin + k_block) * GROUP_PIECES
+        start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
+        there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
+        # Not as constant memory: the launch before may write x, until it is waited for.
+        return self.load_pieces(start, there, lane, constant=False)
+
+    def load_pieces(self, start, there, lane, *, constant: bool, pieces: int = BLOCK_PIECES) -> list[Any]:
+        """A lane's blocks, of ``pieces``, of a group that begins at ``start`` and has the first ``there`` pieces."""
+        words = []
+        for number in range(LANE_BLOCKS):
+            block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
+            for i in range(pieces):
+                piece = block * pieces + i
+                inside = cutlass.select_(piece < there, Int32(1), Int32(0))
+                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=constant)
+        return words
+
+    def step_bits(self, k_blocks) -> Any:
+        """log2 of the steps of a row of so many k blocks, rounded up: a division would take as long as a step."""
+        most = max(self.room.k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
+        return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
+
+    def place(self, bits, step, lane) -> tuple[Any, Any]:
+        """(row, k block) of a lane in a step of a warp. Two rows at a time, whose pieces are in different banks."""
+        pair, group = step >> bits, lane // GROUP_LANES
+        row = pair * STEP_ROWS + group % STEP_ROWS
+        return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
+
+    def half(self, lane, number: int):
+        """Which half of a group a lane's ``number``-th block is in; neighbouring groups' lanes take different ones."""
+        return (lane // GROUP_LANES + number) & 1
+
+    def load(self, start, tile_m, row, lane) -> list[Any]:
+        """A lane's inputs of a step, packed pairs, block by block."""
+        words = []
+        for number in range(LANE_BLOCKS):
+            line = start + self.half(lane, number) * tile_m * ROW_BYTES
+            for i in range(BLOCK_PIECES):
+                piece = (lane % GROUP_LANES * BLOCK_PIECES + i) ^ (row & (WGMMA_N_STEP - 1))
+                words += ptx.load_shared_vector(line + piece * PIECE_BYTES, 0, 4)
+        return words
+
+    def split(self, words) -> tuple[Any, list[list[Any]]]:
+        """(bits of what a code's byte times a limb counts, [block] words of its high limbs, then of its low ones)."""
+        return self.split_summed(words)[:2]
+
+    def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
+        """As :meth:`split`, and the sum of the group's inputs, in the unit of its low limbs, where it is wanted."""
+        greater = self.greater
+        packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
+        pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]
+        factor, scale = self.limb_rows.scales_of(cutlass.max(*pair))
+        fixed, limbs = [], []
+        for i in range(LANE_BLOCKS):
+            fixed.append(self.fixed(words[8 * i : 8 * i + 8], factor))
+            limbs.append(self.limbs(fixed[-1]))
+        return scale, limbs, self.sum_of(fixed) if self.room.sums else None
+
+    def sum_of(self, fixed) -> Any:
+        """The sum of a group's inputs, of what its lanes have in fixed point."""
+        inputs = [one for block in fixed for one in block]
+        total = lanes.in_pairs(operator.add, inputs) - Uint32((MAGIC + HALF) * len(inputs) & 0xFFFFFFFF)
+        return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
+
+    def greater(self, a, b):
+        """Of packed pairs the elements of greater magnitude, with any sign; NaN if there is one."""
+        return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
+
+    def fixed(self, words, factor) -> list[Any]:
+        """16 inputs in fixed point, above `MAGIC` and `HALF`."""
+        rounded = Uint32(MAGIC + HALF).bitcast(Float32)
+        values = [half for word in words for half in self.limb_rows.to_floats(word)]
+        return [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
+
+    def limbs(self, fixed) -> list[Any]:
+        """High limbs of 16 inputs, then low ones, four words each: the first and the second eight inputs in turn."""
+        # Each word: low limbs of two inputs, then their high ones.
+        pairs = [ptx.prmt(fixed[i], fixed[8 + i], Uint32(0x5140)) for i in range(8)]
+        high = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x7632)) for i in range(0, 8, 2)]
+        low = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) ^ Uint32(SIGNS) for i in range(0, 8, 2)]
+        return high + low
+
+    def store(self, start, tile_m, row, lane, limbs) -> None:
+        """Puts a lane's limbs of a row's k block where MMAs read them."""
+        for number, words in enumerate(limbs):
+            block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
+            address = start + (block ^ (row & (WGMMA_N_STEP - 1))) * PIECE_BYTES
+            ptx.store_shared(address, 0, words[:4])
+            ptx.store_shared(address + tile_m * ROW_BYTES, 0, words[4:])
+
+
+def room_of(config: ResidentConfig) -> RowsRoom:
+    """Of resident limbs."""
+    mainloop = config.mainloop
+    return RowsRoom(
+        config.dtype,
+        config.tile_m,
+        config.consumer_warps,
+        mainloop.k_blocks,
+        mainloop.loads,
+        mainloop.factors,
+        config.format.has_zeros,
+    )
+
+
+class ResidentLimbLoads:
+    """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
+
+    All of it is done by the consumer warps, between two uses of the room for limbs.
+    """
+
+    def __init__(self, config: ResidentConfig):
+        self.config = config
+        self.rows = ResidentRows(room_of(config))
+        self.source: TmaSource | None = None
+
+    def attach(self, operands, shape, memory, copy_x, x_view) -> None:
+        """Says where x is, once for a kernel: no dynamic condition can carry what describes copies."""
+        self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
+
+    def ask_factors(self, scheduler, warp, lane):
+        """Of :meth:`make_first`, before the launch before is waited for; None where rows meet none."""
+        if not self.config.mainloop.factors:
+            return None
+        assert self.source is not None
+        work_tile = scheduler.work_tile(scheduler.first)
+        return self.rows.ask_factors(self.source, work_tile.begin, work_tile.end, warp, lane)
+
+    @cute.jit
+    def make_first(self, shape, memory, scheduler, warp, lane, asked):
+        """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
+        if const_expr(self.config.mainloop.factors == NORMED):
+            self.rows.factors.add_squares(self.source, memory, warp, lane)
+            self.meet()
+        if const_expr(self.config.mainloop.factors == ORDERED):
+            self.rows.order.bring(self.source, memory, warp, lane)
+            self.meet()
+        work_tile = scheduler.work_tile(scheduler.first)
+        begin, end = work_tile.begin, work_tile.end
+        fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))
+        if const_expr(not self.config.mainloop.loads):
+            if warp == 0:
+                if lane == 0:
+                    cute.arch.mbarrier_init(memory.x_barrier, self.config.consumer_warps)
+                    cute.arch.mbarrier_init_fence()
+            self.meet()
+        if fits != 0:
+            if const_expr(not self.config.mainloop.loads):
+                self.rows.bring(self.source, Int32(0), begin, end, warp)
+                cute.arch.mbarrier_wait(memory.x_barrier, 0)
+            self.rows.make(self.source, memory, begin, end, warp, lane, asked)
+        return fits
+
+    def bring(self, place: Lane, first, begin, end):
+        """Asks for x of k blocks [begin, end), as the ``first`` of those there is room for."""
+        if const_expr(not self.config.mainloop.loads):
+            self.rows.bring(self.source, first, begin, end, place.warp)
+
+    def make(self, place: Lane, memory, begin, end, x_phase):
+        """Makes limbs of k blocks [begin, end), once x has come."""
+        if const_expr(not self.config.mainloop.loads):
+            cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
+        self.rows.make(self.source, memory, begin, end, place.warp, place.lane)
+
+    def meet(self):
+        """Waits for all consumer warps."""
+        threads = self.config.consumer_warps * WARP_THREADS
+        cute.arch.barrier(barrier_id=CHUNK_BARRIER, number_of_threads=threads)

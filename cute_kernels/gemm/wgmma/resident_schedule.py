@@ -1,0 +1,144 @@
+"""Configurations whose CTAs make limbs of x themselves. Plain Python, no GPU.
+
+One launch instead of two, and nothing of x in the pipeline; so they are the fastest up to eight rows. Up to sixteen
+they are where a CTA has four tiles of 64 features and more, whose weights take as long as its limbs, and where the
+limbs of its part of K are all made before the first product. Beyond, making all limbs in every CTA takes longer than a
+launch that makes them once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.schedule import LinearProblem, weight_fields
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.gemm.wgmma.results import EarlyDsmem, dsmem
+from cute_kernels.gemm.wgmma.stages import with_stages
+
+MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
+MOST_STAGES = 16
+
+
+@dataclass(frozen=True)
+class WarpgroupsOf:
+    """How the warpgroups of a CTA share out a block of output features and K; fields as in `WgmmaConfig`, of
+    `ResidentLimbs` and its reduction.
+
+    Attributes:
+        most_stages: of the pipeline, however much room there is: what is asked for at once comes later, all of it.
+        loaded_stages: the same where warps load x.
+        publishes_early: whether it is `EarlyDsmem`.
+        chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
+        least: k blocks of a CTA's part of K where it is worth a try.
+        loaded: whether it is for x that warps load alone: TMA fills in rows for all k blocks at once.
+    """
+
+    warpgroups: int
+    n_tiles: int = 1
+    spare: int = 0
+    k_warpgroups: int = 1
+    ahead: bool = True
+    resident_k_blocks: int = 32
+    most_stages: int = MOST_STAGES
+    loaded_stages: int = MOST_STAGES
+    publishes_early: bool = False
+    chunks: bool = True
+    least: int = 0
+    loaded: bool = False
+
+
+# In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
+RESIDENT_SHAPES = {
+    8: (
+        WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
+        WarpgroupsOf(2, k_warpgroups=2),  # one tile, of small layers
+        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
+        # Seven tiles: 28672 features are 128 such parts.
+        WarpgroupsOf(4, n_tiles=2, spare=1, ahead=False, resident_k_blocks=16, most_stages=4),
+        # One tile of long rows, whose limbs are all made at once: a chunk's way through L2 is waited for.
+        WarpgroupsOf(2, k_warpgroups=2, resident_k_blocks=64, chunks=False, least=33, loaded=True),
+    ),
+    # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
+    16: tuple(
+        WarpgroupsOf(
+            2,
+            n_tiles=n_tiles,
+            spare=spare,
+            ahead=False,
+            resident_k_blocks=16,
+            most_stages=most,
+            publishes_early=early,
+            chunks=False,
+        )
+        for n_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
+    ),
+}
+# The same of groups of which a k block has several. Each has accumulators, for which a thread wants registers, and
+# scales, which take longer than decoding. So nothing is decoded ahead, and four warpgroups share a tile's k blocks.
+FINE_SHAPES = {
+    8: (
+        WarpgroupsOf(4, k_warpgroups=2, ahead=False, loaded_stages=10),  # two tiles
+        WarpgroupsOf(4, k_warpgroups=4, ahead=False),  # one tile
+        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
+        WarpgroupsOf(4, k_warpgroups=4, ahead=False, resident_k_blocks=64, chunks=False, least=33, loaded=True),
+    ),
+}
+RESIDENT_CLUSTER = 2
+SPARE_BYTES = 2048  # of shared memory, for alignment
+
+
+def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
+    """Configurations for few rows in limbs."""
+    tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
+    if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
+        return []
+    shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
+    k_blocks = part_k_blocks(problem)
+    configs = (
+        resident_config(problem, tile_m, loads, shape)
+        for loads in ways_of_x(problem)
+        for shape in shapes.get(tile_m, ())
+        if k_blocks >= shape.least and (shape.chunks or k_blocks <= shape.resident_k_blocks) and loads >= shape.loaded
+    )
+    return [config for config in configs if config.can_implement() is None]
+
+
+def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
+    """The configuration of a shape, for tiles of so many rows of a problem's weights."""
+    # Of long rows with zero points what is handed on from one k block to the next takes 0.6 us more than it hides.
+    ahead = shape.ahead and not (shape.loaded and problem.format.has_zeros)
+    config = WgmmaConfig(
+        **weight_fields(problem),
+        tile_m=tile_m,
+        block_k=LIMB_GROUP,
+        warpgroups=shape.warpgroups,
+        n_tiles=shape.n_tiles,
+        mainloop=ResidentLimbs(shape.resident_k_blocks, loads=loads, spare=shape.spare, ahead=ahead),
+        reduction=EarlyDsmem() if shape.publishes_early else dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
+    )
+    most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
+    return with_stages(config, most, SPARE_BYTES)
+
+
+def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
+    """The configuration whose rows of x meet factors of a kind (`mainloops.SCALED`, `mainloops.NORMED`), or another
+    order (`mainloops.ORDERED`), on their way to limbs; None where no CTA makes them itself, or there is no room."""
+    if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
+        return None
+    changed = replace(config, mainloop=replace(config.mainloop, factors=kind))
+    return changed if changed.can_implement() is None else None
+
+
+def part_k_blocks(problem: LinearProblem) -> int:
+    """Of a CTA's part of K, whose padded inputs are whole groups of limbs."""
+    return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
+
+
+def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:
+    """Whether warps load x, where both are to be considered or one can be had."""
+    if problem.k % TMA_TILE_K:
+        return (True,)  # TMA takes whole TMA tiles
+    return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)

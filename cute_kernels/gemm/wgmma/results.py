@@ -1,0 +1,286 @@
+"""How results leave a kernel of tiles: stores, and reductions of the parts of K that a work tile is cut into.
+
+Each value owns its fields, limits, memory, barriers, and its part of the kernel's name. A reduction says which stores
+it goes with. No GPU types here; the device code of each is in the module that its docstring names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from cute_kernels.gemm.wgmma.regions import Barriers, Region
+from layouts.weights.hopper import TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.wgmma.config import WgmmaConfig
+
+CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
+STORE_M = 64  # rows of x of a TMA tile of results,
+STORE_BYTES = STORE_M * 2 * TILE_N  # of 64 features in 16 bits
+STORE_BUFFERS = 2  # of TMA tiles: one is stored while the next is put together
+STAGING_PAD = 4  # words between the tokens of the staging buffer
+DSMEM_CLUSTERS = (2, 3, 4)
+K_WARPGROUPS = (2, 3, 4)
+MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
+TMA_TILE_ALIGNMENT = 1024
+WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
+
+
+def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
+    """That a value is none of those wanted, or None."""
+    return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def staging_of(config: WgmmaConfig, alignment: int) -> Region:
+    """The staging buffers of all warpgroups."""
+    return Region("staging", config.warpgroups * config.staging_bytes, alignment)
+
+
+@dataclass(frozen=True)
+class StagedStore:
+    """Results go through a staging buffer of the warpgroup: `.epilogue`.
+
+    Attributes:
+        chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
+    """
+
+    chunk: int = CHUNK_M
+    by_tma: ClassVar[bool] = False
+    name: ClassVar[str] = ""
+    alignment: ClassVar[int] = 128
+
+    def staging_bytes(self, size: int) -> int:
+        """Of a warpgroup, for a chunk of ``size`` bytes."""
+        return size
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory."""
+        return (staging_of(config, self.alignment),)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(self.chunk, (32, 64), "chunk")
+
+
+@dataclass(frozen=True)
+class TmaStore:
+    """Results that are plain and in 16 bits leave by TMA; others as `StagedStore` has it: `.tma_store`."""
+
+    chunk: ClassVar[int] = CHUNK_M
+    by_tma: ClassVar[bool] = True
+    name: ClassVar[str] = "_tmastore"
+    alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
+
+    def staging_bytes(self, size: int) -> int:
+        return -(-size // TMA_TILE_ALIGNMENT) * TMA_TILE_ALIGNMENT
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        return (staging_of(config, self.alignment),)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.own_m % (STORE_BUFFERS * STORE_M):
+            return f"TMA stores {STORE_BUFFERS * STORE_M} rows at a time, not {config.own_m}"
+        if config.staging_bytes < STORE_BUFFERS * STORE_BYTES:
+            return f"{config.staging_bytes} bytes of staging are less than {STORE_BUFFERS} TMA tiles of {STORE_BYTES}"
+        return None
+
+
+Store = StagedStore | TmaStore
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+class Reduction(ABC):
+    """How parts of a tile are put together.
+
+    Attributes:
+        cluster: CTAs of a cluster that have equal parts of K of one tile.
+        k_warpgroups: warpgroups of a CTA that interleave the k blocks of one tile: one decodes while another waits for
+            its MMAs.
+        splits_k: whether K may be cut into parts, by CTAs.
+        cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
+        dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
+            publish their partials: `.cluster_reduction`.
+        early: whether partials leave before the last k block: `.resident_early`.
+        sequential: whether a CTA has all parts of K of a tile, one after the other.
+        stores: types of stores that it goes with.
+        multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
+    """
+
+    cluster: int = 1
+    k_warpgroups: int = 1
+    splits_k: ClassVar[bool] = True
+    cuts_rows: ClassVar[bool] = False
+    dsmem: ClassVar[bool] = False
+    early: ClassVar[bool] = False
+    sequential: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
+    multicasts: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+
+    def partial_slots(self, config: WgmmaConfig) -> int:
+        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
+        return -(-config.block_tiles // self.cluster) if self.dsmem else 0
+
+    def received_bytes(self, config: WgmmaConfig) -> int:
+        """Shared memory for what a CTA is sent by the others of its cluster."""
+        return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory: parts of K of a cluster's tiles that are sent, and those of other warpgroups."""
+        own = config.block_tiles * (self.k_warpgroups - 1) * config.partial_bytes
+        return (Region("partials", self.received_bytes(config) + own),)
+
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """One for each tile that others send parts of, which waits for the bytes of all of them."""
+        expected = (self.cluster - 1) * config.partial_bytes
+        return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        """Why a configuration cannot be reduced so, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class WholeK(Reduction):
+    """A work tile has all of K: nothing is put together."""
+
+    splits_k: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class RowCuts(Reduction):
+    """As `WholeK`; tiles of a last round are cut into the parts of their rows of x."""
+
+    splits_k: ClassVar[bool] = False
+    cuts_rows: ClassVar[bool] = True
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = "_rows"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return "tiles are cut along rows into more than 1 part" if config.row_parts == 1 else None
+
+
+@dataclass(frozen=True)
+class WorkspaceSplitK(Reduction):
+    """Parts of K meet in global memory: `.reduction.WorkspaceReduction`."""
+
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = "_split"
+
+
+@dataclass(frozen=True)
+class SequentialSplitK(Reduction):
+    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0, and adds them up
+    in the order of `WorkspaceSplitK`: the same bits, of many rows without partial results in memory.
+    `.reduction.SequentialReduction`."""
+
+    splits_k: ClassVar[bool] = False
+    sequential: ClassVar[bool] = True
+    name: ClassVar[str] = "_sequential"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.n_tiles * config.tile_m > MOST_SEQUENTIAL_M:
+            return f"a thread has no registers for two sets of accumulators of {config.n_tiles * config.tile_m} rows"
+        return None
+
+
+@dataclass(frozen=True)
+class RowExchange(Reduction):
+    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowReduction`.
+
+    Each CTA has one work tile.
+    """
+
+    cluster: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"_cluster{self.cluster}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := one_of(self.cluster, (2, 4), "cluster"):
+            return reason
+        if config.n_tiles > 1 or config.own_m < 2 * WGMMA_N_STEP or config.row_parts > 1:
+            return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * WGMMA_N_STEP} rows for each CTA"
+        if config.acc_bytes > config.num_stages * config.x_stage_bytes:
+            return f"accumulators of {config.acc_bytes} bytes do not fit into the stages of activations"
+        return None
+
+
+@dataclass(frozen=True)
+class Dsmem(Reduction):
+    """CTAs of a cluster publish partials to the one that stores a tile: `.cluster_reduction`; for few rows."""
+
+    cluster: int = 2
+    dsmem: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"_dsmem{self.cluster}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(self.cluster, DSMEM_CLUSTERS, "cluster")
+
+
+@dataclass(frozen=True)
+class InterleavedDsmem(Reduction):
+    """As `Dsmem`, of warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
+
+    k_warpgroups: int = 2
+    cluster: int = 2
+    dsmem: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"_dsmem{self.cluster}k{self.k_warpgroups}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        count = self.k_warpgroups
+        if reason := one_of(self.cluster, DSMEM_CLUSTERS, "cluster") or one_of(count, K_WARPGROUPS, "k_warpgroups"):
+            return reason
+        if config.warpgroups % count:
+            return f"{config.warpgroups} warpgroups are no multiple of {count} that interleave k blocks"
+        if config.num_stages < 2 * count or config.num_stages % count:
+            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
+            return f"num_stages {config.num_stages} is no multiple of {count} warpgroups, or less than two for each"
+        return None
+
+
+@dataclass(frozen=True)
+class EarlyDsmem(Reduction):
+    """As `Dsmem`; each k block begins with the tiles that the other CTA of the cluster stores, whose partials leave
+    while the last k block of its own is multiplied: `.resident_early`."""
+
+    cluster: ClassVar[int] = 2
+    dsmem: ClassVar[bool] = True
+    early: ClassVar[bool] = True
+    name: ClassVar[str] = "_dsmem2"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.n_tiles % self.cluster:
+            return f"{config.n_tiles} tiles of a warpgroup are not shared out among {self.cluster} CTAs to send early"
+        return None
+
+
+def dsmem(cluster: int, k_warpgroups: int = 1) -> Dsmem | InterleavedDsmem:
+    """The DSMEM reduction of so many warpgroups that interleave k blocks."""
+    return Dsmem(cluster) if k_warpgroups == 1 else InterleavedDsmem(k_warpgroups, cluster)
+
+
+# What a configuration has where nothing else is said.
+WHOLE_K, STAGED = WholeK(), StagedStore()

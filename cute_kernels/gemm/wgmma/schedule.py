@@ -1,0 +1,611 @@
+"""Which configuration serves a product of many rows, and into how many work tiles it is cut. Plain Python, no GPU.
+
+Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. Small
+tiles waste decoding, large ones the last round; see `efficiency`. What each policy takes is in `.costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.schedule import LinearProblem, weight_fields
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import (
+    CLOCKS_PER_US,
+    MULTICAST_CLOCKS,
+    SHORT_ROWS,
+    START_CLOCKS,
+    RangesCost,
+    cost_of,
+)
+from cute_kernels.gemm.wgmma.mainloops import (
+    FACTOR_ROWS,
+    LIMB_GROUP,
+    NORMED,
+    ORDERED,
+    ORDERED_ROWS,
+    SCALED,
+    Limbs,
+    RegisterWgmma,
+)
+from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
+from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.gemm.wgmma.results import (
+    CHUNK_M,
+    Dsmem,
+    RowCuts,
+    RowExchange,
+    StagedStore,
+    TmaStore,
+    WorkspaceSplitK,
+    dsmem,
+)
+from cute_kernels.gemm.wgmma.shares_config import SharedSplitK, SharesWgmma
+from cute_kernels.gemm.wgmma.stages import MAX_STAGES, with_stages
+
+MAX_SPLITS = 16
+SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
+
+# (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
+# formats.
+SHAPES = (
+    (256, 1, 2, 64, 1),
+    (256, 1, 2, 64, 2),
+    (128, 1, 2, 128, 1),
+    (128, 1, 2, 128, 2),
+    (64, 1, 2, 128, 1),
+    (64, 1, 2, 128, 2),
+    (32, 1, 2, 128, 1),
+    (32, 1, 2, 128, 2),
+    (32, 2, 2, 128, 1),
+    (32, 2, 3, 128, 1),
+    (16, 1, 2, 128, 1),
+    (16, 2, 3, 128, 1),
+    (16, 2, 2, 128, 1),
+)
+# The same for the numbers of rows in between: those that a tile lacks cost as much as others and more, see FILL_CLOCKS,
+# and whole rounds of all CTAs want tiles of many sizes.
+BETWEEN_SHAPES = (
+    (240, 1, 2, 64, 1),
+    (224, 1, 2, 64, 1),
+    (208, 1, 2, 64, 1),
+    (192, 1, 2, 64, 1),
+    (176, 1, 2, 64, 1),
+    (160, 1, 2, 64, 1),
+    (144, 1, 2, 128, 1),
+    (112, 1, 2, 128, 1),
+    (96, 1, 2, 128, 1),
+    (80, 1, 2, 128, 1),
+    (48, 1, 2, 128, 1),
+    (144, 1, 1, 128, 1),
+    (80, 1, 1, 128, 1),
+)
+# Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
+# Batch-invariant products are without them.
+PAIRED_SHAPES, PAIRED_BITS = ((64, 2, 2, 128, 1), (48, 2, 2, 128, 1)), 4
+LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
+ROW_CUTS = 2
+# Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
+MULTICAST = 2
+# The same with x in limbs: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows. Loops for
+# fewer rows than a tile's would lie between what is run, and code comes from memory.
+MOST_LIMB_ROWS = 24
+LIMB_SHAPES = (
+    (8, 1, 1, 1),
+    (8, 1, 2, 1),
+    (16, 1, 1, 1),
+    (16, 1, 1, 2),
+    (16, 1, 2, 1),
+    (32, 4, 1, 2),
+    (32, 4, 2, 1),
+)
+# Stages at most, by m_tiles; where x is limbs of a launch before, it would wait behind more weights.
+TILE_STAGES, LIMB_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 6}
+
+
+class DsmemShape(NamedTuple):
+    """A tile with a DSMEM reduction in a cluster of two, and how many warpgroups interleave its k blocks.
+
+    k_warpgroups: of codes without zero points in groups of whole k blocks; zero_k_warpgroups: of those with zero
+    points, of which more is to be decoded; group_k_warpgroups: of the others, in groups of less than a k block.
+    """
+
+    tile_m: int
+    row_parts: int
+    n_tiles: int
+    k_warpgroups: int
+    zero_k_warpgroups: int
+    group_k_warpgroups: int
+
+
+# By the bits of a code: what was the fastest somewhere.
+DSMEM_SHAPES = {
+    4: (
+        DsmemShape(64, 4, 1, 2, 2, 2),
+        DsmemShape(32, 1, 1, 2, 3, 3),
+        DsmemShape(32, 1, 2, 3, 3, 2),
+        DsmemShape(32, 4, 2, 2, 3, 2),
+        DsmemShape(16, 1, 1, 3, 3, 3),
+        DsmemShape(16, 1, 2, 3, 3, 2),
+    ),
+    8: (
+        DsmemShape(32, 1, 1, 2, 2, 2),
+        DsmemShape(32, 1, 2, 2, 2, 2),
+        DsmemShape(16, 2, 1, 3, 3, 3),
+        DsmemShape(16, 1, 2, 3, 3, 3),
+    ),
+}
+# Formats, and dtypes of activations, in which all of them ship.
+DSMEM_FORMS = (
+    (integers(4), "bf16"),
+    (integers(4, zero_points=True), "bf16"),
+    (integers(4), "fp16"),
+    (integers(4, zero_points=True), "fp16"),
+    (integers(8), "bf16"),
+    (integers(8), "fp16"),
+)
+DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
+# Rows of tiles with a DSMEM reduction whose two warpgroups have features of their own, from so many rows on, and the
+# bits of their codes.
+APART_TILE_M, APART_ROWS, APART_BITS = (48, 64), 33, 4
+# Of so few features that clusters of two keep less than half of the SMs busy, 17 to 96 rows: clusters of four. Such
+# clusters find places on this share of the SMs, whatever number of them a GPC has.
+WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M, WIDE_K_WARPGROUPS = 4, 0.75, 32, 2
+MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
+WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
+# Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, of which the one H200 that was measured
+# has places for 30 at once. A GPU whose GPCs hold fewer takes a second round.
+CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
+# Of 64 or 192 features, so that some tile's number is just that of the SMs, or of whole rounds of them.
+ROUND_SHAPES = (
+    (112, 1, 3, 128, 1),
+    (96, 1, 3, 128, 1),
+    (80, 1, 3, 128, 1),
+    (128, 1, 3, 128, 2),
+    (96, 1, 3, 128, 2),
+    (64, 1, 3, 128, 2),
+    (48, 1, 2, 128, 2),
+    (128, 1, 1, 128, 1),
+    (112, 1, 1, 128, 1),
+    (96, 1, 1, 128, 1),
+    (64, 1, 1, 128, 1),
+)
+# Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
+SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
+# Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
+RANGE_GROUP = 128
+RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
+# Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
+NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K or rows of x.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features.
+        m_tiles: tiles of rows of x.
+        k_blocks: of the padded K.
+        splits: parts of a tile that is cut, of K, none of them empty, or of its rows of x.
+        num_ctas: that run.
+        whole: tiles that are not cut.
+    """
+
+    config: WgmmaConfig
+    num_tiles: int
+    m_tiles: int
+    k_blocks: int
+    splits: int
+    num_ctas: int
+    whole: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of output features; those of CTAs that share activations by TMA multicast count as one."""
+        return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
+
+    @property
+    def num_tiles_cut(self) -> int:
+        return self.blocks * self.m_tiles - self.whole
+
+    @property
+    def num_work_tiles(self) -> int:
+        """Tiles and parts of tiles."""
+        return self.whole + self.num_tiles_cut * self.splits
+
+    @property
+    def split_k_blocks(self) -> int:
+        return -(-self.k_blocks // self.splits)
+
+    @property
+    def workspace_words(self) -> int:
+        """fp32 words of partial accumulators."""
+        if self.config.cluster > 1 or self.config.reduction.cuts_rows:
+            return 0  # they meet in shared memory, or nowhere
+        if isinstance(self.config.reduction, RangeSplitK):
+            return self.num_ctas * self.config.block_rows * self.config.tile_m
+        cut = self.num_tiles_cut * self.config.multicast
+        return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
+
+
+def efficiency(scheduler: int, ctas: int) -> float:
+    """Share of the CTAs' time that equal work tiles fill: the rest is the last wave's."""
+    return scheduler / (-(-scheduler // ctas) * ctas)
+
+
+@lru_cache(maxsize=4096)
+def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
+    """The fastest schedule by the model."""
+    return min(tile_schedules(problem), key=lambda schedule: expected_us(problem, schedule))
+
+
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
+    us = estimate_us(problem, schedule)
+    if schedule.workspace_words and not schedule.whole:
+        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule)
+    return us
+
+
+def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
+    """Every shape of tiles, in every number of parts of K. Those of batch-invariant products are in `.invariant`."""
+    for config in candidate_configs(problem):
+        for splits in range(1, most_splits(config) + 1):
+            schedule = schedule_of(problem, config, splits)
+            if schedule is not None:
+                yield schedule
+
+
+def most_splits(config: WgmmaConfig) -> int:
+    """Parts of K worth a try: one of tiles of `PAIRED_SHAPES`, of which layers of few features have too few."""
+    is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
+    return 1 if is_paired and not config.dsmem_reduction else MAX_SPLITS
+
+
+def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
+    """The schedule of a given configuration; None if its k blocks are not all of K, a part of K would be empty or
+    nothing is left to be cut.
+
+    Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
+    """
+    k_blocks, rest = divmod(problem.k_pad, config.block_k)
+    if rest:
+        return None
+    if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
+        return None
+    if isinstance(config.reduction, RangeSplitK):
+        return range_schedule_of(problem, config, k_blocks) if splits == 1 else None
+    if config.cluster > 1:
+        return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
+    if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
+        return None
+    shares = config.reduction.parts if isinstance(config.reduction, SharedSplitK) else 1
+    if shares > 1 and splits not in (1, shares):
+        return None
+    teams = problem.num_sms // config.multicast
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
+    if splits > 1:
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
+        # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
+        if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
+            return None
+        # Parts whose CTAs wait for one another are one round, so each CTA has one of them, the last that it does.
+        if shares > 1 and schedule.num_tiles_cut * splits > teams:
+            return None
+    return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
+
+
+def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
+    """A cluster for each tile; None if they do not all run at once, or rows of x that are reduced in the cluster are
+    not one tile."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
+    if config.dsmem_reduction and schedule.m_tiles > 1:
+        return None
+    most = problem.num_sms * share_of(config)
+    return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
+
+
+def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
+    """Equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, 1, problem.num_sms)
+    schedule = replace(schedule, whole=schedule.num_tiles_cut)
+    return schedule if schedule.whole >= schedule.num_ctas else None
+
+
+def share_of(config: WgmmaConfig) -> float:
+    """Of the SMs, on which clusters of a configuration find places."""
+    if config.cluster < WIDE_CLUSTER:
+        return 1.0
+    shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
+    return CROWDED_SHARE if shape in CROWDED_SHAPES and not config.dsmem_reduction else WIDE_SHARE
+
+
+def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """Microseconds that the model expects, without the launch itself: rounds of whole tiles, then of what is cut."""
+    config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
+    cost = cost_of(config.mainloop)
+    k_block = cost.k_block_clocks(problem, schedule)
+    if isinstance(cost, RangesCost):
+        return (START_CLOCKS + cost.range_clocks(problem, schedule, k_block)) / CLOCKS_PER_US
+    clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config))
+    clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * cost.part_clocks(problem, schedule, k_block)
+    clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
+    return (START_CLOCKS + cost.start_clocks(problem, schedule) + clocks) / CLOCKS_PER_US
+
+
+def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Configurations worth considering."""
+    paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
+    more = (
+        wide_shapes(problem) + crowded_shapes(problem) + (ROUND_SHAPES if is_short(problem) else lone_shapes(problem))
+    )
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
+    dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
+    meeting = share_configs(problem) + range_configs(problem)
+    return tiles + dsmem + meeting + limb_configs(problem) + resident_configs(problem)
+
+
+def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
+    """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
+    configs, short = [], SHORT_CHUNK
+    for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
+        config = of_format(
+            problem,
+            tile_m=tile_m,
+            n_tiles=n_tiles,
+            warpgroups=warpgroups,
+            block_k=block_k if problem.k_pad % block_k == 0 else 64,
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster, n_tiles)),
+            reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
+            store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
+        )
+        config = with_stages(config)
+        # A tile half as large would do for the rows there are.
+        if config.can_implement() is None and (tile_m == SHAPES[-1][0] or problem.m > tile_m // 2):
+            configs.append(config)
+            if tile_m == LARGE_TILE_M and cluster == 1:
+                configs += large_configs(config)
+    return configs
+
+
+def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
+    """Large tiles that TMA stores: alone, of CTAs that share activations by TMA multicast, and with a last round cut
+    along rows of x."""
+    stored = replace(config, store=TmaStore())
+    in_rows = replace(stored, reduction=RowCuts(), row_parts=ROW_CUTS)
+    return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
+
+
+def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles whose parts of K are added up in shares."""
+    return meeting_configs(problem, SHARE_SHAPES, SharesWgmma, SharedSplitK)
+
+
+def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles as work ranges, of groups of which times were measured."""
+    if problem.format.group_size != RANGE_GROUP:
+        return []
+    return meeting_configs(problem, RANGE_SHAPES, RangesWgmma, RangeSplitK)
+
+
+def meeting_configs(
+    problem: LinearProblem,
+    shapes: Iterable[tuple[int, int, int, int]],
+    mainloop: type[SharesWgmma | RangesWgmma],
+    reduction: type[SharedSplitK | RangeSplitK],
+) -> list[WgmmaConfig]:
+    """Short products whose parts of K meet in memory by kernels of their own; shapes: (tokens, warpgroups, unit_k, what
+    the reduction is made of)."""
+    configs = (
+        of_format(
+            problem,
+            tile_m=tile_m,
+            warpgroups=warpgroups,
+            block_k=block_k,
+            mainloop=mainloop(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=reduction(given),
+        )
+        for tile_m, warpgroups, block_k, given in shapes
+        if is_short(problem) and problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+    )
+    return implementable(configs)
+
+
+def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
+    if problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tile_m=shape.tile_m,
+            row_parts=shape.row_parts,
+            n_tiles=shape.n_tiles,
+            block_k=DSMEM_BLOCK_K,
+            warpgroups=k_warpgroups_of(problem, shape),
+            reduction=dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
+        )
+        for shape in DSMEM_SHAPES[problem.format.bits]
+        if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
+    )
+    return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
+
+
+def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Those of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
+
+    Up to 64 rows they are those of `dsmem_configs`. For more the parts of K that a CTA is sent leave room for four
+    stages, which are too few for warpgroups that interleave k blocks.
+    """
+    if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    # Fewer rows than half of a tile's take no longer.
+    rows = problem if problem.batch_invariant else replace(problem, m=max(problem.m, WIDE_TILE_M))
+    found = (one for one in dsmem_configs(rows) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
+    interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
+    wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
+    wide = [*(full for one in wide for full in full_tiles(problem, one)), *wide]
+    if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
+        alone = dsmem(WIDE_CLUSTER)
+        options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
+        wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
+    return implementable(wide, {1: DSMEM_STAGES})
+
+
+def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
+    """A tile in parts as one part with two groups of MMAs in flight, where all parts have rows: 0.3 us less of 1280 x
+    8192 with 64 rows within a step."""
+    if config.row_parts == 1 or not is_plain(problem) or problem.m <= config.tile_m - config.part_m:
+        return []
+    return [replace(config, row_parts=1, mainloop=RegisterWgmma(in_flight=2))]
+
+
+def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
+    return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
+
+
+def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The same of 225 to 288 rows: 2 us less of 1280 x 8192 with 256 rows within a step than tiles cut along K."""
+    return CROWDED_SHAPES if has_few_features(problem) and is_plain(problem) and problem.m in CROWDED_ROWS else ()
+
+
+def is_plain(problem: LinearProblem) -> bool:
+    """Whether weights and rows are of the kind that these choices were measured with."""
+    return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
+
+
+def is_short(problem: LinearProblem) -> bool:
+    """The same of `ROUND_SHAPES` and `SHARE_SHAPES`."""
+    return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
+
+
+def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Tiles of 64 features and rows by one warpgroup, where they are one round that most SMs have a tile of."""
+    one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
+    return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
+
+
+def has_few_features(problem: LinearProblem) -> bool:
+    """Whether clusters of four for each tile of 64 features all have a place at once."""
+    return problem.num_tiles * WIDE_CLUSTER <= problem.num_sms * WIDE_SHARE
+
+
+def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
+    """How many warpgroups take k blocks of such a tile in turn."""
+    if problem.format.has_zeros:
+        return shape.zero_k_warpgroups
+    return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
+
+
+def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Those of 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one of each warpgroup.
+
+    Results of a tile meet in the CTA that stores it: 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
+    to 2, and a tile of 48 rows has no fewer places for it.
+    """
+    tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
+    if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": dsmem(DSMEM_CLUSTER)}
+    return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], {1: DSMEM_STAGES})
+
+
+def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
+    """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
+    form = problem.format.bits, problem.dtype
+    if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
+        several_groups = 0 < problem.format.group_size < block_k
+        return 1 if problem.format.has_zeros or several_groups or problem.k_pad % block_k else 2
+    if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
+        return 1
+    if cluster > 1:
+        return 2 if tile_m == 64 and form == (4, "bf16") else 1
+    return 1 if tile_m > 64 and form == (8, "bf16") else 2
+
+
+def limb_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Configurations of x in limbs, of few rows."""
+    if problem.m > MOST_LIMB_ROWS:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tile_m=tile_m,
+            row_parts=row_parts,
+            n_tiles=n_tiles,
+            block_k=LIMB_GROUP,
+            mainloop=Limbs(ahead=True),
+            reduction=Dsmem(cluster) if cluster > 1 else WorkspaceSplitK(),
+        )
+        for tile_m, row_parts, n_tiles, cluster in LIMB_SHAPES
+        if tile_m >= problem.m and (tile_m == LIMB_SHAPES[0][0] or problem.m > tile_m // 2)
+    )
+    return implementable(configs, LIMB_STAGES)
+
+
+def shipped_configs() -> list[WgmmaConfig]:
+    """Configurations that ship: every tile in the most common formats, those of batch-invariant products among them,
+    one for few and one for many rows in others.
+
+    8-bit codes come without zero points, limbs with groups of 128 and, where CTAs make them, zero points.
+    """
+    configs: dict[WgmmaConfig, None] = {}
+    formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
+    codes = ((4, False), (4, True), (8, False))
+    for (bits, zero_point), (dtype, group_size) in product(codes, formats):
+        problem = LinearProblem(8192, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
+        found = tile_configs(problem, SHAPES)
+        if (dtype, group_size, zero_point) == ("bf16", 128, False):
+            configs |= dict.fromkeys([*found, *tile_configs(problem, BETWEEN_SHAPES + NARROW_SHAPES)])
+        else:
+            configs |= dict.fromkeys((found[0], found[-1]))
+    for form in DSMEM_FORMS:
+        for shape in DSMEM_SHAPES[form[0].bits]:
+            configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
+        for rows in APART_TILE_M:
+            configs |= dict.fromkeys(apart_configs(LinearProblem(rows, 8192, 8192, 8192, *form)))
+    for form in DSMEM_FORMS[:2]:
+        configs |= dict.fromkeys(tile_configs(LinearProblem(8192, 8192, 8192, 8192, *form), PAIRED_SHAPES))
+    for rows in (*(shape.tile_m for shape in DSMEM_SHAPES[4]), MOST_WIDE_ROWS):
+        configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
+    configs |= dict.fromkeys(share_configs(LinearProblem(256, 8192, 8192, 8192, *DSMEM_FORMS[0])))
+    configs |= dict.fromkeys(range_configs(LinearProblem(112, 8192, 8192, 8192, *DSMEM_FORMS[0])))
+    for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
+        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
+        configs |= dict.fromkeys(found)
+        if dtype == "bf16" and not zeros:
+            kinds = (SCALED, NORMED) if m <= FACTOR_ROWS else (SCALED,)
+            changed = (with_factors(config, kind) for config in found for kind in kinds)
+            configs |= dict.fromkeys(config for config in changed if config is not None)
+        if dtype == "bf16" and m == ORDERED_ROWS and not zeros:
+            ordered = (with_factors(config, ORDERED) for config in found)
+            configs |= dict.fromkeys(config for config in ordered if config is not None)
+    long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
+    configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
+    for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
+        problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
+        configs |= dict.fromkeys(limb_configs(problem))
+    return list(configs)
+
+
+def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
+    """A configuration for a problem's weights."""
+    return WgmmaConfig(**weight_fields(problem), **choices)
+
+
+def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
+    """Those that there is room for, with their pipelines; most: stages by m_tiles."""
+    found = (with_stages(config, most[config.n_tiles]) for config in configs)
+    return [config for config in found if config.can_implement() is None]

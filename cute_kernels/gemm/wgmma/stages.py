@@ -1,0 +1,24 @@
+"""How many stages a configuration's pipeline has. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from cute_kernels.device.cuda import BARRIER_BYTES
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+
+MAX_STAGES = 8  # where nothing else is said
+ALIGNMENT_BYTES = 1024  # of shared memory, as pipelines are laid out in whole 128 bytes
+Config = TypeVar("Config", bound=WgmmaConfig)
+
+
+def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:
+    """``config`` with as many stages as there is room for, the same number for each turn.
+
+    most: stages; spare: bytes of shared memory that are left for alignment.
+    """
+    least = replace(config, num_stages=2 * config.k_warpgroups)
+    room = (config.limits.shared_bytes - spare - least.smem_bytes) // (least.stage_bytes + 2 * BARRIER_BYTES)
+    stages = min(most, least.num_stages + max(room, 0))
+    return replace(config, num_stages=stages // config.k_warpgroups * config.k_warpgroups)

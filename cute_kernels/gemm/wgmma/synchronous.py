@@ -1,0 +1,106 @@
+"""K blocks of a tile of few rows by mma.sync: a warp's own MMAs, which wait for no other warp.
+
+Fragments and accumulators of a warpgroup's MMAs are those of four warps of m16n8k16, 16 rows of W each, so all else of
+the kernel stays as it is. Scales meet the accumulators of a group in fp32 instead of each weight: a sixth less to do
+for a code. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles of a warp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.ring import advance
+from cute_kernels.gemm.config import MMA_N
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
+from cute_kernels.gemm.wgmma.register_mainloop import MMA_DTYPE
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
+from layouts.weights.hopper import STEP_K
+
+ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile of activations
+TMA_TILE_STEPS = TMA_TILE_K // STEP_K
+PIECE_BYTES = 16  # that swizzling moves: 8 inputs
+
+
+class SynchronousMainloop:
+    """MMAs of single warps (mma.sync), which wait for no other warp; scales meet the accumulators of a group."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
+        self.config, self.stages, self.channel = config, stages, channel
+        self.nothing = nothing_by_lane if masks_by_lane else nothing
+
+    def masks(self, shape, lane):
+        return self.stages.decoder.masks(self.nothing(shape, lane))
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+        """As `RegisterMainloop.multiply`; releases every stage itself."""
+        stage, phase, last = state
+        rows = self.rows(cute.arch.lane_idx())
+        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.multiply_k_block(acc, memory, stage, place, rows, channel, tile_m)
+            cute.arch.sync_warp()
+            self.stages.release(memory, stage, teller)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
+
+    def rows(self, lane) -> list[Any]:
+        """[step of a TMA tile] bytes from a TMA tile to what a lane asks ldmatrix for: tokens, then halves of 16
+        inputs.
+
+        Matrices: tokens 0 to 7 of the first and of the second 8 inputs, then the same of tokens 8 to 15.
+        """
+        token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
+        return [
+            token * ROW_BYTES + ((2 * step + half) ^ (token % WGMMA_N_STEP)) * PIECE_BYTES
+            for step in range(TMA_TILE_STEPS)
+        ]
+
+    def multiply_k_block(self, acc, memory, stage, place, rows, channel, tile_m: int):
+        """Adds W X^T of a k block to ``acc``: [tile of the warpgroup][tokens / 2]."""
+        config, stages = self.config, self.stages
+        decoder = stages.decoder
+        blocks, tile_acc = tile_m // MMA_N, config.tile_m // 2
+        codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
+        words = stages.load_codes(codes)
+        numbers = [stages.load_numbers(memory, stage, place, i) for i in range(config.n_tiles)]
+        x = memory.x_address + stage * config.x_stage_bytes
+        places = [x + row for row in rows]
+        steps = config.k_block_steps // max(config.k_block_groups, 1)
+        for group in range(max(config.k_block_groups, 1)):
+            parts = [[[Float32(0.0)] * 4 for _ in range(blocks)] for _ in range(config.n_tiles)]
+            for step in range(group * steps, (group + 1) * steps):
+                tma_tile, offset = divmod(step, TMA_TILE_STEPS)
+                b = [
+                    ptx.load_matrix_x4(
+                        places[offset], tma_tile * config.tma_tile_bytes + pair * 16 * ROW_BYTES, transpose=False
+                    )
+                    for pair in range(-(-blocks // 2))
+                ]
+                for i in range(config.n_tiles):
+                    offsets = numbers[i][group][1] if config.group_size else channel[i][1]
+                    a = decoder.fragment(words[i][step // decoder.steps], step % decoder.steps, offsets, place.masks)
+                    for block in range(blocks):
+                        operand = b[block // 2][block % 2 * 2 : block % 2 * 2 + 2]
+                        parts[i][block] = ptx.mma_m16n8k16(parts[i][block], a, operand, dtype=MMA_DTYPE[config.dtype])
+            for i in range(config.n_tiles):
+                for block in range(blocks):
+                    for j in range(4):
+                        at = i * tile_acc + 4 * block + j
+                        if config.group_size:
+                            scale = numbers[i][group][0][j // 2]
+                            acc[at] = ptx.fma(parts[i][block][j], scale, acc[at])
+                        else:
+                            acc[at] = acc[at] + parts[i][block][j]
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Applies scales that hold for all of K."""
+        self.channel.scale(acc, [acc[i] for i in range(self.config.thread_acc)], channel)

@@ -1,0 +1,246 @@
+"""Which parts of the output a CTA computes, as the device finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.device.division import Divisor
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """How the tiles of a launch are counted, with what dividing by those numbers takes; made on the host.
+
+    They are counted in bands of `M_TILE_BAND` token tiles, the last one of those that are left, and within a band
+    tokens
+    first: what runs at the same time then reads few activations and each weight once per band. Blocks of CTAs that
+    share activations by TMA multicast count as one.
+    """
+
+    num_work_tiles: Int32  # tiles and parts of tiles
+    splits: Divisor  # parts of a tile that is cut
+    band_tiles: Divisor  # of a whole band
+    last_band: Int32  # its number
+    last_width: Divisor  # token tiles of the last band
+
+    @staticmethod
+    def of(blocks, m_tiles, whole, splits) -> TileGrid:
+        last_band = (m_tiles - 1) // M_TILE_BAND
+        return TileGrid(
+            num_work_tiles=whole + (blocks * m_tiles - whole) * splits,
+            splits=Divisor.of(splits),
+            band_tiles=Divisor.of(M_TILE_BAND * blocks),
+            last_band=last_band,
+            last_width=Divisor.of(m_tiles - M_TILE_BAND * last_band),
+        )
+
+    def place(self, tile) -> tuple[Any, Any]:
+        """(block of output features, token tile) of a tile."""
+        band, rest = self.band_tiles.divide_int(tile)
+        narrow, _ = self.last_width.divide_int(rest)
+        is_last = band == self.last_band
+        block = cutlass.select_(is_last, narrow, rest >> (M_TILE_BAND.bit_length() - 1))
+        width = cutlass.select_(is_last, self.last_width.value, Int32(M_TILE_BAND))
+        return block, Int32(band * M_TILE_BAND + rest - block * width)
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Sizes of a launch; run-time integers."""
+
+    m: Int32
+    n: Int32
+    k: Int32
+    num_tiles: Int32  # tiles of 64 output features
+    k_blocks: Int32  # of the padded K
+    scale_groups: Int32  # of the padded K, 1 where scales are per output feature
+    whole: Int32  # tiles that are computed whole
+    splits: Int32  # parts that the K of the tiles after them is cut into
+    split_k_blocks: Int32  # of a part; the last may have fewer
+    activation: Int32
+    out_kind: Int32
+    grid: TileGrid | None  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
+
+    @property
+    def counted(self) -> TileGrid:
+        """How tiles are counted where one scheduler counts all of them."""
+        assert self.grid is not None
+        return self.grid
+
+
+@dataclass(frozen=True)
+class WorkTile:
+    """A tile of the output, or a part of K of one; run-time integers."""
+
+    block: Int32  # of output features
+    m_tile: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32  # which part of K, or of the tile's rows,
+    splits: Int32  # of how many
+    number: Int32  # of the tile among those of all CTAs that are cut
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """The work tiles of one CTA: every ``stride``-th; run-time integers.
+
+    The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow
+    one another, so neighbouring CTAs have them at the same time, and whoever waits for parts waits for work tiles
+    before its
+    own: no two CTAs wait for each other.
+
+    CTAs that share activations by TMA multicast, ``multicast`` of them, have neighbouring blocks of one token tile and
+    take their work tiles
+    together: they are counted as one, and the grid's blocks as many of theirs.
+    """
+
+    shape: TileSizes
+    first: Int32
+    stride: Int32
+    multicast: int = 1
+    rank: Int32 | int = 0  # among those that share
+    cuts: bool = True  # whether tiles may be cut
+    cuts_rows: bool = False  # into parts of their rows of x, not along K
+
+    @property
+    def grid(self) -> TileGrid:
+        return self.shape.counted
+
+    @property
+    def count(self):
+        """Of all CTAs."""
+        return self.grid.num_work_tiles
+
+    def work_tile(self, index) -> WorkTile:
+        shape, grid = self.shape, self.grid
+        cut, number, split, tile = index >= shape.whole, Int32(0), Int32(0), index
+        if self.cuts:
+            number, split = grid.splits.divide_int(cutlass.max(index - shape.whole, 0))
+            split = cutlass.select_(cut, split, Int32(0))
+            tile = cutlass.select_(cut, shape.whole + number, index)
+        along_k = self.cuts and not self.cuts_rows
+        begin = split * shape.split_k_blocks if along_k else Int32(0)
+        block, m_tile = grid.place(tile)
+        return WorkTile(
+            block=self.own(block),
+            m_tile=m_tile,
+            begin=begin,
+            end=self.end(cut, begin) if along_k else shape.k_blocks,
+            split=split,
+            splits=cutlass.select_(cut, shape.splits, Int32(1)) if self.cuts else Int32(1),
+            number=self.own(number),
+        )
+
+    def end(self, cut, begin):
+        """Behind the last k block of what begins at ``begin``, a part of K if it is ``cut``."""
+        k_blocks = self.shape.k_blocks
+        return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
+
+    def own(self, number):
+        """This CTA's of what those that share activations by TMA multicast count as one."""
+        return number if self.multicast == 1 else number * self.multicast + self.rank
+
+
+@dataclass(frozen=True)
+class SequentialScheduler:
+    """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
+
+    It has the last part first: see `.reduction.SequentialReduction`.
+    """
+
+    shape: TileSizes
+    cta: Int32
+    num_ctas: Int32
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def count(self):
+        """Parts of all tiles of the CTA."""
+        tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
+        return tiles * self.shape.splits
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        shape = self.shape
+        own, split = shape.counted.splits.divide_int(index)
+        block, m_tile = shape.counted.place(self.cta + own * self.num_ctas)
+        part = cutlass.select_(split == 0, shape.splits, split) - 1
+        begin = part * shape.split_k_blocks
+        end = cutlass.min(begin + shape.split_k_blocks, shape.k_blocks)
+        return WorkTile(block, m_tile, begin, end, split, shape.splits, Int32(0))
+
+
+@dataclass(frozen=True)
+class ClusterTileScheduler:
+    """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
+
+    shape: TileSizes
+    first: Int32  # the CTA's number
+    cluster: int
+
+    @property
+    def count(self):
+        """Behind the CTA's only work tile."""
+        return self.first + 1
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        shape = self.shape
+        tile = index // self.cluster
+        split = index - tile * self.cluster
+        begin = split * shape.split_k_blocks
+        end = cutlass.min(begin + shape.split_k_blocks, shape.k_blocks)
+        block, m_tile = shape.grid.place(tile) if shape.grid else (Int32(tile), Int32(0))
+        return WorkTile(block, m_tile, begin, end, split, Int32(self.cluster), Int32(tile))
+
+
+def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
+    """The fields of a `TileSizes` but its grid, of a launch's arguments; whole, splits: of one that has none."""
+    m, k = given.x.shape
+    k_blocks = given.k_blocks
+    whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
+    scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
+    split_k_blocks = (k_blocks + splits - 1) // splits
+    cut = scale_groups, whole, splits, split_k_blocks
+    return m, given.n, k, given.num_tiles, k_blocks, *cut, given.activation, given.out_kind
+
+
+def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
+    """How tiles are counted, where not by blocks of output features alone."""
+    if config.one_m_tile:
+        return None
+    blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
+    return TileGrid.of(blocks, cute.ceil_div(given.x.shape[0], config.tile_m), given.whole, given.splits)
+
+
+def dense_scheduler(
+    config: WgmmaConfig, shape: TileSizes, cta, num_ctas
+) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:
+    """The work tiles of a CTA of a dense product."""
+    rank = 0
+    if const_expr(config.reduction.sequential):
+        return SequentialScheduler(shape, cta, num_ctas)
+    if const_expr(config.cluster > 1):
+        return ClusterTileScheduler(shape, cta, config.cluster)
+    if const_expr(config.multicast > 1):
+        bits = config.multicast.bit_length() - 1
+        cta, rank, num_ctas = cta >> bits, cta & (config.multicast - 1), num_ctas >> bits
+    cuts = config.reduction.splits_k or config.reduction.cuts_rows
+    return TileScheduler(shape, cta, num_ctas, config.multicast, rank, cuts, config.reduction.cuts_rows)

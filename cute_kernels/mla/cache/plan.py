@@ -1,0 +1,103 @@
+"""What of a launch stays the same from call to call: the configuration, the compiled function, its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.kv_cache.config import divisor_of
+from cute_kernels.mla.cache.arguments import WRITE
+from cute_kernels.mla.cache.call import BULK_DTYPES, DTYPES, AppendMlaCall
+from cute_kernels.mla.cache.compile import WriteSpec
+from cute_kernels.mla.cache.config import WIDE_POSITIONS, WriteConfig
+from cute_kernels.mla.formats import format_of
+from cute_kernels.mla.problem import CacheShape
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+
+
+@dataclass(frozen=True)
+class AppendMlaPlan:
+    """What of an append stays the same between calls of the same shapes, strides, dtypes, device and options.
+
+    Attributes:
+        send: the compiled kernel, its tensors by name.
+        phase_steps: of the angles, kept alive; None without RoPE.
+    """
+
+    send: Callable[..., Any]
+    device_index: int
+    phase_steps: torch.Tensor | None
+
+    def launch(self, call: AppendMlaCall) -> None:
+        """Launches on the current stream of the plan's device, which is the current one."""
+        positions = call.position_ids
+        self.send(
+            latent=call.latent,
+            k_rope=call.k_rope,
+            cache=call.cache.data_ptr(),
+            slots=call.slot_mapping.data_ptr(),
+            position_ids=0 if positions is None else positions.data_ptr(),
+        )
+
+
+def config_of(call: AppendMlaCall) -> WriteConfig:
+    """The kernel that an append uses."""
+    style = "none" if call.rope is None else call.rope.style
+    return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
+
+
+def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
+    """The plan of a checked call that has tokens."""
+    config, device = config_of(call), call.latent.device
+    check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
+    positions, index = call.position_ids, call.latent.get_device()
+    steps = None if call.rope is None else call.rope.phase_steps(device)
+    fixed = place_arguments(shape) | {
+        "phase_steps": 0 if steps is None else steps.data_ptr(),
+        "rope_factor": 1.0 if call.rope is None else call.rope.attention_factor,
+        "mode": WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
+    }
+    return AppendMlaPlan(WRITE.bound(function_of(config, index), fixed), index, steps)
+
+
+def place_arguments(shape: CacheShape) -> dict[str, int | float]:
+    """Those of the kernel's arguments that say where tokens of a cache are, by name."""
+    return {
+        "num_slots": shape.num_slots,
+        "page_size": shape.page_size,
+        "page_divisor": divisor_of(shape.page_size),
+        "page_stride": shape.page_stride,
+        "token_stride": shape.token_stride,
+    }
+
+
+def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for what the kernel's vectors could not address."""
+    for name, tensor in tensors.items():
+        unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
+        if tensor.data_ptr() % unit:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+        if name != "cache" and tensor.shape[0] > 1 and tensor.stride(0) * tensor.element_size() % unit:
+            raise ValueError(f"{name}: got strides {tensor.stride()}, want tokens on multiples of {unit} bytes")
+    strides = {"pages": (shape.num_pages, shape.page_stride)}
+    if not shape.form.split_pages:
+        strides["tokens"] = (shape.page_size, shape.token_stride)
+    for what, (count, stride) in strides.items():
+        if count > 1 and stride % config.unit:
+            raise ValueError(f"cache: got {what} {stride} bytes apart, want a multiple of {config.unit} bytes")
+
+
+def bulk_config(x: torch.Tensor, kv_format: str) -> WriteConfig:
+    """The kernel that quantises x [..., head_dim]."""
+    form = format_of(kv_format)
+    row = form.row_bytes(x.shape[-1])
+    return WriteConfig(kv_format, x.shape[-1], BULK_DTYPES[x.dtype], placed=False, unit=16 if row % 16 == 0 else 8)
+
+
+def function_of(config: WriteConfig, device_index: int | None) -> Callable[..., Any]:
+    """The compiled kernel for a device."""
+    return load(WriteSpec(config), arch_of(device_index))

@@ -1,4 +1,0 @@
-"""Grouped weight-only GEMM for many rows an expert: the products of `cute_kernels.linear.wgmma`, tiles by routing.
-
-`schedule` chooses the tile, `tiles` finds a CTA's tiles on the device, `kernel` says what differs from the dense one.
-"""
