@@ -30,5 +30,5 @@ def need() -> None:
 
 def build(source: Path, output: Path, *options: str) -> None:
     """Builds `source` into `output`; raises CalledProcessError."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(output), str(source)]
+    command = [sys.executable, "-I", "-m", "build", "--no-isolation", *options, "--outdir", str(output), str(source)]
     subprocess.run(command, check=True)

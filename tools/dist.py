@@ -64,7 +64,7 @@ def try_out(sdist: Path, wheel: Path) -> None:
     """Installs the wheel alone and runs tests of the sdist against it; raises CalledProcessError for a failure."""
     with tempfile.TemporaryDirectory() as scratch:
         site, tree = Path(scratch) / "site", Path(scratch) / "tree"
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+        command = [sys.executable, "-I", "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
         subprocess.run(command, check=True)
         with tarfile.open(sdist) as archive:
             archive.extractall(tree, filter="data")

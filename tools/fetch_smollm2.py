@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [package for module, package in WANTED.items() if importlib.util.find_spec(module) is None]
     if not missing or os.environ.get("OFFLINE"):
         return 0
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     try:
         subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *missing], check=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:

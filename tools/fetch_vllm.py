@@ -28,7 +28,7 @@ def fetch(version: str) -> Path:
         return folder
     with tempfile.TemporaryDirectory() as scratch:
         platforms = [option for name in PLATFORMS for option in ("--platform", name)]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", "--abi", "abi3"]
         subprocess.run([*command, *platforms, "-d", scratch, f"vllm=={version}"], check=True, timeout=600)
         wheel = next(Path(scratch).glob("vllm-*.whl"))

@@ -90,7 +90,7 @@ def was_made_like_this(system_torch: str | None) -> bool:
 def cuda_torch_version() -> str | None:
     """Version of a CUDA build of torch that this interpreter already imports, else None."""
     probe = "import torch; print(torch.__version__ if torch.version.cuda else '')"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
@@ -115,7 +115,8 @@ def drop_setuptools() -> None:
 
 
 def fetch_pip() -> None:
-    probe = subprocess.run([environment_python(), "-m", "pip", "--version"], capture_output=True, check=False)
+    command = [environment_python(), "-I", "-m", "pip", "--version"]
+    probe = subprocess.run(command, capture_output=True, check=False)
     if probe.returncode == 0:
         return  # seen through the system's packages
     target = ENV / "get-pip.py"
@@ -172,7 +173,7 @@ def torch_index() -> list[str]:
 
 def requirements(which: str) -> list[str]:
     command = [environment_python(), "-c", REQUIREMENTS_SCRIPT, which, ROOT / "pyproject.toml", *EXTRAS]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
     return list(dict.fromkeys(lines))
 
 

@@ -72,7 +72,7 @@ def run(case: Case, tests: list[str]) -> dict[str, object]:
     """Makes the environment of `case`, runs `tests` in it, and returns the row that is recorded."""
     with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
         environment = Path(scratch) / "env"
-        subprocess.run([str(case.interpreter), "-m", "venv", str(environment)], check=True)
+        subprocess.run([str(case.interpreter), "-I", "-m", "venv", str(environment)], check=True)
         python = environment / "bin" / "python"
         install = [python, "-m", "pip", "install", "-q", "--no-cache-dir"]
         subprocess.run([*install, *case.requirements(), f"{ROOT}[compiler]"], check=True, cwd=scratch)
@@ -87,7 +87,7 @@ def run(case: Case, tests: list[str]) -> dict[str, object]:
         print(done.stdout[-3000:], flush=True)
         counts = summary(done.stdout)
         installed = "import numpy; print(numpy.__version__)"
-        found = subprocess.check_output([python, "-c", installed], text=True).strip()
+        found = subprocess.check_output([python, "-I", "-c", installed], text=True).strip()
         if done.returncode and not counts["failed"]:
             raise RuntimeError(
                 f"pytest ended with {done.returncode} and said nothing of failures: {done.stderr[-2000:]}"

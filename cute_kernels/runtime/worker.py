@@ -1,4 +1,4 @@
-"""The worker process of `workers`: `python -m cute_kernels.runtime.worker`.
+"""The worker process of `workers`.
 
 Reads one pickled tuple per line (base64): a directory, an architecture, the modules to import and a spec. Compiles the
 spec into the store at that directory, and answers with one JSON line.

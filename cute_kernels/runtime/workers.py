@@ -1,9 +1,9 @@
 """Compiling many kernels in parallel worker processes.
 
-The DSL's compiler is not thread-safe, so parallel means processes. They are started as `python -m
-cute_kernels.runtime.worker` rather than through multiprocessing: nothing of the caller's `__main__` runs again, no GPU
-context is inherited, and a compiler crash takes one kernel with it instead of the pool. One takes seconds to start, so
-within `kept` they wait for the next call.
+The DSL's compiler is not thread-safe, so parallel means processes. They run `cute_kernels.runtime.worker` and are not
+started by multiprocessing: nothing of the caller's `__main__` runs again, no GPU context is inherited, and a compiler
+crash takes one kernel with it instead of the pool. One takes seconds to start, so within `kept` they wait for the next
+call.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import compile_environment
 
 WORKER_BYTES = 1 << 30  # resident size of one worker (0.4 GiB) with room for large kernels
 
+Result = TypeVar("Result")
 CompiledCallback = Callable[[KernelSpec, float], None]
 
 
@@ -39,6 +41,39 @@ class CompileError(RuntimeError):
         self.failures = failures
         texts = "\n".join(f"--- {spec}\n{text.strip()}" for spec, text in failures.items())
         super().__init__(f"{len(failures)} kernel(s) did not compile:\n{texts}")
+
+
+def import_path() -> tuple[str, ...]:
+    """Where this process imports from: `sys.path`, the current directory by its name."""
+    return tuple(entry or os.getcwd() for entry in sys.path)
+
+
+def python_command(code: str, path: Sequence[str]) -> list[str]:
+    """Returns the command that runs `code` in a new Python, which imports from `path` alone.
+
+    `python -m`, `python -c` and multiprocessing's "spawn" import what lies in the current directory first, whoever put
+    it there. The statement below needs nothing but a built-in module, and comes before anything is imported.
+    """
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {list(path)!r}; {code}"]
+
+
+def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Result]:
+    """What each function returns, in their order; `jobs` new processes share them. Functions and results are pickled.
+
+    Raises CalledProcessError if one of them fails.
+    """
+    code = "import pickle; pickle.dump([call() for call in pickle.load(sys.stdin.buffer)], sys.stdout.buffer)"
+    command = python_command(code, import_path())
+
+    def share(index: int) -> list[Result]:
+        asked = pickle.dumps(functions[index::jobs])
+        return pickle.loads(subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=True).stdout)
+
+    results: list[Any] = list(functions)
+    with ThreadPoolExecutor(jobs) as threads:
+        for index, found in enumerate(threads.map(share, range(jobs))):
+            results[index::jobs] = found
+    return results
 
 
 def default_jobs() -> int:
@@ -160,13 +195,12 @@ class _WorkerDiedError(Exception):
 class _Start(NamedTuple):
     """What a worker is started with: of two that are equal either compiles what the other would."""
 
-    path: str  # the same modules must be importable in the worker as here, wherever they were found
+    path: tuple[str, ...]  # the same modules must be importable in the worker as here, wherever they were found
     environment: tuple[tuple[str, str], ...]
 
     @staticmethod
     def now() -> _Start:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return _Start(path, tuple(compile_environment().items()))
+        return _Start(import_path(), tuple(compile_environment().items()))
 
 
 class _Worker:
@@ -176,12 +210,11 @@ class _Worker:
         self.start = start
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cute_kernels.runtime.worker"],
+            python_command("from cute_kernels.runtime import worker; worker.main([])", start.path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": start.path},
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,30 @@ def test_workers_are_told_apart_by_all_that_decides_what_they_compile(changed: s
     else:
         monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     assert workers._Start.now() != before
+
+
+def test_nothing_that_lies_in_the_current_directory_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`python -m`, `python -c` and multiprocessing would each run one of these files first."""
+    for name in ("pickle", "base64", "json", "multiprocessing", "cute_kernels", "os", "site"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'a')\nraise ImportError('of the current directory')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    with pytest.raises(CompileError, match=r"process \d+"):
+        workers.compile_all([TellingSpec()], ARCH, tmp_path / "cache")
+    assert workers.call_all([os.getpid, os.getcwd, os.getpid], 2)[1] == str(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_processes_share_functions_and_results_keep_their_order():
+    processes = workers.call_all([os.getpid] * 5, 2)
+    assert processes[::2] == processes[:1] * 3 and processes[1::2] == processes[1:2] * 2 and len({*processes}) == 2
+
+
+def test_no_other_module_of_the_package_starts_a_python():
+    package = Path(workers.__file__).parent.parent
+    starting = {
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(r"sys\.executable|^(import|from) multiprocessing|ProcessPool", path.read_text(), re.MULTILINE)
+    }
+    assert starting == {"workers.py"}

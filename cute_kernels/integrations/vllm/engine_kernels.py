@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,20 +171,12 @@ def specs() -> list[KernelSpec]:
 
 def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
     """The kernels of all parts, each once, found by so many processes."""
-    if jobs == 1:
-        lists = [part() for part in parts]
-    else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            lists = list(pool.map(_call, parts))
+    lists = [part() for part in parts] if jobs == 1 else workers.call_all(list(parts), jobs)
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
 Part = Callable[[], list[KernelSpec]]
 """Lists the kernels of one shape."""
-
-
-def _call(part: Part) -> list[KernelSpec]:
-    return part()
 
 
 def _attention() -> Iterator[Part]:
