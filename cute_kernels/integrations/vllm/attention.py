@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.arguments import strides_of
-from cute_kernels.attention.checks import head_dim_of_row
+from cute_kernels.attention.checks import MAX_Q_LEN, head_dim_of_row
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, kv_formats, prepare
 from cute_kernels.integrations.vllm.attention_metadata import (
@@ -41,6 +41,7 @@ from cute_kernels.integrations.vllm.attention_metadata import (
     Way,
     decodes_of,
     is_invariant,
+    most_queries,
 )
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
@@ -128,9 +129,9 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return reasons
         kv_formats.check_dtype(kv_cache_dtype)
-        reasons += _reasons_of_engine()
         formats = kv_formats.formats_for(kv_cache_dtype)
         head_size = named["head_size"]
+        reasons += _reasons_of_engine(attention_kernels.can_extend(formats, head_size))
         for reason in (
             kv_formats.reason_against(formats, head_size, named["dtype"]),
             kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
@@ -150,8 +151,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return reasons
 
 
-def _reasons_of_engine() -> list[str]:
-    """What speaks against the backend in the engine's configuration."""
+def _reasons_of_engine(extends: bool) -> list[str]:
+    """What speaks against the backend in the engine's configuration. extends: whether extend attention reads caches."""
     config = get_current_vllm_config_or_none()
     if config is None:
         return []
@@ -163,6 +164,7 @@ def _reasons_of_engine() -> list[str]:
         "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
         "sleep mode": prepare.may_sleep(),
+        "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
         # Layers that serve these put metadata of their own making under a backend.
         "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
@@ -270,18 +272,17 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             return output.fill_(0)
         call = _LayerCall(self, layer, kv_cache, attn_metadata)
         first, pieces = attn_metadata.num_decode_tokens, attn_metadata.pieces
-        if first and self.invariant:
-            first, pieces = 0, (attn_metadata.decoding, *pieces)
+        shared = attention_kernels.reads_anothers_cache(self)
         # Prompts that share a prefix share its pages from the step on that computes them: nothing is read before
         # all new tokens of the step are in the cache.
-        if pieces and self.kv_sharing_target_layer_name is None:
+        if pieces and not shared:
             new = slice(first, max(piece.tokens.stop for piece in pieces))
             call.append(key[new], value[new], new)
         if first:
             call.decode(query[:first], key, value, output[:first])
         for piece in pieces:
             tokens = piece.tokens
-            if piece.way is Way.FLASH:
+            if piece.way is Way.FLASH and not shared:
                 call.first_chunks(piece, query[tokens], key[tokens], value[tokens], output[tokens])
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
@@ -304,7 +305,7 @@ class _LayerCall:
     @property
     def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
         """What attends over the cache for requests whose new tokens are in it already: piece, queries, output."""
-        return {Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
+        return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -328,7 +329,7 @@ class _LayerCall:
         out = output.unflatten(0, (requests, q_len))
         options = {**self._options, "block_table": metadata.block_table[:requests], "out": out}
         lengths = metadata.seq_lens[:requests]
-        if self.impl.kv_sharing_target_layer_name is None:
+        if not attention_kernels.reads_anothers_cache(self.impl):
             k, v = (new[:tokens].unflatten(0, (requests, q_len)) for new in (key, value))
             append_and_decode(q, k, v, self.k_cache, self.v_cache, lengths, **options)
         else:

@@ -112,11 +112,12 @@ def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> l
 def _kind(impl: Foreign) -> tuple[object, ...]:
     """What kernels know of a layer; most layers of a model are alike."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
-    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, _reads_anothers_cache(impl)
+    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, reads_anothers_cache(impl)
     return *shape, *options, row_transform_of(impl.transform, shift=False)
 
 
-def _reads_anothers_cache(impl: Foreign) -> bool:
+def reads_anothers_cache(impl: Foreign) -> bool:
+    """Whether a layer attends over another layer's cache, and writes none."""
     return getattr(impl, "kv_sharing_target_layer_name", None) is not None
 
 
@@ -162,7 +163,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         *((q_len, decodes.batches, True) for q_len in range(1, decodes.q_len + 1)),
         # What continues a prompt by few tokens: any number of them.
         *((q_len, PART_BATCHES, False) for q_len in range(1, MAX_Q_LEN + 1)),
-        *((q_len, decodes.batches, False) for q_len in range(1, decodes.q_len + 1) if _reads_anothers_cache(impl)),
+        *((q_len, decodes.batches, False) for q_len in range(1, decodes.q_len + 1) if reads_anothers_cache(impl)),
     ):
         for batch in batches:
             problem = DecodeProblem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
@@ -49,7 +49,8 @@ class Context:
 class Way(Enum):
     """How attention serves a request's new tokens.
 
-    FLASH: they begin the prompt; FlashAttention on K and V as they are.
+    FLASH: they begin the prompt; FlashAttention on K and V as they are. Layers that read another layer's cache have
+        none of their own: theirs is EXTEND.
     EXTEND: extend attention over the cache, the new tokens among it.
     PARTS: decode attention, some tokens at a time, each time as a request of its own.
     GATHER: the request's rows are dequantised for FlashAttention: for many new tokens over caches that extend attention
@@ -72,6 +73,7 @@ class Caches:
         extend: whether extend attention reads the caches.
         unpacks: whether it makes rows of 16 bits of them, once for many queries.
         key_rows: its kernel of few queries a request, where it has one for them; None else.
+        shared: whether some layers read another layer's cache.
         invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
@@ -83,7 +85,13 @@ class Caches:
     extend: bool
     unpacks: bool = True
     key_rows: ExtendConfig | None = None
+    shared: bool = False
     invariant: bool = False
+
+    @property
+    def flash(self) -> bool:
+        """Whether the first tokens of a prompt may be served by FlashAttention on K and V as they are."""
+        return not self.invariant and (self.extend or not self.shared)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Piece:
         longest: new tokens of a request.
         q_len: of PARTS, new tokens of a part, of which each is a request of its own to decode attention.
         seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them.
-        max_seq_len: of EXTEND, a bound on seq_lens; None if none is known on the host.
+        max_seq_len: of FLASH and EXTEND, a bound on seq_lens; None if none is known on the host.
         context: of GATHER.
     """
 
@@ -137,24 +145,20 @@ class Metadata(AttentionMetadata):
     def num_decode_tokens(self) -> int:
         return self.num_decodes * self.decode_len
 
-    @property
-    def decoding(self) -> Piece:
-        """The decoding requests, for extend attention."""
-        return Piece(
-            way=Way.EXTEND,
-            requests=slice(self.num_decodes),
-            tokens=slice(self.num_decode_tokens),
+    def as_piece(self, way: Way) -> Metadata:
+        """The same step, whose decoding requests are a piece: their tokens go to the places of `slot_mapping`, -1 among
+        them to none, and no kernel is asked for more queries of a request than it takes."""
+        decoding = Piece(
+            way=way,
+            requests=slice(0, self.num_decodes),
+            tokens=slice(0, self.num_decode_tokens),
             starts=self.starts[: self.num_decodes + 1],
             longest=self.decode_len,
+            q_len=self.decode_len,
             seq_lens=self.seq_lens[: self.num_decodes],
             block_table=self.block_table[: self.num_decodes],
         )
-
-    def by_slots(self) -> Metadata:
-        """The same step; its decoding requests' tokens go to the places of `slot_mapping`, -1 among them to none."""
-        q_len = self.decode_len
-        parts = replace(self.decoding, way=Way.PARTS, longest=q_len, q_len=q_len)
-        return replace(self, num_decodes=0, pieces=(parts, *self.pieces))
+        return replace(self, num_decodes=0, pieces=(decoding, *self.pieces))
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -178,15 +182,17 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        assert self.reorder_batch_threshold is not None
-        self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.drafts = self.reorder_batch_threshold > 1
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
+        _note_sharing(layers)
         kv_constants.give(layers, vllm_config, device)
         impls = [layers[name].impl for name in layer_names]
         self.caches = caches_of(impls, device)
+        assert self.reorder_batch_threshold is not None
+        self.drafts = self.reorder_batch_threshold > 1
+        if not self.caches.extend:  # which takes any number of queries
+            self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
         prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
         warm_up.slot_mapping(kv_cache_spec, vllm_config, device)
 
@@ -202,7 +208,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
         starts = common.query_start_loc_cpu
         length = int(starts[1] - starts[0]) if decodes else 1
-        return Metadata(
+        metadata = Metadata(
             num_decodes=decodes,
             decode_len=length,
             starts=common.query_start_loc,
@@ -211,6 +217,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             slot_mapping=common.slot_mapping,
             pieces=tuple(self._pieces(common, decodes)) if others else (),
         )
+        by_extend = decodes and (self.caches.invariant or length > MAX_Q_LEN)
+        return metadata.as_piece(Way.EXTEND) if by_extend else metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
         """A step of a model that drafts. At the end of the longest context vLLM gives a request the length 1 and no
@@ -218,8 +226,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
         within = bound is not None and int(bound.max()) <= self.max_model_len
-        by_lengths = metadata.num_decodes and not self.caches.invariant  # which stores by slots anyway
-        return metadata.by_slots() if by_lengths and not within else metadata
+        return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """The requests from ``first`` on, in pieces."""
@@ -248,7 +255,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             starts=common.query_start_loc[begin : end + 1] - starts[begin],
             longest=max(starts[i + 1] - starts[i] for i in range(begin, end)),
         )
-        if way is Way.EXTEND:
+        if way in (Way.FLASH, Way.EXTEND):
             return replace(
                 piece,
                 seq_lens=common.seq_lens[requests],
@@ -274,13 +281,26 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return Context(pages, position % self.page_size, on_device, max(lengths))
 
 
+def _note_sharing(layers: Mapping[str, Foreign]) -> None:
+    """Tells layers whose cache they read: of a drafting model vLLM may say so to the layer alone, once it is made."""
+    for layer in layers.values():
+        if getattr(getattr(layer, "impl", None), "takes_constants", False):
+            layer.impl.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name
+
+
+def most_queries(vllm_config: Foreign) -> int:
+    """New tokens of a decoding request, at most: its last one and what is drafted."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return 1
+    return 1 + (speculation.num_speculative_tokens or 0) * (2 if speculation.parallel_drafting else 1)
+
+
 def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
     """The decoding steps of an engine."""
-    speculation = vllm_config.speculative_config
-    tokens = 0 if speculation is None else speculation.num_speculative_tokens or 0
     return Decodes(
         batches=attention_kernels.batches_up_to(vllm_config.scheduler_config.max_num_seqs),
-        q_len=min(1 + tokens, MAX_Q_LEN),
+        q_len=min(most_queries(vllm_config), MAX_Q_LEN),
         max_seq_len=vllm_config.model_config.max_model_len,
         page_size=page_size,
         dtype=vllm_config.model_config.dtype,
@@ -305,6 +325,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
         extend=all(attention_kernels.can_extend(impl.formats, impl.head_size) for impl in impls),
         unpacks=all(attention_kernels.is_unpacked(impl.formats, impl.head_size) for impl in impls),
         key_rows=few[0] if all(few) else None,
+        shared=any(map(attention_kernels.reads_anothers_cache, impls)),
         invariant=is_invariant(),
     )
 
@@ -312,7 +333,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
 def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
     """How a request with new tokens is served, by how many they are and by its length."""
     new = starts[request + 1] - starts[request]
-    if lengths[request] == new and not caches.invariant:
+    if lengths[request] == new and caches.flash:
         return Way.FLASH
     if caches.extend:
         rows = new * caches.num_heads // caches.num_kv_heads

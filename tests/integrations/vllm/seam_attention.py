@@ -238,11 +238,12 @@ def metadata_of_another_making_is_refused() -> None:
         model_config=model,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+        speculative_config=None,
     )
     with mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: config):
-        assert attention._reasons_of_engine() == []
+        assert attention._reasons_of_engine(True) == []
         model.attention_chunk_size, model.hf_text_config.param_sink_number = 8192, 128
-        assert attention._reasons_of_engine() == [
+        assert attention._reasons_of_engine(True) == [
             "attention within chunks not supported",
             "sinks that are tokens not supported",
         ]

@@ -91,7 +91,8 @@ def every_token_of_a_step_is_served_once() -> None:
                     check_context(piece, new, lengths, common)
                 elif piece.way is Way.EXTEND:
                     assert piece.seq_lens.tolist() == [lengths[i] for i in own]
-                    assert piece.max_seq_len == max(piece.seq_lens.tolist())
+                    decodes = invariant and own.start == 0 and new[0] <= 1 + speculative  # captured, for any length
+                    assert piece.max_seq_len == (None if decodes else max(piece.seq_lens.tolist()))
                     assert torch.equal(piece.block_table, common.block_table_tensor[piece.requests])
             assert served == list(range(sum(new))), (new, served)
         expected = {Way.EXTEND} if invariant else {Way.FLASH, Way.PARTS, Way.EXTEND if extend else Way.GATHER}
@@ -211,6 +212,49 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         given, expected = serve_steps(layer)
         error = float((given.double() - expected).abs().max())
         assert error < bound, (str(layer), error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def layers_that_read_anothers_cache_attend_over_it() -> None:
+    """Their own keys and values are none: of a drafting model's layers they are not even written."""
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    small: dict[str, Any] = {"heads": 4, "dim": 64, "shared": True}
+    different: tuple[dict[str, Any], ...] = ({}, {"num_sms": 1}, {"extend": False}, {"invariant": True})
+    for layer, bound in (
+        *((Layer("auto", "fp16", caches=caches, **small), 2e-3) for caches in different),
+        (Layer("auto", "fp16", window=24, sinks=True, speculative=3, **small), 2e-3),
+        (Layer("fp8", **small), 0.15),
+    ):
+        given, expected = serve_steps(layer)
+        error = float((given.double() - expected).abs().max())
+        assert error < bound, (str(layer), error)
+    # vLLM may say so once the layer is made, to the layer alone.
+    impl = Layer("auto", "fp16").make("cpu")
+    builder(layers={"draft": SimpleNamespace(impl=impl, kv_sharing_target_layer_name="model.layers.0.self_attn.attn")})
+    assert impl.kv_sharing_target_layer_name == "model.layers.0.self_attn.attn"
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def steps_of_any_number_of_drafted_tokens_are_captured_as_they_are_served() -> None:
+    """Graphs are captured with contexts of the new tokens alone, and replayed with others."""
+    for drafted in (3, 15, 16, 20, 31):
+        make, count = builder(drafted), 1 + drafted
+        captured, served = (make.build(0, step([count] * 2, lengths)) for lengths in ([count] * 2, [300, 410]))
+        ways = [[piece.way for piece in metadata.pieces] for metadata in (captured, served)]
+        assert captured.num_decodes == served.num_decodes and ways[0] == ways[1], (drafted, ways)
+        assert captured.pieces == () or captured.pieces[0].max_seq_len is None
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    batches = (((0, 30), (1, 5), (2, 50)), ((0, 21), (1, 21), (2, 21)), ((0, 21), (1, 21), (2, 4), (3, 50)))
+    given, expected = serve_steps(Layer("auto", "fp16", heads=4, dim=64, speculative=20), batches=batches)
+    assert float((given.double() - expected).abs().max()) < 2e-3
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 

@@ -99,6 +99,7 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
             model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+            speculative_config=None,
             compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
         )

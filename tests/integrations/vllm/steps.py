@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -43,15 +43,15 @@ def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 1
     )
 
 
-def builder(speculative: int = 0, device: str = "cpu", **caches: Any) -> Any:
-    """caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
+def builder(speculative: int = 0, device: str = "cpu", *, layers: dict[str, Any] | None = None, **caches: Any) -> Any:
+    """layers: the engine's. caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
     from cute_kernels.integrations.vllm import attention_metadata
 
     speculation = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False) if speculative else None
     config = SimpleNamespace(
         speculative_config=speculation,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        compilation_config=SimpleNamespace(static_forward_context={}, cudagraph_capture_sizes=[1, 2, 4]),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}, cudagraph_capture_sizes=[1, 2, 4]),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
     )
@@ -117,6 +117,7 @@ class Layer:
         caches: fields of `attention_metadata.Caches` unlike a small model's on an H200.
         constants: a file of them, of a model whose second layer this is.
         fused: whether queries, keys and values are parts of one tensor, as a fused projection makes them.
+        shared: whether it reads the cache of a layer before it, and has no keys and values of its own.
     """
 
     kv_cache_dtype: str
@@ -135,12 +136,13 @@ class Layer:
     ranks: int = 1
     constants: str = ""
     fused: bool = True
+    shared: bool = False
 
     def __str__(self) -> str:
         marks = [f"window {self.window}"] if self.window else []
         marks += ["cap"] * (self.soft_cap is not None) + ["sinks"] * self.sinks
         marks += [f"{self.speculative} drafted"] if self.speculative else []
-        marks += [] if self.fused else ["apart"]
+        marks += ["apart"] * (not self.fused) + ["another's cache"] * self.shared
         return ", ".join((self.form or self.kv_cache_dtype, *marks, *map(str, self.caches.items())))
 
     @property
@@ -176,6 +178,7 @@ class Layer:
             )
             impl.process_weights_after_loading(torch.float16)
             impl.invariant = self.caches.get("invariant", False)
+            impl.kv_sharing_target_layer_name = "model.layers.0.self_attn.attn" if self.shared else None
             if self.constants:
                 give_constants(impl, self.constants)
         if impl.transform is not None:
@@ -270,7 +273,8 @@ def serve_steps(
     table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
     given, expected = [], []
     done = [0] * requests
-    make = builder(served.speculative, device, **served.caches)
+    make = builder(served.speculative, device, shared=served.shared, **served.caches)
+    writer = replace(served, shared=False).make(device) if served.shared else None
     for batch in batches:
         lengths = [done[request] + count for request, count in batch]
         common = step([count for _, count in batch], lengths, pages, page, device)
@@ -286,7 +290,11 @@ def serve_steps(
             *(torch.stack([x[request, position] for request, position in places]).to(device) for x in (q, k, v))
         )
         output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16, device=device)
-        call(functools.partial(impl.forward, layer, *new, cache, make.build(0, common), output))
+        metadata = make.build(0, common)
+        if writer is not None:
+            writer.forward(layer, *new, cache, metadata, torch.empty_like(output))
+            new[1:] = (torch.full_like(x, torch.nan) for x in new[1:])
+        call(functools.partial(impl.forward, layer, *new, cache, metadata, output))
         given.append(output.cpu())
         for (request, count), length in zip(batch, lengths, strict=True):
             fresh = q[request, length - count : length]
