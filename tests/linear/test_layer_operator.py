@@ -46,7 +46,7 @@ def test_without_kernels_it_is_the_calls_that_it_stands_for(rows: int):
 
 
 def test_it_passes_opcheck():
-    torch.library.opcheck(torch.ops.cute_kernels.gemm.layer.default, arguments(call_of(3)))
+    torch.library.opcheck(torch.ops.cute_kernels.layer_products.default, arguments(call_of(3)))
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (2, 4), (5, 4)])

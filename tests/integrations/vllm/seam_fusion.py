@@ -79,7 +79,7 @@ def rewritten(
 LINEAR, NORM = "cute_kernels.weight_only_linear.default", "cute_kernels.norm.default"
 GIVING = "cute_kernels.weight_only_linear_norm.default"
 TAKING = "cute_kernels.weight_only_linear_of_normed.default"
-LAYER = "cute_kernels.gemm.layer.default"
+LAYER = "cute_kernels.layer_products.default"
 
 
 def rows(*columns: int) -> list[torch.Tensor]:
