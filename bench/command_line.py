@@ -15,6 +15,8 @@ from cute_kernels.gemm.tuning.command import weight_format
 if TYPE_CHECKING:
     from bench.e2e_vllm import Case
 
+RECOMMENDED = ("int8_token_head", "int4_g4")  # of docs/accuracy.md: what to begin with
+
 SUITES = ("main", "shapes", "cache", "ladder")
 STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers")
 """Those of `bench.e2e_steps`, which imports kernels."""
@@ -141,9 +143,15 @@ def _add_accuracy(commands: Any) -> None:
     accuracy.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
 
     demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
-    demo.add_argument("--format", default="int4_g4", choices=_demo_formats(), help="format of the quantised cache")
+    demo.add_argument(
+        "--format",
+        default=",".join(RECOMMENDED),
+        type=_demo_format,
+        metavar="K[,V]",
+        help=f"formats of the quantised cache, of {', '.join(_demo_formats())}; default: %(default)s",
+    )
     demo.add_argument("--steps", type=_count, help="tokens to decode")
-    demo.add_argument("--prompt", type=_text_file, help="text file; default: this repository's own texts")
+    demo.add_argument("--prompt", type=_text_file, help="text file; default: Python's reference manual")
 
 
 def _add_records(commands: Any) -> None:
@@ -221,6 +229,14 @@ def _demo_formats() -> list[str]:
     """Quantised formats that a cache needs nothing else for: no scale that was made before."""
     forms = kv_formats.FORMATS.items()
     return [name for name, form in forms if not (form.given_scale or form.cache_dtype.is_floating_point)]
+
+
+def _demo_format(text: str) -> str | tuple[str, str]:
+    """One format for K and V, or a pair, as an argument."""
+    k_format, _, v_format = text.partition(",")
+    if unknown := {k_format, v_format or k_format} - set(_demo_formats()):
+        raise argparse.ArgumentTypeError(f"got {unknown.pop()!r}, want one of {', '.join(_demo_formats())}")
+    return (k_format, v_format) if v_format else k_format
 
 
 def _record(path: str) -> dict[str, Any]:

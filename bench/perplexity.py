@@ -57,16 +57,26 @@ class Model:
     head_dim: int
     increases: dict[Cache, float]
 
+    def measured_as(self, cache: Cache) -> Cache | None:
+        """The recorded cache that stands for one: with as many columns to a scale, else the next finer one."""
+        same = cache.at(self.head_dim)
+        least = 0 if same is None else same.groups
+        finer = [Cache(cache.k_format, groups) for groups in (1, 2, 4, 8) if groups > least]
+        return next((each for each in (same, *finer) if each in self.increases), None)
+
     def cost(self, cache: Cache) -> str | None:
         """In per cent, beside 16-bit caches; None if nothing is recorded. Fewer columns to a scale cost less: where as
         many were not measured, "more than" says so."""
-        same = cache.at(self.head_dim)
-        if same in self.increases:
-            return f"{self.increases[same]:+.2f} %"
-        least = 0 if same is None else same.groups
-        finer = [Cache(cache.k_format, groups) for groups in (1, 2, 4, 8) if groups > least]
-        known = [self.increases[each] for each in finer if each in self.increases]
-        return f"more than {known[0]:+.2f} %" if known else None
+        measured = self.measured_as(cache)
+        if measured is None:
+            return None
+        more = "" if measured == cache.at(self.head_dim) else "more than "
+        return f"{more}{self.increases[measured]:+.2f} %"
+
+    def said(self, cache: Cache) -> str | None:
+        """The cost with the format that was measured, by its own name; None if nothing is recorded."""
+        cost, measured = self.cost(cache), self.measured_as(cache)
+        return None if measured is None else f"{cost} ({self.name}: {measured.name} at head_dim {self.head_dim})"
 
 
 def model_of(record: dict[str, Any], name: str) -> Model:
@@ -99,7 +109,6 @@ def sentence(caches: Iterable[Cache], measured: Iterable[Model]) -> str:
     """What caches cost in the perplexity of models, in words; "" for none."""
     said = []
     for cache in caches:
-        costs = [(model.cost(cache), model.name) for model in measured]
-        known = [f"{cost} ({name})" for cost, name in costs if cost is not None]
-        said.append(f"{cache.name} ({cache.columns} columns a scale) {', '.join(known) or 'not measured'}")
+        known = [text for text in (model.said(cache) for model in measured) if text is not None]
+        said.append(f"{cache.name}, {cache.columns} columns a scale, {', '.join(known) or 'not measured'}")
     return f"Perplexity beside 16-bit caches: {'; '.join(said)}." if said else ""

@@ -52,7 +52,7 @@ checkpoint = given or make_checkpoint(folder)
 # 1. The directory becomes a model whose layers are packed; codes are moved, never changed.
 model = load_model(checkpoint, device=device)
 # 2. Attention, cache and steps by the kernels; the layers stay as the checkpoint has them.
-print(ck.accelerate(model, kv_format="int4_g4", weights=None))
+print(ck.accelerate(model, kv_format=("int8_token_head", "int4_g4"), weights=None))
 # 3. transformers' generate, as always. With a tokenizer: inputs = tokenizer("...", return_tensors="pt").to(device)
 inputs = {
     "input_ids": torch.arange(3, 19, device=device)[None],
@@ -64,6 +64,6 @@ print("tokens", tokens[0, 16:].tolist())
 model.save_pretrained(folder / "packed")
 ck.register()
 again = type(model).from_pretrained(folder / "packed").to(device)
-ck.accelerate(again, kv_format="int4_g4")
+ck.accelerate(again, kv_format=("int8_token_head", "int4_g4"))
 assert torch.equal(again.generate(**inputs, max_new_tokens=8, do_sample=False), tokens)
 print("the same tokens from", folder / "packed")

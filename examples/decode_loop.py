@@ -10,7 +10,7 @@ from cute_kernels import KVCache, Rope
 device = "cuda" if torch.cuda.is_available() else "cpu"
 num_layers, num_q_heads, num_kv_heads, head_dim = 2, 8, 2, 128
 rope = Rope(rotary_dim=head_dim)
-cache = KVCache(num_layers, 64, 16, num_kv_heads, head_dim, kv_format="int4", device=device)
+cache = KVCache(num_layers, 64, 16, num_kv_heads, head_dim, kv_format=("int8_token_head", "int4_g4"), device=device)
 batch = cache.make_batch(max_batch=4)
 
 

@@ -1,4 +1,6 @@
-"""A Hugging Face model decodes with 4-bit weights and an INT4 KV cache: an import, a call, and `generate` as it is.
+"""A Hugging Face model decodes with 4-bit weights and a cache of INT8 keys and INT4 values.
+
+An import and a call; `generate` is called as before.
 
 pip install ".[compiler,transformers]"    # in a checkout
 python examples/transformers_model.py
@@ -24,7 +26,7 @@ torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
 prompt = torch.randint(0, 256, (2, 20), device=device)
 
-print(ck.accelerate(model, kv_format="int4_g4", weights="w4g128"))
+print(ck.accelerate(model, kv_format=("int8_token_head", "int4_g4"), weights="w4g128"))
 tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
 
 assert tokens.shape == (2, 30)

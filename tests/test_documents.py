@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime import native
-from layouts.kv import Int4Row
 from tools import formats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,19 +59,19 @@ def test_pages_with_blocks_are_found():
     assert {"README.md", "docs/extend.md", "docs/tasks/engine.md", "docs/port/vllm.md"} <= set(RUN)
 
 
-def test_the_readmes_example_is_ten_lines_and_agrees_with_the_reference():
+def test_the_readmes_example_is_short_and_agrees_with_the_reference():
     from cute_kernels.attention.reference import decode_attention_reference
 
     (block,) = BLOCK.finditer((ROOT / "README.md").read_text())
-    assert len([line for line in block["code"].splitlines() if line]) <= 10
+    assert len([line for line in block["code"].splitlines() if line]) <= 11
     scope: dict[str, Any] = {}
     exec(block["code"], {}, scope)
     out, q = scope["out"], scope["q"]
-    row = Int4Row(128, 4)  # what "int4" stands for
-    k_rows, v_rows = (row.quantize(scope[key]) for key in ("k", "v"))
+    formats = ("int8_token_head", "int4_g4")
+    k_rows, v_rows = (format_of(name).row(128).quantize(scope[key]) for name, key in zip(formats, "kv", strict=True))
     assert torch.equal(scope["k_cache"].cpu(), k_rows.cpu()) and torch.equal(scope["v_cache"].cpu(), v_rows.cpu())
     want, _ = decode_attention_reference(
-        q, k_rows, v_rows, scope["seq_lens"], kv_format="int4_g4", compute_dtype=torch.float64
+        q, k_rows, v_rows, scope["seq_lens"], kv_format=formats, compute_dtype=torch.float64
     )
     assert out.shape == q.shape and out.dtype == q.dtype
     assert (out - want).norm() <= 4e-3 * want.norm()

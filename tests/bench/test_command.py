@@ -77,7 +77,7 @@ def test_what_is_no_recorded_run_is_refused_in_words(command, text, words, tmp_p
         ("demo --steps 0", "argument --steps: got 0, want a number of at least 1"),
         ("demo --prompt /there/is/none", "argument --prompt: got /there/is/none, want a file with text in it"),
         ("demo --prompt /dev/null", "argument --prompt: got /dev/null, want"),
-        ("demo --format int8_head", "argument --format: invalid choice: 'int8_head'"),
+        ("demo --format int8_head", "argument --format: got 'int8_head', want one of"),
         ("decode --batches 1 x", "argument --batches: got x, want a number of at least 1"),
         ("linear --rows 8 --samples 0", "argument --samples: got 0, want"),
         ("moe --tokens 1.5", "argument --tokens: got 1.5, want"),

@@ -9,7 +9,7 @@ TINY = demo.Scale(2, 40, 3, 1, 64, 96, 4, 2, head_dim=64)
 
 
 def run(*arguments, **options) -> int:
-    show = lambda kv_format, head_dim: print(f"kernels for {kv_format}")  # noqa: E731
+    show = lambda pair, head_dim: print(f"kernels for {pair[0]}")  # noqa: E731
     return demo.run(*arguments, scale=TINY, show_kernels=show, **options)
 
 
