@@ -84,9 +84,9 @@ def untie_quantised(model: nn.Module) -> Mapping[str, str]:
     """Makes a transformers model forget that a quantised layer's weight was tied to another one: it is a weight of its
     own. Returns what stays tied, names by names: "tie_word_embeddings" says all or nothing, and means these, too."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    modules = dict(model.named_modules(remove_duplicate=False))
+    dense = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for names in list(tied.items()):
-        if any(isinstance(modules.get(name.rpartition(".")[0]), QuantizedLinear) for name in names):
+        if not dense.issuperset(names):
             del tied[names[0]]
     return tied
 

@@ -44,7 +44,7 @@ class Survey:
 
 def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
     """Looks at every module of a model that has weights of its own."""
-    routers, readers = _routers(model), layers_read_by_code(model)
+    routers, readers = routers_of(model), layers_read_by_code(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
     served: set[nn.Module] = set()  # experts of blocks that are swapped, then of those that skip names
@@ -88,8 +88,10 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Whether it is an nn.Linear, or the transposed one of transformers' GPT-2, and no subclass of them."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    """Whether it is an nn.Linear, the transposed one of transformers' GPT-2 or Falcon's, and no other subclass."""
+    kind = type(module)
+    is_falcon = (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+    return kind is nn.Linear or is_conv1d(module) or is_falcon
 
 
 def take_hooks(layer: nn.Module, swapped: nn.Module) -> None:
@@ -170,7 +172,7 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
     return _left(name, module, "not an nn.Linear", True)
 
 
-def _routers(model: nn.Module) -> set[nn.Module]:
+def routers_of(model: nn.Module) -> set[nn.Module]:
     """Modules in a gate or router beside experts that have a row for each of them."""
     found: set[nn.Module] = set()
     for parent in model.modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 
 from cute_kernels.gemm.experts.blocks import shared_of
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
+from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
@@ -124,19 +124,14 @@ class Filling:
         entries, found: the checkpoint's tensors and its quantised layers.
 
     Attributes:
-        found: those of the layers that the model has a use for. transformers' models say which they have none for, such
-            as the layers of DeepSeek-V3 that predict further tokens.
+        found: those of the layers that the model has a use for.
+        is_unused: whether a tensor is one that it has no use for, by name.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        found = {
-            name: form
-            for name, form in found.items()
-            if not any(pattern.search(join(name, form.mark)) for pattern in unused)
-        }
-        self.found = found
+        self.is_unused = _unused(model, entries)
+        self.found = found = {name: form for name, form in found.items() if not self.is_unused(join(name, form.mark))}
         stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
         self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections
@@ -146,11 +141,12 @@ class Filling:
             if place.role is not None:
                 self._sizes[place.module] = tuple(getattr(dense, "experts", dense).down_proj.shape)
             else:
-                if dense.bias is not None and not has_bias:
+                if getattr(dense, "bias", None) is not None and not has_bias:
                     raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
             if place.role is not None and has_bias:
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, nn.Module] = {}
+        self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, PackedExperts]] = {}
 
     def take(self, name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
@@ -159,8 +155,14 @@ class Filling:
         module: Any = self._modules[place.module]
         if place.role is None:
             assert isinstance(layer, QuantizedLinear)
-            self._check_shape(name, layer.shape, (module.out_features, module.in_features))
-            self._made[module] = layer.train(module.training)
+            shape = tuple(module.weight.shape)
+            self._check_shape(name, layer.shape, shape[::-1] if is_conv1d(module) else shape)
+            if place.packed:
+                self._made[module] = layer.train(module.training)
+            elif layer.input_scale is not None or layer.shifts is not None:
+                raise ValueError(f"{name}: got input scales or shifts of {type(module).__name__}, want a weight alone")
+            else:
+                self._unpacked[module] = {"weight": layer.weight.dequantize(), "bias": layer.bias}
             return
         count, hidden, inner = self._sizes[place.module]
         if isinstance(layer, QuantizedExperts):
@@ -195,10 +197,23 @@ class Filling:
             if layer is not None:
                 parent, _, own = place.rpartition(".")
                 setattr(model.get_submodule(parent), own, layer)
+        for dense, tensors in self._unpacked.items():
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    setattr(dense, name, nn.Parameter(tensor, requires_grad=getattr(dense, name).requires_grad))
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, that of the model's layer")
+
+
+def _unused(model: Any, keys: Iterable[str]) -> Callable[[str], bool]:
+    """Which tensors a model passes over: those that it says so of, such as DeepSeek-V3's layers that predict further
+    tokens, and, if it has no head of its own, those of a head."""
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    prefix = f"{model.base_model_prefix}." if getattr(model, "base_model", None) is model else "."
+    own = prefix if any(key.startswith(prefix) for key in keys) else ""
+    return lambda key: not key.startswith(own) or any(pattern.search(key) for pattern in patterns)
 
 
 def path_of(path: object) -> Path:

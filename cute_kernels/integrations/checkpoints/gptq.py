@@ -13,6 +13,12 @@ FORMATS = ("gptq", "gptq_v2")
 """`checkpoint_format` of the configuration: "gptq" (v1, and the default) stores zero points less one."""
 
 
+def words_of_v2(qzeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 words of "gptq_v2" of words that GPTQModel wrote as "gptq": it subtracts one from all zero points of a word
+    in one operation, so that a zero point 0 borrows from its neighbour."""
+    return qzeros + (0x11111111 if bits == 4 else 0x01010101)
+
+
 def from_gptq(
     qweight: torch.Tensor,
     qzeros: torch.Tensor,
@@ -32,8 +38,9 @@ def from_gptq(
 
     Args:
         qweight: int32 [K * bits / 32, N].
-        qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). v1 subtracts one from whole words, so a zero
-            point 0 borrows from its neighbour; one is added to whole words again, which gives back what was written.
+        qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). A v1 zero point 0 is refused unless it is the
+            last of its word: some writers subtract one from whole words, where 0 borrows from its neighbour
+            (`words_of_v2` undoes that), others from each zero point, and nothing in the tensor says which.
         scales: floating [G, N].
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
             that groups lie together, and `PackedWeight.perm` says how.
@@ -61,9 +68,15 @@ def from_gptq(
         "qzeros", qzeros, (groups, -(-n // per_word)), f"{per_word} codes a word for each group of scales"
     )
     size = fields.group_size_of(k, groups, group_size)
+    stored = fields.unpack_words(qzeros, bits)[:, :n].T
+    zeros = stored
     if checkpoint_format == "gptq":
-        qzeros = qzeros + (0x11111111 if bits == 4 else 0x01010101)
-    zeros = fields.unpack_words(qzeros, bits)[:, :n].T
+        zeros = fields.unpack_words(words_of_v2(qzeros, bits), bits)[:, :n].T
+        if not torch.equal(zeros, (stored + 1) & ((1 << bits) - 1)):
+            raise ValueError(
+                "qzeros: got a zero point 0 in format 'gptq', which writers store in different ways, want format "
+                "'gptq_v2', or a configuration whose meta says that the quantizer is gptqmodel"
+            )
     one_off = symmetric_zero(bits) + 1
     if checkpoint_format == "gptq" and bool((zeros == one_off).all()):
         raise ValueError(

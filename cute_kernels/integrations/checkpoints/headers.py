@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ITEM_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # what the safetensors package accepts
@@ -36,7 +36,8 @@ class Headers(dict[str, Entry]):
 
 
 def read_headers(path: Path) -> Headers:
-    """The tensors of a file, or of a directory's files, by name: those that its index names, or else all.
+    """The tensors of a file, or of a directory, by name: of the files that its index names, or else of
+    model.safetensors, or else of all files. A tensor that is in two of them is taken from the one that the index gives.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.
@@ -46,7 +47,8 @@ def read_headers(path: Path) -> Headers:
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
     files = [path]
     if path.is_dir():
-        files = [path / name for name in sorted(set(promised.values()))] or sorted(path.glob("*.safetensors"))
+        files = [path / name for name in sorted(set(promised.values()))]
+        files = files or sorted(path.glob(WHOLE)) or sorted(path.glob("*.safetensors"))
     if not files:
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
         beside = f" but with {pickled[0]}, which runs code when it is read" if pickled else ""
@@ -54,9 +56,11 @@ def read_headers(path: Path) -> Headers:
     entries = Headers()
     for file in files:
         for name, entry in _read_header(file, entries.metadata).items():
-            if name in entries:
+            where = path / promised[name] if name in promised else None
+            if name in entries and where not in (file, entries[name].file):
                 raise ValueError(f"{name}: got it in {entries[name].file.name} and in {file.name}, want it once")
-            entries[name] = entry
+            if name not in entries or where == file:
+                entries[name] = entry
     for name, where in promised.items():
         if name not in entries:
             raise ValueError(f"{name}: got no such tensor, want it in {where}, as {INDEX} says")

@@ -14,7 +14,7 @@ from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
 from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, Config
-from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
+from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
 from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, layer_from_torchao
@@ -80,9 +80,10 @@ def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Packe
         raise ValueError(f"checkpoint_format: got {stored_as!r} and {also!r} as format, want one of them")
     stored_as = stored_as or also
     bits, group_size = config.get("bits", 4), config.get("group_size")
-    weight = from_gptq(
-        **tensors, bits=bits, group_size=group_size, checkpoint_format=stored_as or FORMATS[0], **options
-    )
+    read_as, qzeros = stored_as or FORMATS[0], tensors.get("qzeros")
+    if read_as == FORMATS[0] and _is_of_gptqmodel(config) and qzeros is not None and qzeros.dtype == torch.int32:
+        tensors, read_as = tensors | {"qzeros": words_of_v2(qzeros, bits)}, FORMATS[1]
+    weight = from_gptq(**tensors, bits=bits, group_size=group_size, checkpoint_format=read_as, **options)
     if stored_as is None and not config and weight.zeros is not None:
         raise ValueError(
             "qzeros: got zero points that may be of format 'gptq' or 'gptq_v2', want a configuration that says which: "
@@ -101,6 +102,13 @@ def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Packe
             "desc_act is false"
         )
     return weight
+
+
+def _is_of_gptqmodel(config: Config) -> bool:
+    """Whether a configuration's meta says that GPTQModel wrote the checkpoint."""
+    meta = config.get("meta")
+    said = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    return any(str(each).startswith("gptqmodel") for each in (said if isinstance(said, (list, tuple)) else [said]))
 
 
 def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:

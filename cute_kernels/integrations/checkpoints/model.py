@@ -24,7 +24,7 @@ from cute_kernels.integrations.checkpoints.files import Filling, path_of, read_l
 from cute_kernels.integrations.checkpoints.headers import Headers, read_headers, read_json
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
 from cute_kernels.integrations.checkpoints.layer_formats import OWN, LayerFormat, find_layers, join
-from cute_kernels.model_config import METHOD, record_layers
+from cute_kernels.model_config import METHOD, record_layers, untie_quantised
 
 IMPORT_METHOD = "cute_kernels_import"  # what transformers knows the loading of other projects' checkpoints by
 _TOKENS = 3  # of a check that a block of experts means what it did
@@ -45,7 +45,8 @@ def load_model(
     Args:
         path: the directory. Formats as for `load_safetensors`, and what `save_pretrained` wrote of a quantised model.
         config: the quantisation configuration, default that of the directory.
-        model_class: a class of transformers, default the one that config.json names first in "architectures".
+        model_class: a model's class of transformers, or an Auto class, default the one that config.json names first in
+            "architectures". A model without a head passes over the tensors of one.
         dtype: of activations and of what is not quantised, bf16 or fp16; default what config.json says, else bf16. The
             layers' scales are rounded to it.
         device: where the model is put, default the CPU.
@@ -53,8 +54,8 @@ def load_model(
         progress: called after each quantised layer with its name, the number of layers done and that of all.
 
     Returns:
-        The model, in evaluation mode, as `from_pretrained` returns it. ``model.kv_scales`` has the checkpoint's scales
-        of the KV cache (`read_kv_scales`), {} if it has none.
+        The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
+        ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), {} if it has none.
 
     Raises:
         FileNotFoundError: there is no config.json, or no safetensors file.
@@ -73,6 +74,10 @@ def load_model(
     dtype = _dtype_of(settings, dtype)
     scales = kv_scales_of(entries, path)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if attn_implementation == METHOD:  # which attention is called as well
+        from cute_kernels.integrations.transformers import register  # wants transformers, which is there
+
+        register()
     if quantization.get("quant_method") == METHOD and all(form is OWN for form in found.values()):
         from cute_kernels.integrations import hf_quantizer
 
@@ -81,6 +86,8 @@ def load_model(
     else:
         task = _Task(entries, found, quantization, dtype, device, progress)
         model = _load(model_class, settings, task, scale_keys(entries), options)
+        model.config.name_or_path = model.name_or_path = str(path)
+        _generate_as_said(model, path)
     if device is not None:
         model.to(device)
     model.kv_scales = scales
@@ -118,10 +125,20 @@ def _class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
             f"config.json: got model_type {kind!r}, want one that transformers has itself ({error})"
         ) from error
     names = said.get("architectures") or [None]
-    model_class = model_class or getattr(transformers, str(names[0]), None)
-    if model_class is None or not hasattr(model_class, "from_pretrained"):
-        raise ValueError(f"config.json: got architectures {names!r}, want a class of transformers: give model_class")
-    return settings, model_class
+    found: Any = model_class or getattr(transformers, str(names[0]), None)
+    if hasattr(found, "_model_mapping"):  # of an Auto class
+        found = found._model_mapping.get(type(settings), None)
+        named = {kind.__name__: kind for kind in (found if isinstance(found, (tuple, list)) else [found]) if kind}
+        found = next((named[name] for name in names if name in named), next(iter(named.values()), None))
+        if found is None:
+            kind, wanted = model_class.__name__, type(settings).__name__
+            raise ValueError(f"model_class: got {kind}, which has no model for {wanted}, want one that has")
+        if found.config_class is settings.sub_configs.get("text_config"):
+            settings = settings.get_text_config()
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        what = f"model_class: got {model_class!r}" if model_class else f"config.json: got architectures {names!r}"
+        raise ValueError(f"{what}, want a model's class of transformers: give model_class")
+    return settings, found
 
 
 def _dtype_of(settings: Any, dtype: torch.dtype | None) -> torch.dtype:
@@ -134,8 +151,27 @@ def _dtype_of(settings: Any, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-class _Room(nn.Module):
-    """Stands where a packed layer will be, so that nothing is loaded there."""
+def _generate_as_said(model: Any, path: Path) -> None:
+    """Gives a model that generates the directory's generation_config.json, or what its config.json says of it."""
+    if not model.can_generate():
+        return
+    from_config = {"config_file_name": "config.json", "_from_model_config": True}
+    options = {} if (path / "generation_config.json").is_file() else from_config
+    model.generation_config = type(model.generation_config).from_pretrained(path, local_files_only=True, **options)
+
+
+def _make_room(module: nn.Module) -> None:
+    """Has transformers load nothing where packed tensors will be, and initialise nothing: of layers and experts
+    their weights and biases.
+
+    Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
+    """
+    for part in module.modules():
+        for name in part._parameters.keys() & {"weight", "bias", "gate_up_proj", "down_proj"}:
+            tensor: Any = part._parameters.pop(name)
+            vars(part)[name] = tensor
+            if tensor is not None:
+                tensor._is_hf_initialized = True
 
 
 class _Task:
@@ -155,17 +191,19 @@ class _Task:
         self._filling: Filling | None = None
         self._blocks: dict[str, nn.Module] = {}
 
+    def is_unused(self, key: str) -> bool:
+        """Whether the model has no use for a tensor."""
+        return self._filling is not None and self._filling.is_unused(key)
+
     def make_room(self, model: nn.Module) -> None:
         self._filling = Filling(model, self.entries, self.found)
-        for place in self._filling.places.values():
-            module = model.get_submodule(place.module)
-            if place.role is None or not hasattr(module, "experts"):
-                parent, _, own = place.module.rpartition(".")
-                setattr(model.get_submodule(parent), own, _Room())
-            elif place.module not in self._blocks:
-                self._blocks[place.module] = module
-        for block in self._blocks.values():
-            block.experts = _Room()
+        for name in {place.module: place for place in self._filling.places.values()}:
+            module = model.get_submodule(name)
+            experts = getattr(module, "experts", None)
+            _make_room(module if experts is None else experts)
+            if experts is not None:
+                self._blocks[name] = module
+        untie_quantised(model)
 
     def fill(self, model: nn.Module) -> None:
         assert self._filling is not None
@@ -213,7 +251,7 @@ def _load(model_class: Any, settings: Any, task: _Task, ignored: set[str], optio
             None, config=settings, state_dict=state, dtype=task.dtype, output_loading_info=True, **options
         )
     for kind, wanted in (("missing_keys", "want it"), ("unexpected_keys", "want none: the model has no use for it")):
-        if left := sorted(info[kind]):
+        if left := sorted(key for key in info[kind] if kind == "missing_keys" or not task.is_unused(key)):
             found = "no such tensor" if kind == "missing_keys" else "a tensor that is left over"
             raise ValueError(f"{left[0]}: got {found}, {wanted}; {len(left)} in all")
     if info["mismatched_keys"]:

@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal
+from cute_kernels.model_layers import is_dense, routers_of
+from cute_kernels.weight_readers import layers_read_by_code
 
 GATE, UP, DOWN = "gate", "up", "down"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -29,18 +31,20 @@ class Place:
             of a mixture that is not served as a whole, of its experts.
         role: of an expert `GATE`, `UP` or `DOWN`; "gate_up" or "down" of stacked experts; None of a Linear.
         expert: which expert, or None.
+        packed: whether the layer stays packed. The weight of a router, or one that the model's code reads, is unpacked.
     """
 
     module: str
     role: str | None = None
     expert: int | None = None
+    packed: bool = True
 
 
 def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] = ()) -> dict[str, Place]:
     """The place of each layer of a checkpoint by name.
 
     Args:
-        model: with nn.Linear layers and mixtures of experts, which may be on the meta device.
+        model: with Linear layers and mixtures of experts, which may be on the meta device.
         names: of layers with one weight.
         stacked: of layers that are all experts' gates and ups, or downs, as state dicts of `QuantizedMoE` have them.
 
@@ -50,11 +54,18 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     rename = _renamer(model)
+    routers, readers = routers_of(model), layers_read_by_code(model)
     places: dict[str, Place] = {}
     for name in names:
-        place = places[name] = _place(modules, rename, name)
-        if modules.get(place.module) is model:
+        place = _place(modules, rename, name)
+        module = modules.get(place.module)
+        if module is model:
             raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
+        if place.role is None:
+            if module is None or not (isinstance(module, nn.Linear) or is_dense(module) or module in routers):
+                raise ValueError(f"{name}: got {type(module).__name__} in the model, want an nn.Linear")
+            place = replace(place, packed=is_dense(module) and module not in routers and module not in readers)
+        places[name] = place
     for name in stacked:
         block, _, role = name.rpartition(".")
         if role not in ("gate_up", "down"):
@@ -84,18 +95,11 @@ Renamer = Callable[[str], tuple[str, Any, Any]]
 
 
 def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Place:
-    module = modules.get(name)
-    if isinstance(module, nn.Linear):
+    if name in modules:
         return Place(name)
-    if module is not None:
-        raise ValueError(f"{name}: got {type(module).__name__} in the model, want an nn.Linear")
     renamed, converter, source = rename(f"{name}.weight")
     if converter is None:
-        target = renamed.removesuffix(".weight")
-        found = modules.get(target)
-        if not isinstance(found, nn.Linear):
-            raise ValueError(f"{name}: got {type(found).__name__} in the model, want an nn.Linear")
-        return Place(target)
+        return Place(renamed.removesuffix(".weight"))
     block, _, parameter = renamed.rpartition(".experts.")
     expert = _EXPERT.search(name)
     merged = {type(operation).__name__ for operation in converter.operations} <= _MERGES

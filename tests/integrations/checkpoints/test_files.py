@@ -361,11 +361,29 @@ def test_configurations_that_differ_are_refused(tmp_path):
 def test_zero_points_of_gptq_without_a_configuration_are_refused_since_v1_and_v2_differ(tmp_path):
     for version in (1, 2):
         path = write(tmp_path, prefixed({key: goldens.gptq(layer, version) for key, layer in golden_layers().items()}))
-        with pytest.raises(ValueError, match=f"^{NAMES[0]}.qzeros: got zero points that may be of format 'gptq' or"):
+        with pytest.raises(
+            ValueError, match=f"^{NAMES[0]}.qzeros: got (zero points that may be of format 'gptq' or|a zero)"
+        ):
             list(load_safetensors(path))
     layers = golden_layers(symmetric=True)
     tensors = {key: goldens.gptq(layer) | {"g_idx": torch.arange(128).int() // 64} for key, layer in layers.items()}
     for key, layer in load_safetensors(write(tmp_path, prefixed(tensors))):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+@pytest.mark.parametrize("quantizer", ["gptqmodel:2.2.0", ["gptqmodel:1.4.0"], ["other:1.0"], None])
+def test_zero_points_of_zero_are_read_as_the_writer_that_the_configuration_names_writes_them(tmp_path, quantizer):
+    layers = golden_layers(lowest_zero=0)
+    tensors = {key: goldens.gptq(layer, 2) for key, layer in layers.items()}
+    for own in tensors.values():
+        own["qzeros"] = own["qzeros"] - 0x11111111
+    config = V2 | {"checkpoint_format": "gptq", "meta": {"quantizer": quantizer}}
+    path = write(tmp_path, prefixed(tensors), config)
+    if "gptqmodel" not in str(quantizer):
+        with pytest.raises(ValueError, match=f"^{NAMES[0]}.qzeros: got a zero point 0 in format 'gptq'"):
+            list(load_safetensors(path))
+        return
+    for key, layer in load_safetensors(path):
         assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
 
 
@@ -638,8 +656,9 @@ def test_directories_without_layers_are_refused(tmp_path):
         ValueError, match="^path: got no tensor named W_q, _weight_qdata, codes, qweight, weight, weight_packed"
     ):
         load_safetensors(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     save_file({"norm.weight": torch.zeros(4)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="^norm.weight: got it in model.safetensors and in other.safetensors"):
+    with pytest.raises(ValueError, match="^norm.weight: got it in one.safetensors and in other.safetensors"):
         load_safetensors(tmp_path)
 
 

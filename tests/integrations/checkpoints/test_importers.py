@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels import PackedWeight, blocks, quantized_linear
 from cute_kernels.integrations.checkpoints import hqq, torchao
+from cute_kernels.integrations.checkpoints.gptq import words_of_v2
 from tests.integrations.checkpoints import goldens
 from tests.layouts.test_fastertransformer import CASES, naive_preprocess
 
@@ -88,10 +89,25 @@ def test_gptq_act_order_with_a_short_last_group():
 
 
 @pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
-def test_gptq_v1_zero_points_of_zero_are_given_back_as_they_were_written(bits, ones):
-    """GPTQModel makes v1 of v2 by one subtraction from each word: a zero point 0 borrows from its neighbour."""
+def test_gptq_v1_zero_points_of_zero_are_refused_since_writers_differ(bits, ones):
+    """GPTQModel makes v1 of v2 by one subtraction from each word: a zero point 0 borrows from its neighbour. Others
+    subtract from each zero point."""
     golden = goldens.layer(bits=bits)
     assert any(zero == 0 for row in golden.zeros for zero in row)
+    tensors = goldens.gptq(golden, version=2)
+    whole = tensors["qzeros"] - ones
+    each = goldens.pack_rows([[(z - 1) % (1 << bits) for z in row] for row in goldens.transposed(golden.zeros)], bits)
+    assert not torch.equal(whole, each) and torch.equal(words_of_v2(whole, bits), tensors["qzeros"])
+    for qzeros in (whole, each):
+        with pytest.raises(ValueError, match="^qzeros: got a zero point 0 in format 'gptq', which writers store in"):
+            PackedWeight.from_gptq(**tensors | {"qzeros": qzeros}, bits=bits)
+
+
+@pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
+def test_gptq_v1_zero_points_of_zero_that_are_the_last_of_a_word_are_no_riddle(bits, ones):
+    golden = goldens.layer(bits=bits, lowest_zero=1)
+    for row in golden.zeros[32 // bits - 1 :: 32 // bits]:
+        row[:] = [0] * len(row)
     tensors = goldens.gptq(golden, version=2)
     tensors["qzeros"] = tensors["qzeros"] - ones
     assert_exact(PackedWeight.from_gptq(**tensors, bits=bits), golden)

@@ -183,6 +183,25 @@ def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path):
     assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
 
 
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_gives(tmp_path):
+    tensors, dense = write(tmp_path / "packed", llama(), "gptq")
+    (tmp_path / "packed" / "model.safetensors").unlink()
+    where = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(sorted(tensors))}
+    for file in ("model-0.safetensors", "model-1.safetensors"):
+        other = {key: torch.zeros_like(t) for key, t in tensors.items() if where[key] != file and "norm" in key}
+        own = {key: t for key, t in tensors.items() if where[key] == file}
+        save_file(own | other, tmp_path / "packed" / file, metadata={"format": "pt"})
+    (tmp_path / "packed" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
+
+
+@pytest.mark.parametrize("beside", ["adapter_model.safetensors", "consolidated.safetensors"])
+def test_files_beside_model_safetensors_are_not_the_model(tmp_path, beside):
+    _, dense = write(tmp_path / "packed", llama(), "gptq")
+    save_file({"model.norm.weight": torch.zeros(64), "other": torch.zeros(1)}, tmp_path / "packed" / beside)
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
+
+
 def test_tied_embeddings_stay_tied(tmp_path):
     write(tmp_path / "packed", llama(tied=True), "awq")
     model = load_model(tmp_path / "packed")
