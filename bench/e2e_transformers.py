@@ -56,7 +56,7 @@ class Case:
     at every step."""
 
     name: str
-    kv_format: str | None = None
+    kv_format: str | tuple[str, str] | None = None
     weights: str | None = None
     cuda_graphs: bool = True
     fuse_blocks: bool = True
@@ -73,6 +73,7 @@ CASES = (
     Case("int4_g4 cache", "int4_g4"),
     Case("int4_g4 cache, W4, blocks as they are", "int4_g4", "w4g128", fuse_blocks=False),  # weights stay quantised
     Case("int4_g4 cache, W4", "int4_g4", "w4g128"),
+    Case("int8_token_head + int4_g4 cache, W4", ("int8_token_head", "int4_g4"), "w4g128"),
     Case("int4_g4 cache, W4, output layer W8", "int4_g4", "w4g128", output_layer="w8g128"),
 )
 REPLAYS = 20
@@ -300,7 +301,7 @@ def _accelerated(model: Any, case: Case) -> Iterator[None]:
 
 def _row(model: Any, prompt: torch.Tensor, steps: int, cache: str | None) -> dict[str, Any]:
     batch, context = prompt.shape
-    row = {"batch": batch, "context": context, **measure(model, prompt, steps, cache)}
+    row = {"batch": batch, "context": context, **best_of_warm(lambda: measure(model, prompt, steps, cache))}
     replay = model.__dict__.get("forward")
     row |= {name: getattr(replay, name, 0) for name in ("replays", "ahead")}
     row |= {"reason": getattr(replay, "reason", None), "host_in_order_us": None}
@@ -308,6 +309,13 @@ def _row(model: Any, prompt: torch.Tensor, steps: int, cache: str | None) -> dic
         sampled = measure(model, prompt[:, :SAMPLED_CONTEXT], 3 * SKIPPED_STEPS, do_sample=True)
         row["host_in_order_us"] = sampled["host_us"]
     return row
+
+
+def best_of_warm(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The faster of two runs behind a first one, with that one's time: in it the allocator meets sizes for the first
+    time, at every step of a cache that grows."""
+    first, *warm = run(), run(), run()
+    return min(warm, key=lambda row: row["step_ms"]) | {"first_run_ms": first["step_ms"]}
 
 
 def _release() -> None:
