@@ -25,7 +25,7 @@ from cute_kernels.attention.readers.common import load_float, load_floats
 from cute_kernels.attention.score_terms import load_shift
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
 

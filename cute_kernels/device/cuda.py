@@ -1,4 +1,7 @@
-"""Numbers that CUDA fixes for every architecture. No GPU types here: configurations import it."""
+"""Numbers that CUDA fixes for every architecture, and one of this library's memory. No GPU types here: hosts and
+configurations import it."""
 
 WARP_THREADS = 32
 BARRIER_BYTES = 8  # of an mbarrier
+# Of a workspace where nothing is: a NaN that no arithmetic yields, since the hardware's own is 0x7fffffff.
+EMPTY_WORD = 0xFFFFFFFF

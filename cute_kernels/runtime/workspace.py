@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.runtime.captures import capture_of, is_capturing
 
 EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten

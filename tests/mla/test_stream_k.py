@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.mla import stream_k, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
 from cute_kernels.mla.work import MlaSizes

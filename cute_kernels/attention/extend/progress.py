@@ -21,7 +21,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_kernels.attention.extend.policies import CHUNK_WORD, LEAVING_WORD, TILE_WORDS_AT
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD
 
 BLOCK_BYTES = 8  # of a block's two words
 NOTHING = 0  # address of the word of a chunk that there is not

@@ -22,7 +22,7 @@ from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD
 
 END = -1  # the request of a slot that says that there is no more work
 SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
