@@ -43,7 +43,7 @@ from cute_kernels.integrations.vllm.attention_metadata import (
     is_invariant,
     most_queries,
 )
-from cute_kernels.integrations.vllm.plugin import note_served
+from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -128,6 +128,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         kv_cache_dtype: Any = named.get("kv_cache_dtype")
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return reasons
+        if not is_replaced("attention"):
+            return [*reasons, f"{environment.SWITCH}={environment.switch()}"]
         kv_formats.check_dtype(kv_cache_dtype)
         formats = kv_formats.formats_for(kv_cache_dtype)
         head_size = named["head_size"]
@@ -456,9 +458,8 @@ def replace(interface: Interface) -> str:
     own = kv_formats.own_formats()  # a wrong name is said now
     register_backend(custom, path)
     _ask_first(*interface.backend_priorities)
-    if own is not None:
-        _count_bytes(*interface.attention_layer)
-        _count_bytes(*interface.mla_layer)
+    for layer in (interface.attention_layer, interface.mla_layer):  # another engine of the process may name a format
+        _count_bytes(*layer)
     dtypes = ", ".join(kv_formats.BY_DTYPE)
     more = f", and every {own} cache" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
@@ -493,7 +494,7 @@ def _count_bytes(module_name: str, name: str) -> None:
         spec = original(self, vllm_config)
         if spec is None:
             return None
-        named = environment.wanted_kv_format()
+        named = environment.wanted_kv_format() if environment.wanted_seams() else None
         if is_ours(self):
             return cache_spec(self, spec)
         if named is not None:

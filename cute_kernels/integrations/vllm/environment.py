@@ -21,13 +21,18 @@ SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 
 
+def switch() -> str:
+    """The switch, as it is set."""
+    return os.environ.get(SWITCH, "1").strip()
+
+
 def wanted_seams() -> tuple[str, ...]:
     """The seams that the environment asks for.
 
     Raises:
         ValueError: the switch names something that is no seam.
     """
-    text = os.environ.get(SWITCH, "1").strip()
+    text = switch()
     if text in ("", "0"):
         return ()
     if text == "1":

@@ -9,7 +9,7 @@ The first is found by what it computes, not by how it is written: what lies betw
 others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
 operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.gemm.deferred_ops`), which are
 known once the graph runs; the fourth for those that one launch serves (`cute_kernels.gemm.layer.operator`).
-Whatever is not found stays as it is.
+Whatever is not found stays as it is: a norm without a product beside it, which Inductor fuses with what it has there.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
     while node.op != "output" and len(inside) <= MAX_BETWEEN:
-        tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+        tensors = _tensors_of(node)
         if tensors and all(each in inside for each in tensors) and node.op == "call_function":
             inside[node] = None
             value = node.meta.get("val")
@@ -173,7 +173,7 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
     value, graph = x.meta["val"], node.graph
     columns, dtype = value.shape[1], value.dtype
     absorbs = is_plain_product(x) and len(x.users) == 1
-    ready = sums.is_ready(columns, dtype, not absorbs)
+    ready = _is_beside_product(x, node) and sums.is_ready(columns, dtype, not absorbs)
     if not absorbs and not ready:
         return False, False
     with graph.inserting_before(node):
@@ -198,6 +198,26 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
         item.replace_all_uses_with(normed if item.args[1] == 0 else total)
     _erase([node, *items])
     return absorbs, ready
+
+
+def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
+    """Whether a product makes what a norm takes, but for operations on it alone (a sum over GPUs), or takes what it
+    gives."""
+    while not is_product(x) and len(inputs := _tensors_of(x)) == 1:
+        (x,) = inputs
+    takes = (reader for item in node.users if item.args[1] == 0 for reader in _readers(item))
+    return is_product(x) or any(map(is_product, takes))
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an operation takes; not numbers of rows."""
+    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node's rows, or views of them."""
+    for user in node.users:
+        yield from _readers(user) if user.target in VIEWS else (user,)
 
 
 # -- norms between products --------------------------------------------------------------------------------------------

@@ -80,6 +80,11 @@ def ends_block(layer: object) -> bool:
     return type(layer).__name__ == "RowParallelLinear"
 
 
+def reads_norm(layer: object) -> bool:
+    """Whether a layer's input is a norm."""
+    return _name_of(layer) in NORMED
+
+
 def side_of_norm(layer: object) -> DeferredKind | None:
     """On which side of a norm a layer's product is: its results go into one, or it reads one. None for neither, and for
     layers that GPUs share: their results are added up before they are normed."""
@@ -87,7 +92,7 @@ def side_of_norm(layer: object) -> DeferredKind | None:
         return None
     if ends_block(layer):
         return GIVES
-    return TAKES if _name_of(layer) in NORMED else None
+    return TAKES if reads_norm(layer) else None
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
@@ -105,23 +110,24 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
     ]
 
 
-def norms_there(columns: int, dtype: torch.dtype) -> list[bool]:
-    """Of each norm that may follow a layer, whether it can be had here: compiled, or from a bundle. Loads nothing."""
-    arch = arch_of(torch.cuda.current_device())
-    return [compiler_version() is not None or default_cache().has(spec, arch) for spec in norm_specs(columns, dtype)]
-
-
 @functools.cache
+def settle_norms(columns: int, dtype: torch.dtype) -> None:
+    """Loads the norms of rows of so many columns, with a residual and without, which may lie beside a layer. Which are
+    there, compiled or from a bundle, decides what graphs are made of, and vLLM keeps those."""
+    index = torch.cuda.current_device()
+    arch, can_compile, specs = arch_of(index), compiler_version() is not None, norm_specs(columns, dtype)
+    there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
+    prepare.load(torch.device("cuda", index), there)
+    _norms[columns, dtype] = frozenset(spec.config.has_residual for spec in there)
+    plugin.note_served(f"norm {columns} {dtype} {sorted(_norms[columns, dtype])}")
+
+
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Whether a norm of rows of so many columns is there before the first capture: compiled now, or in a bundle."""
-    specs = norm_specs(columns, dtype)
-    if not specs:
-        return False
-    device, spec = torch.device("cuda", torch.cuda.current_device()), specs[with_residual]
-    if compiler_version() is None and not default_cache().has(spec, arch_of(prepare.index_of(device))):
-        return False
-    prepare.load(device, [spec])
-    return True
+    """Whether a norm of rows of so many columns was there when the layers beside it were loaded."""
+    return with_residual in _norms.get((columns, dtype), ())
+
+
+_norms: dict[tuple[int, torch.dtype], frozenset[bool]] = {}
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import fused_graph, fused_layers
+from cute_kernels.integrations.vllm import fused_graph, fused_layers, plugin
 from cute_kernels.integrations.vllm.versions import Interface
 
 logger = logging.getLogger("vllm.cute_kernels")
@@ -77,7 +77,7 @@ def replace(interface: Interface) -> str:
         @functools.wraps(original)
         def configure(self: Foreign, config: object) -> None:
             original(self, config)
-            if not envs.VLLM_BATCH_INVARIANT:
+            if plugin.is_replaced("fusion") and not envs.VLLM_BATCH_INVARIANT:
                 self.passes.append(FusionPass())
 
         vars(configure)["ends_with_cute_kernels"] = True

@@ -102,8 +102,8 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             form = form_of(c)
         except ValueError as reason:
             return False, str(reason)
-        if prepare.may_sleep():
-            return False, "sleep mode not supported"
+        if (left := prepare.why_left("linear")) is not None:
+            return False, left
         index = torch.cuda.current_device()
         reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
         return reason is None, reason
@@ -131,9 +131,9 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if self.is_interleaved:
             note_served(f"linear {form}, rows in turn")
         if self.fused.sums and fused_layers.ends_block(layer):
-            note_served(f"norm {form.n} {form.dtype} {fused_layers.norms_there(form.n, form.dtype)}")
-            # A graph that vLLM kept asks for it in the first step. Of sums over GPUs the residual goes into the norm.
-            fused_layers.is_norm_ready(form.n, form.dtype, getattr(layer, "tp_size", 1) > 1)
+            fused_layers.settle_norms(form.n, form.dtype)
+        if self.fused.sums and fused_layers.reads_norm(layer):
+            fused_layers.settle_norms(form.k, form.dtype)
         side = fused_layers.side_of_norm(layer) if self.fused.sums and not self.config.has_g_idx else None
         if side is not None and form.dtype == torch.bfloat16:
             problem = form.problem(_num_sms(torch.cuda.current_device()))

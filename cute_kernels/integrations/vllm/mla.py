@@ -122,12 +122,13 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
 
 def reason_against(impl: Foreign, form: str | None) -> str | None:
     """Why a layer keeps FlashMLA's kernels; None if it need not. form: of its cache, None for one that is not read."""
+    if (left := prepare.why_left("mla")) is not None:
+        return left
     wrong = {
         f"{impl.kv_cache_dtype} caches": form is None,
         f"{impl.head_size} columns": impl.head_size != HEAD_DIM or impl.kv_lora_rank != V_DIM,
         f"{impl.num_heads} heads": impl.num_heads > MAX_HEADS,
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
-        "sleep mode": prepare.may_sleep(),
     }
     found = [what for what, is_so in wrong.items() if is_so]
     return f"{', '.join(found)} not supported" if found else None

@@ -172,6 +172,8 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Why a layer keeps vLLM's experts; None if it need not."""
+    if (left := prepare.why_left("moe")) is not None:
+        return left
     try:
         bits, group_size, _, act_order = source.form(method)
     except ValueError as error:
@@ -201,7 +203,6 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
         "experts that move between GPUs": bool(parallel.enable_eplb),
         "LoRA": bool(method.moe.is_lora_enabled),
-        "sleep mode": prepare.may_sleep(),
     }
     found = [what for what, is_so in wrong.items() if is_so]
     if found:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import logging
 from dataclasses import dataclass
 
 from cute_kernels._version import __version__
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, versions
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
 """Name under which vLLM's compile cache sees what is replaced: graphs with and without the plugin are kept apart."""
+CAPABILITY = 90
+"""Of the GPUs that are supported, as vLLM writes it."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,22 @@ def note_served(what: str) -> None:
 
 def fingerprint() -> str:
     """The version, the seams that are replaced, and what of this process's models is served."""
-    replaced = ",".join(sorted(seam for seam, outcome in _outcomes.items() if outcome.reason is None))
+    replaced = ",".join(sorted(filter(is_replaced, _outcomes)))
     return f"{__version__}:{replaced}:{hashlib.sha256(repr(sorted(_served)).encode()).hexdigest()[:16]}"
 
 
 def register() -> None:
-    """Replaces what the environment asks for in the vLLM of this process. Calling it again changes nothing.
+    """Replaces what the environment asks for in the vLLM of this process. Calling it again adds what it now asks for.
+
+    Beside a vLLM or on a GPU that is not supported it does nothing, and one line says so.
 
     Raises:
         ValueError: a switch of `environment` has a value that means nothing.
     """
+    reason = _why_nothing()
+    if reason is not None:
+        _say_nothing(reason)
+        return
     seams = environment.wanted_seams()
     environment.check_kv_format()  # refused here, where they ask for what no layer would ever look at
     environment.wanted_constants()
@@ -60,14 +70,38 @@ def register() -> None:
             pool.share_among_captures()  # vLLM replays its graphs one at a time: they share one memory pool
         _mark_compile_cache()
         _log(fresh)
-    elif not seams and not _outcomes:
-        ignored = environment.wanted_kv_format() and f"; {environment.KV_FORMAT} is not looked at"
-        _logger().info("cute-kernels: off (%s=0)%s", environment.SWITCH, ignored or "")
+
+
+def _why_nothing() -> str | None:
+    """Why the vLLM of this process is left as it is; None if it is not."""
+    import vllm
+
+    version = str(vllm.__version__)
+    if versions.interface_of(version) is None:
+        return f"vLLM {version} is not supported; supported: {versions.supported()}"
+    if (platform := _platform()) is None:
+        return "vLLM serves another device than a CUDA GPU"
+    if not platform.is_device_capability(CAPABILITY):
+        return f"compute capability {platform.get_device_capability()} is not supported; supported: 9.0 (Hopper)"
+    return None if environment.wanted_seams() or _outcomes else f"{environment.SWITCH}=0"
+
+
+def _platform() -> Foreign | None:
+    """vLLM's platform, if its GPUs are CUDA's. It asks the driver: CUDA is not initialised before processes fork."""
+    from vllm.platforms import current_platform
+
+    return current_platform if current_platform.is_cuda() else None
+
+
+@functools.cache
+def _say_nothing(reason: str) -> None:
+    ignored = f"; {environment.KV_FORMAT} is not looked at" if environment.wanted_kv_format() else ""
+    _logger().warning("cute-kernels %s: nothing is replaced: %s%s", __version__, reason, ignored)
 
 
 def is_replaced(seam: str) -> bool:
-    """Whether a seam is replaced in this process."""
-    return seam in _outcomes and _outcomes[seam].reason is None
+    """Whether a seam is replaced in this process, and the environment still asks for it: another engine's may not."""
+    return seam in _outcomes and _outcomes[seam].reason is None and seam in environment.wanted_seams()
 
 
 def outcomes() -> list[Replacement]:
@@ -80,8 +114,7 @@ def _replace(seam: str) -> Replacement:
 
     version = str(vllm.__version__)
     interface = versions.interface_of(version)
-    if interface is None:
-        return Replacement(seam, "", f"vLLM {version} is not supported; supported: {versions.supported()}")
+    assert interface is not None
     try:
         module = importlib.import_module(f"cute_kernels.integrations.vllm.{seam}")
         return Replacement(seam, module.replace(interface))

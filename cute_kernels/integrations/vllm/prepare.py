@@ -18,6 +18,7 @@ from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.gemm.tuned import chosen
+from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
@@ -95,6 +96,13 @@ def may_sleep() -> bool:
 
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "enable_sleep_mode", False))
+
+
+def why_left(seam: str) -> str | None:
+    """Why a seam serves no layer of the engine that is being made; None if it may."""
+    if not plugin.is_replaced(seam):
+        return f"{environment.SWITCH}={environment.switch()}"
+    return "sleep mode not supported" if may_sleep() else None
 
 
 _noted: dict[LinearProblem, RowCounts] = {}

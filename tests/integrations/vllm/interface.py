@@ -42,8 +42,9 @@ def set_up() -> None:
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
     os.environ["CUTE_KERNELS_VLLM"] = ",".join(environment.SEAMS)
     sys.modules["vllm._C_stable_libtorch"] = SimpleNamespace()  # type: ignore[assignment]
-    from cute_kernels.integrations.vllm import linear, prepare, register
+    from cute_kernels.integrations.vllm import linear, plugin, prepare, register
 
+    plugin._platform = hopper
     register()
     import vllm.model_executor.kernels.linear as kernels
 

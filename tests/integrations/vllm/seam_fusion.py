@@ -316,6 +316,68 @@ def other_products_norms_are_fused_with_their_sums() -> None:
 
 
 @check
+def norms_without_a_product_beside_them_are_left_alone() -> None:
+    """Of bf16 layers and of others that quantise: Inductor fuses those norms with what it has there."""
+    from vllm.ir import ops
+
+    ours, weight = product(HIDDEN, HIDDEN, 0), torch.rand(HIDDEN).bfloat16()
+    dense = torch.randn(HIDDEN, HIDDEN).bfloat16()
+
+    def block(before: Any, after: Any) -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, residual = ops.fused_add_rms_norm(before(x), residual, weight, EPS)
+            return after(x), residual
+
+        return run
+
+    def bf16(x: torch.Tensor) -> torch.Tensor:
+        return x @ dense
+
+    def fp8(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) @ dense
+
+    for before, after, norms in ((bf16, bf16, 0), (bf16, fp8, 0), (ours, bf16, 1), (bf16, ours, 1)):
+        names, found = rewritten(block(before, after), *rows(HIDDEN, HIDDEN))
+        assert found["norms"] == norms == names[NORM], (before, after, names)
+
+    def far(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, residual = ops.fused_add_rms_norm(x @ dense, residual, weight, EPS)
+        return ours(x @ dense), residual  # in the same part of the model
+
+    assert rewritten(far, *rows(HIDDEN, HIDDEN))[1]["norms"] == 0
+
+
+@check
+def norms_that_a_graph_asks_for_are_settled_before_it_is_kept() -> None:
+    """vLLM keeps graphs from one start to the next: with other kernels there it must make another one."""
+    from cute_kernels.integrations.vllm import fused_layers, plugin
+
+    class Cache:
+        def __init__(self, *residuals: bool) -> None:
+            self.residuals = residuals
+
+        def has(self, spec: Any, arch: str) -> bool:
+            return spec.config.has_residual in self.residuals
+
+    def settled(*there: bool, columns: int = 512) -> tuple[str, list[bool]]:
+        fused_layers.settle_norms.cache_clear()
+        plugin._served.clear()
+        with (
+            mock.patch.multiple(fused_layers, compiler_version=lambda: None, default_cache=lambda: Cache(*there)),
+            mock.patch.multiple(fused_layers, arch_of=lambda index: "sm_90a"),
+            mock.patch.object(fused_layers.prepare, "load") as load,
+        ):
+            fused_layers.settle_norms(columns, torch.bfloat16)
+        assert [spec.config.has_residual for spec in load.call_args[0][1]] == list(there)
+        return plugin.fingerprint(), [fused_layers.is_norm_ready(columns, torch.bfloat16, one) for one in (False, True)]
+
+    assert not fused_layers.is_norm_ready(768, torch.bfloat16, True)  # of layers that are not ours
+    found = [settled(), settled(False), settled(False, True)]
+    assert [ready for _, ready in found] == [[False, False], [True, False], [True, True]]
+    assert len({kept for kept, _ in found}) == 3
+
+
+@check
 def passes_end_with_the_fusion() -> None:
     from vllm.compilation.passes.pass_manager import PostGradPassManager
 

@@ -126,12 +126,71 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
 
 
 @check
-def other_versions_and_seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> None:
+def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> None:
+    from cute_kernels.integrations.vllm import environment, plugin, register, versions
+
+    def other(*capability: int) -> Any:
+        return SimpleNamespace(
+            is_device_capability=lambda asked: asked == 10 * capability[0] + capability[1],
+            get_device_capability=lambda: ".".join(map(str, capability)),
+        )
+
+    def line(platform: Any = None, **more: Any) -> str:
+        plugin._say_nothing.cache_clear()
+        touched = mock.Mock()
+        with (
+            mock.patch.object(plugin, "_platform", lambda: platform),
+            mock.patch.multiple(plugin, _outcomes={}, _replace=touched, _mark_compile_cache=touched),
+            mock.patch.multiple(plugin, POOL=touched, COUNTERS=touched),
+            mock.patch.object(versions, "interface_of", lambda version: more.get("interface", versions.Interface(""))),
+            mock.patch.dict(os.environ, more.get("environment", {})),
+            mock.patch.object(plugin, "_logger") as logger,
+        ):
+            register()
+            register()  # by a program, and by vLLM
+            assert plugin.outcomes() == [] and not touched.mock_calls
+        ((call, *others),) = (logger().method_calls,)
+        assert call[0] == "warning" and not others
+        text, *values = call.args
+        return text % tuple(values)
+
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        said = line(other(*capability))
+        assert "nothing is replaced: compute capability " + ".".join(map(str, capability)) in said, said
+    assert "another device than a CUDA GPU; CUTE_KERNELS_VLLM_KV_FORMAT is not looked at" in line()
+    assert "is not supported; supported: 0.26" in line(other(9, 0), interface=None)
+    assert "nothing is replaced: CUTE_KERNELS_VLLM=0" in line(other(9, 0), environment={environment.SWITCH: "0"})
+    # Asking for what means nothing is no reason to fail where nothing is served.
+    assert "compute capability 8.0" in line(other(8, 0), environment={environment.SWITCH: "everything"})
+
+
+@check
+def another_engine_of_a_process_may_ask_for_less() -> None:
+    from cute_kernels.integrations.vllm import environment, fused_layers, linear, mla, moe, plugin
+    from tests.integrations.vllm import layers
+    from tests.integrations.vllm.seam_attention import reasons_against
+
+    moe.current_platform = hopper()
+    experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
+    layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16)
+    before = plugin.fingerprint()
+    with mock.patch.dict(os.environ, {environment.SWITCH: "0", environment.KV_FORMAT: ""}):
+        reasons = (
+            linear.CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
+            "; ".join(reasons_against()),
+            moe.reason_against(experts.method, experts.layer, moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]),
+            mla.reason_against(impl, "mla_bf16"),
+        )
+        assert all("CUTE_KERNELS_VLLM=0" in str(reason) for reason in reasons), reasons
+        assert fused_layers.wanted() == fused_layers.Fused() and plugin.fingerprint() != before
+    assert plugin.fingerprint() == before
+
+
+@check
+def seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> None:
     from cute_kernels.integrations.vllm import plugin, versions
 
-    with mock.patch.object(versions, "interface_of", lambda version: None):
-        left = plugin._replace("linear")
-    assert left.what == "" and "is not supported; supported: 0.26" in str(left.reason), left
     moved = versions.Interface("moved", linear_kernels=("vllm.model_executor.kernels.moved", "_POSSIBLE_KERNELS"))
     with mock.patch.object(versions, "interface_of", lambda version: moved):
         left = plugin._replace("linear")
