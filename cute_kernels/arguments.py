@@ -42,15 +42,22 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+class _UnlessCapturing:
+    """True but while a CUDA graph is captured, when nothing can be read."""
+
+    def __bool__(self) -> bool:
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.
-DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
+DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0") and _UnlessCapturing()
 
 
 @contextmanager
-def checking_values() -> Iterator[None]:
-    """In this block every call's values are checked, as with `CUTE_KERNELS_DEBUG=1` everywhere."""
+def checking_values(checks: bool = True) -> Iterator[None]:
+    """In this block every call's values are checked, as with `CUTE_KERNELS_DEBUG=1` everywhere; or no call's."""
     global DEBUG
-    before, DEBUG = DEBUG, True
+    before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
         yield
     finally:

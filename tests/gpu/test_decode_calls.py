@@ -278,6 +278,17 @@ def test_debug_mode_reads_the_lengths(lengths, found):
             call.with_lengths(lengths).run()
 
 
+def test_debug_mode_reads_nothing_while_a_graph_is_captured():
+    call = make_call("int4_g4", [256, 3], max_seq_len=256, device=CUDA)
+    with cute_kernels.arguments.checking_values():
+        call.run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.run()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = os.environ | {"PYTHONPATH": path} | environment

@@ -109,6 +109,19 @@ def test_in_debug_mode_every_call_is_checked():
     assert family.checked == [5, 6] and family.made == [5]
 
 
+def test_in_debug_mode_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for captures, checked in ((True, [5]), (False, [5, 5])):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        family = Family()
+        family.launcher(5)
+        with arguments.checking_values():
+            family.launcher(5)
+            with arguments.checking_values(False):
+                family.launcher(5)
+        assert family.checked == checked
+
+
 def test_what_a_key_cannot_hold_is_checked_in_every_call():
     family = Family(always=lambda x, y="": x == 6)
     for x in (5, 6, 7, 6):

@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
+from cute_kernels import append_and_decode, append_kv, arguments, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.arguments import strides_of
 from cute_kernels.attention.checks import MAX_Q_LEN, head_dim_of_row
 from cute_kernels.integrations.objects import Foreign
@@ -272,6 +272,9 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             raise NotImplementedError("output_scale: got a fused quantisation of the output, want none")
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
+        if arguments.DEBUG and not bool((attn_metadata.slot_mapping >= 0).any()):  # vLLM warms up: pages are nobody's
+            with arguments.checking_values(False):
+                return self.forward(layer, query, key, value, kv_cache, attn_metadata, output)
         call = _LayerCall(self, layer, kv_cache, attn_metadata)
         first, pieces = attn_metadata.num_decode_tokens, attn_metadata.pieces
         shared = attention_kernels.reads_anothers_cache(self)

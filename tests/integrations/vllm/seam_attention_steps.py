@@ -259,6 +259,25 @@ def steps_of_any_number_of_drafted_tokens_are_captured_as_they_are_served() -> N
 
 
 @check
+def steps_that_warm_up_are_not_looked_at_in_debug_mode() -> None:
+    """All of their requests have the same pages, which none of their tokens goes to."""
+    from cute_kernels import arguments
+    from cute_kernels.integrations.vllm import attention
+
+    layer = Layer("auto", "fp16", heads=4, dim=64)
+    impl, metadata = layer.make("cpu"), builder().build(0, step([1, 1], [1, 1]))
+    q, k, v = (torch.randn(2, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
+    cache, seen = torch.zeros(80, 16 * 2 * 2 * 128, dtype=torch.uint8), []
+    note = lambda *_: seen.append(bool(arguments.DEBUG))  # noqa: E731
+    with arguments.checking_values(), mock.patch.object(attention._LayerCall, "decode", note):
+        impl.forward(SimpleNamespace(), q, k, v, cache, metadata, q)
+        metadata.slot_mapping.fill_(-1)
+        impl.forward(SimpleNamespace(), q, k, v, cache, metadata, q)
+    assert seen == [True, False]
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
 def sinks_that_are_loaded_again_are_where_captured_graphs_read_them() -> None:
     impl = Layer("auto", "fp16", sinks=True).make("cpu")
     before = impl.sink_logits, impl.flash_sinks
