@@ -319,12 +319,10 @@ def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
 
 
 def clean_up(frees: bool) -> None:
-    """Forgets which attention served its kind of layer, as the environment changes; frees what an engine held."""
+    """Frees what an engine held."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
-    from vllm.v1.attention import selector
 
-    selector._cached_get_attn_backend.cache_clear()
     if not frees:
         return
     cleanup_dist_env_and_memory()

@@ -11,7 +11,6 @@ not take, vLLM goes on to its own. A layer's step puts its new tokens into the c
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,7 +31,14 @@ from cute_kernels import append_and_decode, append_kv, arguments, decode_attenti
 from cute_kernels.arguments import strides_of
 from cute_kernels.attention.checks import MAX_Q_LEN, head_dim_of_row
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, kv_formats, prepare
+from cute_kernels.integrations.vllm import (
+    attention_choice,
+    attention_kernels,
+    environment,
+    kv_constants,
+    kv_formats,
+    prepare,
+)
 from cute_kernels.integrations.vllm.attention_metadata import (
     Context,
     Metadata,
@@ -133,7 +139,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         kv_formats.check_dtype(kv_cache_dtype)
         formats = kv_formats.formats_for(kv_cache_dtype)
         head_size = named["head_size"]
-        reasons += _reasons_of_engine(attention_kernels.can_extend(formats, head_size))
+        reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size))
+        reasons += ["ALiBi not supported"] if attention_choice.has_alibi() else []
         for reason in (
             kv_formats.reason_against(formats, head_size, named["dtype"]),
             kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
@@ -153,7 +160,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return reasons
 
 
-def _reasons_of_engine(extends: bool) -> list[str]:
+def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
     """What speaks against the backend in the engine's configuration. extends: whether extend attention reads caches."""
     config = get_current_vllm_config_or_none()
     if config is None:
@@ -167,6 +174,10 @@ def _reasons_of_engine(extends: bool) -> list[str]:
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
         "sleep mode": prepare.may_sleep(),
         "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
+        # Their states' pages are as large as attention's in 16 bits, where vLLM does not ask what these take.
+        "Mamba layers beside such pages": kv_formats.is_own(kv_cache_dtype)
+        and model.is_hybrid
+        and not hasattr(AttentionBackend, "customize_spec"),
         # Layers that serve these put metadata of their own making under a backend.
         "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
@@ -179,7 +190,7 @@ def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: di
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []
-    model, parallel = config.model_config, config.parallel_config
+    model, parallel, text = config.model_config, config.parallel_config, config.model_config.hf_text_config
     num_kv_heads = model.get_num_kv_heads(parallel)
     layers = [
         SimpleNamespace(
@@ -188,17 +199,28 @@ def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: di
             num_heads=model.get_num_attention_heads(parallel),
             num_kv_heads=num_kv_heads,
             transform=transform,
-            sliding_window=1 if named.get("has_sliding_window") else None,
-            soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
+            sliding_window=(getattr(text, "sliding_window", None) or 1) if named.get("has_sliding_window") else None,
+            soft_cap=getattr(text, "attn_logit_softcapping", None),
             sinks=named.get("has_sink") or None,
+            kv_sharing_target_layer_name=_some_read_anothers_cache(config) or None,
         )
         for transform in kv_constants.kinds(kv_cache_dtype, num_kv_heads, named["head_size"])
     ]
-    page_size = named.get("block_size") or PREFERRED_BLOCK
+    block = named.get("block_size") or PREFERRED_BLOCK
+    sizes = CuteKernelsAttentionBackend.get_supported_kernel_block_sizes()
+    pages = [size for size in sizes if block % size == 0][-1:]
+    if model.is_hybrid:  # then a block is as large as a state of a Mamba layer
+        pages = [size for size in sizes if size >= pages[0]]
     device = torch.device("cuda", torch.cuda.current_device())
-    specs = attention_kernels.specs(layers, decodes_of(config, page_size), device)
+    specs = [spec for size in pages for spec in attention_kernels.specs(layers, decodes_of(config, size), device)]
     reason = prepare.why_not_ready(device, specs)
     return [] if reason is None else [reason]
+
+
+def _some_read_anothers_cache(config: Foreign) -> bool:
+    """Whether a model, or the one that drafts for it, has layers that read another layer's cache."""
+    drafts = config.speculative_config is not None and config.speculative_config.use_gemma4_mtp()
+    return drafts or bool(getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0))
 
 
 def _device() -> torch.device:
@@ -460,74 +482,10 @@ def replace(interface: Interface) -> str:
         raise ImportError(f"the CUSTOM attention backend is {custom.get_path()} already")
     own = kv_formats.own_formats()  # a wrong name is said now
     register_backend(custom, path)
-    _ask_first(*interface.backend_priorities)
-    for layer in (interface.attention_layer, interface.mla_layer):  # another engine of the process may name a format
-        _count_bytes(*layer)
+    attention_choice.replace(interface)
     dtypes = ", ".join(kv_formats.BY_DTYPE)
     more = f", and every {own} cache" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
-
-
-def _ask_first(module_name: str, name: str) -> None:
-    """Puts the backend before those that vLLM tries; MLA's are left alone."""
-    module = importlib.import_module(module_name)
-    original = getattr(module, name)
-    if getattr(original, "asks_cute_kernels_first", False):
-        return
-
-    def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
-        found = original(use_mla, *arguments, **named)
-        return found if use_mla else [AttentionBackendEnum.CUSTOM, *found]
-
-    vars(priorities)["asks_cute_kernels_first"] = True
-    setattr(module, name, priorities)
-
-
-def _count_bytes(module_name: str, name: str) -> None:
-    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype.
-
-    Others are refused while the environment names a format: their caches would be in another one.
-    """
-    layer_class = getattr(importlib.import_module(module_name), name)
-    original = layer_class.get_kv_cache_spec
-    if getattr(original, "counts_bytes", False):
-        return
-
-    def get_kv_cache_spec(self: Foreign, vllm_config: object) -> Any:
-        spec = original(self, vllm_config)
-        if spec is None:
-            return None
-        named = environment.wanted_kv_format() if environment.wanted_seams() else None
-        if is_ours(self):
-            return cache_spec(self, spec)
-        if named is not None:
-            kind = type(getattr(self, "impl", None)).__name__
-            raise ValueError(
-                f"{environment.KV_FORMAT}={named}: {self.layer_name} is served by {kind}, which has no such cache"
-            )
-        return spec
-
-    vars(get_kv_cache_spec)["counts_bytes"] = True
-    layer_class.get_kv_cache_spec = get_kv_cache_spec
-
-
-def is_ours(layer: object) -> bool:
-    """Whether a layer of vLLM uses this backend."""
-    return isinstance(getattr(layer, "impl", None), CuteKernelsAttentionImpl)
-
-
-def cache_spec(layer: Foreign, spec: Any) -> Any:
-    """A layer's cache specification; of formats that vLLM does not know, with the bytes of rows for head sizes."""
-    import dataclasses
-
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    if not kv_formats.is_own(layer.kv_cache_dtype):
-        return spec
-    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
-    return dataclasses.replace(
-        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
-    )
 
 
 _said: set[str] = set()

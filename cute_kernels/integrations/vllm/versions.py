@@ -20,6 +20,7 @@ class Interface:
         tested: how this version is known to work, for people.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         backend_priorities: the module and function that say which attention backends are tried first.
+        backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
@@ -29,6 +30,7 @@ class Interface:
     tested: str
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
+    backend_choice: tuple[str, str] = ("vllm.v1.attention.selector", "_cached_get_attn_backend")
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
     mla_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     expert_methods: tuple[tuple[str, str], ...] = (

@@ -23,6 +23,7 @@ import torch
 from cute_kernels.integrations.vllm import environment, versions
 from tests.integrations.vllm import (
     seam_attention,
+    seam_attention_choice,
     seam_attention_steps,
     seam_fusion,
     seam_linear,
@@ -33,7 +34,16 @@ from tests.integrations.vllm import (
 )
 from tests.integrations.vllm.checks import CHECKS, hopper
 
-SEAMS = (seam_plugin, seam_linear, seam_attention, seam_attention_steps, seam_moe, seam_mla, seam_fusion)
+SEAMS = (
+    seam_plugin,
+    seam_linear,
+    seam_attention,
+    seam_attention_choice,
+    seam_attention_steps,
+    seam_moe,
+    seam_mla,
+    seam_fusion,
+)
 """Modules that put their checks on the list."""
 
 

@@ -31,8 +31,8 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
     from cute_kernels.integrations.vllm.attention import (
         CuteKernelsAttentionBackend,
         CuteKernelsAttentionImpl,
-        cache_spec,
     )
+    from cute_kernels.integrations.vllm.attention_choice import cache_spec
 
     for kv_cache_dtype, own in (
         ("fp8", ""),
@@ -78,7 +78,8 @@ def more_requests_fit_as_vllm_counts_them() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     from cute_kernels.integrations.vllm import kv_formats
-    from cute_kernels.integrations.vllm.attention import PREFERRED_BLOCK, CuteKernelsAttentionImpl, cache_spec
+    from cute_kernels.integrations.vllm.attention import PREFERRED_BLOCK, CuteKernelsAttentionImpl
+    from cute_kernels.integrations.vllm.attention_choice import cache_spec
 
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8192),
@@ -233,7 +234,9 @@ def metadata_of_another_making_is_refused() -> None:
         assert "ChunkedLocalAttentionBuilder" in str(error) and "leaves attention to vLLM" in str(error)
     else:
         raise AssertionError("a builder that changes metadata was taken")
-    model = SimpleNamespace(attention_chunk_size=None, hf_text_config=SimpleNamespace(), rswa_window=None)
+    model = SimpleNamespace(
+        attention_chunk_size=None, hf_text_config=SimpleNamespace(), rswa_window=None, is_hybrid=False
+    )
     config = SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -241,30 +244,12 @@ def metadata_of_another_making_is_refused() -> None:
         speculative_config=None,
     )
     with mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: config):
-        assert attention._reasons_of_engine(True) == []
+        assert attention._reasons_of_engine("auto", True) == []
         model.attention_chunk_size, model.hf_text_config.param_sink_number = 8192, 128
-        assert attention._reasons_of_engine(True) == [
+        assert attention._reasons_of_engine("auto", True) == [
             "attention within chunks not supported",
             "sinks that are tokens not supported",
         ]
-
-
-@check
-def attention_is_asked_first_but_for_mla() -> None:
-    import importlib
-
-    from vllm.platforms.interface import DeviceCapability
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from cute_kernels.integrations.vllm import versions
-
-    interface = next(iter(versions.INTERFACES.values()))
-    module, name = interface.backend_priorities
-    priorities = getattr(importlib.import_module(module), name)
-    found = priorities(False, DeviceCapability(9, 0), None, "fp8", False)
-    assert found[0] is AttentionBackendEnum.CUSTOM and AttentionBackendEnum.FLASH_ATTN in found
-    assert AttentionBackendEnum.CUSTOM not in priorities(True, DeviceCapability(9, 0), None, "fp8", False)
-    assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "CuteKernelsAttentionBackend"
 
 
 @check
@@ -461,6 +446,7 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
         max_model_len=8192,
         dtype=torch.bfloat16,
         rswa_window=None,
+        is_hybrid=False,
     )
     engine = SimpleNamespace(
         model_config=model,

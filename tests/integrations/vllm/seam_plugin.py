@@ -96,7 +96,7 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
 
     def engine(sleeps: bool) -> Any:
         return SimpleNamespace(
-            model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None),
+            model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None, is_hybrid=False),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
             speculative_config=None,

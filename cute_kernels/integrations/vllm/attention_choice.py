@@ -1,0 +1,141 @@
+"""How vLLM comes to choose the attention backend, and counts what its caches take: functions of vLLM's are replaced.
+
+What vLLM knows a choice by is not all that decides it: the environment may name another format for the next engine of a
+process, an engine may be put to sleep, a layer may have ALiBi slopes. It chooses anew where one of these has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.vllm import environment, kv_formats
+from cute_kernels.integrations.vllm.versions import Interface
+
+
+def replace(interface: Interface) -> None:
+    """Has the backend asked first and anew, and its pages counted in bytes. Doing it again changes nothing."""
+    _once(*interface.backend_priorities, _asks_first)
+    _once(*interface.backend_choice, _chooses_anew)
+    for module, name in (interface.attention_layer, interface.mla_layer):
+        _once(module, f"{name}.get_kv_cache_spec", _counts_bytes)
+    module, name = interface.attention_layer
+    _once(module, f"{name}.__init__", _notes_alibi)
+
+
+def _once(module_name: str, name: str, made: Any) -> None:
+    """Puts ``made`` of a function of vLLM's in its place, unless it is there."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module_name))
+    original = getattr(owner, last)
+    if getattr(original, "is_cute_kernels", False):
+        return
+    replacement = functools.wraps(original)(made(original))
+    vars(replacement)["is_cute_kernels"] = True
+    setattr(owner, last, replacement)
+
+
+def _asks_first(original: Any) -> Any:
+    """Puts the backend before those that vLLM tries; MLA's are left alone."""
+
+    def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
+        found = original(use_mla, *arguments, **named)
+        return found if use_mla else [AttentionBackendEnum.CUSTOM, *found]
+
+    return priorities
+
+
+def _chooses_anew(original: Any) -> Any:
+    known: list[Any] = []
+
+    def choose(*arguments: object, **named: object) -> Any:
+        engine = get_current_vllm_config_or_none()
+        state = [
+            None if engine is None else weakref.ref(engine),
+            environment.wanted_kv_format(),
+            environment.switch(),
+            has_alibi(),
+        ]
+        if state != known:
+            original.cache_clear()
+            known[:] = state
+        return original(*arguments, **named)
+
+    vars(choose)["cache_clear"] = original.cache_clear
+    return choose
+
+
+_alibi = False
+
+
+def has_alibi() -> bool:
+    """Whether the layer that is being made has ALiBi slopes."""
+    return _alibi
+
+
+@contextmanager
+def _noting_alibi(slopes: object) -> Iterator[None]:
+    global _alibi
+    _alibi = slopes is not None
+    try:
+        yield
+    finally:
+        _alibi = False
+
+
+def _notes_alibi(original: Any) -> Any:
+    parameters = inspect.signature(original)
+
+    def __init__(self: Foreign, *arguments: object, **named: object) -> None:
+        given = parameters.bind(self, *arguments, **named).arguments
+        with _noting_alibi(given.get("alibi_slopes")):
+            original(self, *arguments, **named)
+
+    return __init__
+
+
+def _counts_bytes(original: Any) -> Any:
+    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype.
+
+    Others are refused while the environment names a format: their caches would be in another one.
+    """
+
+    def get_kv_cache_spec(self: Foreign, vllm_config: Foreign) -> Any:
+        spec = original(self, vllm_config)
+        if spec is None:
+            return None
+        if getattr(self.impl, "takes_constants", False):
+            if spec.page_size_padded is None:  # vLLM 0.26 gives layers that slide its smallest pages, which are slower
+                spec = dataclasses.replace(spec, block_size=vllm_config.cache_config.block_size)
+            return cache_spec(self, spec)
+        named = environment.wanted_kv_format() if environment.wanted_seams() else None
+        if named is not None:
+            kind = type(self.impl).__name__
+            raise ValueError(
+                f"{environment.KV_FORMAT}={named}: {self.layer_name} is served by {kind}, which has no such cache"
+            )
+        return spec
+
+    return get_kv_cache_spec
+
+
+def cache_spec(layer: Foreign, spec: Any) -> Any:
+    """A layer's cache specification; of formats that vLLM does not know, with the bytes of rows for head sizes."""
+    if not kv_formats.is_own(layer.kv_cache_dtype):
+        return spec
+    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
+    return dataclasses.replace(
+        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
+    )
