@@ -47,6 +47,9 @@ LAYERS = (
     Layer("auto", "int8_token_head,fp16", window=24, caches=ALL_EXTEND),
     Layer("int4_per_token_head", caches=ALL_EXTEND),
     Layer("int4_per_token_head", window=24, sinks=True, speculative=3),
+    Layer("auto", "fp16", shared=True),
+    Layer("fp8", window=24, shared=True, caches=ALL_EXTEND),
+    Layer("auto", "int4_g4", speculative=20),
 )
 INVARIANT = tuple(
     Layer(kv, form, speculative=drafted, caches={"invariant": True})
@@ -93,7 +96,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         impl = layer.make("cuda")
         invariant = layer.caches.get("invariant", False)
         decodes = attention_kernels.Decodes(
-            (1, 2, 3, 4), layer.speculative + 1, 128, layer.page, torch.float16, invariant
+            (1, 2, 3, 4), min(layer.speculative + 1, 16), 128, layer.page, torch.float16, invariant
         )
         specs.update(dict.fromkeys(attention_kernels.specs([impl], decodes, device)))
     prepare.load(device, specs)

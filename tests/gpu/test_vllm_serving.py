@@ -147,6 +147,7 @@ def own(served: Served) -> Difference:
         ("fp16", "theirs", EXACT),
         ("fp16-cut", "theirs", EXACT),
         ("speculation", "theirs", EXACT),
+        ("speculation-20", "theirs", EXACT),
         ("window", "window-theirs", EXACT),
         ("many", "many-theirs", EXACT),
         ("wide", "wide-theirs", EXACT),
@@ -178,6 +179,12 @@ def test_latent_attention_gives_what_flashmla_gives(served: Served):
     found = difference(ours, left)
     print("latent:", found)
     assert EXACT.holds(found), str(found)
+
+
+def test_nothing_of_a_model_without_layers_of_ours_is_replaced(served: Served):
+    """Of 16-bit weights and a 16-bit cache: its norms are Inductor's, too."""
+    found = served("theirs-compiled")
+    assert found["attention"] == [VLLMS] and found["linear"] == [] and found["fused"] == []
 
 
 def test_fused_graphs_give_what_single_operations_give(served: Served):

@@ -119,6 +119,10 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 
 WIDE = 131072
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MANY_DRAFTED = {  # more than a kernel of decode attention takes
+    "speculative_config": {**SPECULATION, "num_speculative_tokens": 20},
+    "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [21 * count for count in (1, 2, 4, 8, 16, 32)]},
+}
 MANY = {
     "max_num_seqs": 256,
     "compilation_config": {
@@ -142,6 +146,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "fp16": Scenario(kv_format="fp16"),
         "fp16-cut": Scenario(kv_format="fp16", chunk=384),
         "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
+        "speculation-20": Scenario(kv_format="fp16", chunk=1024, engine=MANY_DRAFTED),
+        "theirs-compiled": Scenario(engine=COMPILED),
         "int8": Scenario("int8_per_token_head"),
         "fp8-rows": Scenario("fp8_per_token_head"),
         "fp8": Scenario("fp8"),
@@ -256,7 +262,7 @@ def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
     longest = scenario.engine.get("max_model_len", MAX_MODEL_LEN)
     batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
-    decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, _dtype(scenario), invariant)
+    decodes = attention_kernels.Decodes(batches, min(1 + drafted, 16), longest, BLOCK, _dtype(scenario), invariant)
     return attention_kernels.specs([layer], decodes, torch.device("cuda", 0))
 
 

@@ -351,6 +351,8 @@ def every_kernel_of_a_step_is_listed() -> None:
             Layer("fp8", speculative=3, caches={"invariant": True}),
             Layer("int4_per_token_head", speculative=3),
             Layer("int4_per_token_head", window=24, sinks=True, soft_cap=3.0, caches=one_sm),
+            Layer("fp8", window=24, shared=True),
+            Layer("auto", "int4_g4", speculative=20),
             Layer("int4_per_token_head", dim=256),  # more columns than a kernel turns back
             Layer("auto", "fp16", window=24, sinks=True, speculative=3, constants=centred),
             Layer("auto", "fp16", sinks=True, caches=one_sm, constants=centred),
@@ -367,7 +369,7 @@ def every_kernel_of_a_step_is_listed() -> None:
                 serve_steps(layer)
             longest, invariant = layer.pages * layer.page, layer.caches.get("invariant", False)
             decodes = attention_kernels.Decodes(
-                (1, 2, 3, 4), 1 + layer.speculative, longest, layer.page, torch.float16, invariant
+                (1, 2, 3, 4), min(1 + layer.speculative, 16), longest, layer.page, torch.float16, invariant
             )
             with mock.patch.object(attention_kernels, "can_extend", lambda *_, extends=extends: extends):
                 listed = attention_kernels.specs_of(impl, decodes, 132)
