@@ -18,7 +18,8 @@ from cute_kernels.runtime.aot import BundleError, open_bundle
 from cute_kernels.runtime.device import UnsupportedGPUError, arch_of, portable_arch_of
 from cute_kernels.runtime.installed import PACKAGES, installed
 from cute_kernels.runtime.resources import ToolMissingError, find_tool
-from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory
+from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory, nearest
+from cute_kernels.runtime.trust import distrust
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 
@@ -115,15 +116,21 @@ def _linker() -> Finding:
 
 def _cache() -> Finding:
     store = DiskStore(default_directory())
-    existing = next(folder for folder in (store.root, *store.root.parents) if folder.exists())
-    entries = store.entries()
+    existing = nearest(store.root.absolute())
+    is_there = existing == store.root.absolute()
+    entries = store.entries() if is_there else []
     detail = f"{store.root}: {len(entries)} kernels, {sum(entry['bytes'] for entry in entries) / 2**20:.1f} MiB"
-    quarantined = len(list(store.root.glob("quarantine/*-*")))
-    if quarantined:
+    if is_there and (quarantined := len(list(store.root.glob("quarantine/*-*")))):
         detail += f", {quarantined} damaged in quarantine"
     try:
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryDirectory(dir=existing) as probe:
+            reason = distrust(store.root if is_there else Path(probe))
+        if reason is None:
             return Finding("cache", OK, detail)
+        remedy = (
+            f"kernels are compiled anew in every process; chmod go-w, or set {DIRECTORY_VARIABLE} to one of your own"
+        )
+        return Finding("cache", LIMITED, f"{detail}; not used, as others could put code there: {reason}", remedy)
     except OSError as error:
         remedy = f"kernels are compiled anew in every process; set {DIRECTORY_VARIABLE} to a writable directory"
         return Finding("cache", LIMITED, f"{detail}; not writable ({error.strerror})", remedy)

@@ -46,9 +46,23 @@ COMPILE_VARIABLES = tuple(
 
 
 def default_directory() -> Path:
-    """`CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels."""
+    """`CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels, else cute_kernels-USER in the temporary directory.
+
+    The last is for a user without a home, or with one that is read-only and holds no cache: containers run so.
+    """
     named = os.environ.get(DIRECTORY_VARIABLE)
-    return Path(named) if named else Path.home() / ".cache" / "cute_kernels"
+    if named:
+        return Path(named)
+    with contextlib.suppress(RuntimeError):  # neither HOME nor an entry in the list of users
+        path = Path.home() / ".cache" / "cute_kernels"
+        if os.path.exists(path) or os.access(nearest(path), os.W_OK | os.X_OK):
+            return path
+    return Path(tempfile.gettempdir()) / f"cute_kernels-{os.geteuid()}"
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the first directory above it that exists."""
+    return next(place for place in (path, *path.parents) if os.path.exists(place))  # False where it may not look
 
 
 @dataclass(frozen=True)
@@ -119,9 +133,9 @@ class DiskStore:
     def read(self, key: Key) -> Entry | None:
         """The entry of `key`; None if there is none. A damaged one is moved to quarantine, with a warning."""
         folder = self.folder(key)
-        if not folder.is_dir() or self.refusal is not None:
-            return None
         try:
+            if not os.path.isdir(folder) or self.refusal is not None:
+                return None
             return self._read(folder, key)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if folder.is_dir():  # else another process removed it meanwhile

@@ -10,6 +10,7 @@ from cute_kernels.runtime import doctor, native
 from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.resources import ToolMissingError
+from cute_kernels.runtime.store import DiskStore
 from tests.launchers import cpu_as_gpu
 
 
@@ -87,6 +88,25 @@ def test_a_cache_that_cannot_be_written_is_a_limit(monkeypatch: pytest.MonkeyPat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert finding("cache").status == LIMITED and "CUTE_KERNELS_CACHE_DIR" in finding("cache").remedy
+
+
+def test_a_cache_that_the_runtime_refuses_is_a_limit(scratch_cache: Path):
+    """Because others can write it, or the directory that it will be made in."""
+    assert finding("cache").status == OK
+    for place in (scratch_cache.parent, scratch_cache):
+        place.mkdir(exist_ok=True)
+        place.chmod(0o777)
+        found = finding("cache")
+        assert found.status == LIMITED and f"not used, as others could put code there: {place}" in found.detail
+        assert DiskStore(scratch_cache).refusal is not None and "chmod go-w" in found.remedy
+        place.chmod(0o755)
+    assert finding("cache").status == OK and DiskStore(scratch_cache).refusal is None
+
+
+def test_a_cache_in_a_temporary_directory_for_all_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    tmp_path.chmod(0o1777)
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    assert finding("cache").status == OK
 
 
 def test_a_bundle_that_does_not_open_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

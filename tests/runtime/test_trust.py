@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import warnings
 from pathlib import Path
@@ -101,3 +102,56 @@ def test_a_bundle_that_others_can_write_is_refused(tmp_path: Path):
     (tmp_path / "bundle.so").chmod(0o666)
     with pytest.raises(BundleError, match=r"is not loaded, as others could put code there: .*bundle.so can be written"):
         open_bundle(tmp_path)
+
+
+def found_by(user: int) -> str:
+    """Which cache directory a process of a user has, and why it is not used."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            place = store.default_directory()
+            os.write(write, f"{place} {store.DiskStore(place).refusal}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read) as file:
+        return file.read()
+
+
+@as_root
+@pytest.mark.parametrize("home", ["none", "read-only", "another's", "of a cache"])
+def test_a_user_whom_nobody_knows_has_a_cache(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A container's: a number without an entry in the list of users, with a home that it cannot write."""
+    user = 54321
+    with pytest.raises(KeyError):
+        pwd.getpwuid(user)
+    place = tmp_path / "home"
+    place.mkdir(mode=0o700 if home == "another's" else 0o755)
+    (place / (".cache/cute_kernels" if home == "of a cache" else ".")).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").chmod(0o1777)
+    for above in (tmp_path, *tmp_path.parents[:2]):  # pytest's
+        above.chmod(above.stat().st_mode | 0o111)
+    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.delenv(store.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.delenv("HOME") if home == "none" else monkeypatch.setenv("HOME", str(place))
+    want = place / ".cache/cute_kernels" if home == "of a cache" else tmp_path / "scratch" / f"cute_kernels-{user}"
+    assert found_by(user) == f"{want} None"
+
+
+def test_what_another_user_put_at_a_caches_place_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(store.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert store.default_directory() == tmp_path / "home" / ".cache" / "cute_kernels"
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path))
+    place = store.default_directory()
+    assert place == tmp_path / f"cute_kernels-{os.geteuid()}"
+    place.mkdir()
+    place.chmod(0o777)
+    assert "everybody" in str(store.DiskStore(place).refusal)
