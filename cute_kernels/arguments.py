@@ -49,6 +49,51 @@ class _UnlessCapturing:
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share memory, or lie so entangled that it would take more than a look at sizes to say no.
+
+    Parts of one tensor that take turns, such as K and V of each page, do not.
+    """
+    if a.is_meta or not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    return _meet(b.data_ptr() - a.data_ptr(), _steps_of(a), _steps_of(b))
+
+
+Steps = list[tuple[int, int]]
+"""(stride in bytes, size) of a tensor's dimensions and of the bytes of an element, the widest stride first."""
+
+
+def _steps_of(tensor: torch.Tensor) -> Steps:
+    width = tensor.element_size()
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    steps = [(stride * width, size) for stride, size in strides if size > 1 and stride]
+    return sorted([*steps, (1, width)], reverse=True)
+
+
+def _meet(offset: int, a: Steps, b: Steps) -> bool:
+    """Whether bytes at steps ``a`` from 0 and ``b`` from ``offset`` may meet."""
+    if offset >= _reach(a) or -offset >= _reach(b):
+        return False
+    if not a or not b or a[0][0] != b[0][0] or max(_reach(a[1:]), _reach(b[1:])) > a[0][0]:
+        return True
+    inner = offset % a[0][0]  # from a step of either to the one of the other that comes next
+    return any(_meet(place, a[1:], b[1:]) for place in (inner, inner - a[0][0]))
+
+
+def _reach(steps: Steps) -> int:
+    return 1 + sum(stride * (size - 1) for stride, size in steps)
+
+
+def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object]) -> None:
+    """Raises ValueError, naming both, if what a call writes shares memory with another of its tensors.
+
+    Part of the checks of a call that is the first of its kind, which a repeated call on a GPU does not have.
+    """
+    for other, tensor in others.items():
+        if isinstance(tensor, torch.Tensor) and share_memory(written, tensor):
+            raise ValueError(f"{name}: got memory that {other} takes too, want another tensor's")
+
+
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.
 DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0") and _UnlessCapturing()
 
@@ -106,6 +151,13 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name}: got {value!r}, want a number")
     if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
         raise ValueError(f"{name}: got {value}, want a positive finite number")
+
+
+def check_all_positive(name: str, values: torch.Tensor) -> None:
+    """Raises ValueError unless all values are positive and finite; waits for a GPU."""
+    wrong = values[~((values > 0) & (values < torch.inf))]
+    if wrong.numel():
+        raise ValueError(f"{name}: got {float(wrong[0])}, want positive finite numbers")
 
 
 def check_number(name: str, value: object, least: int | None = None) -> None:

@@ -141,7 +141,7 @@ def decode_attention(
             page_size, row].
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
             or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
-            on multiples of 16 bytes).
+            on multiples of 16 bytes). Positive and finite; values are checked as lengths are.
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
         window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them, as
@@ -171,7 +171,7 @@ def decode_attention(
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
-        out: where to write the result, contiguous.
+        out: where to write the result, contiguous, in memory that no other argument has.
 
     Returns:
         out [batch, q_len, num_q_heads, head_dim of V] in q's dtype; with ``return_lse`` also fp32 [batch, q_len,

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of, strides_of
+from cute_kernels.arguments import check_apart, check_tensors, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
@@ -368,6 +368,7 @@ def make_call(
     if out is not None:
         checks.check_out(out, q, v_head_dim)
         checks.check_contiguous("out", out)
+        check_apart("out", out, {**{name: tensors[name] for name in tensors if name != "out"}, **(score_options or {})})
     max_seq_len = blocks.max_seq_len
     checks.check_tail(forms[0], k_tail, tail_slots, batch, (blocks.num_kv_heads, head_dim))
     numbers = (batch, q_len, num_q_heads, blocks.num_kv_heads, head_dim, max_seq_len)

@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from cute_kernels.arguments import overlaps, shape_of, strides_of
+from cute_kernels import arguments
+from cute_kernels.arguments import check_tensors, overlaps, shape_of, strides_of
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -238,6 +239,7 @@ def check_given_scale(
     """
     if form.given_scale is None:
         if scale is not None:
+            check_tensors(**{name: scale})
             raise ValueError(
                 f"{name}: got a tensor of shape {shape_of(scale)}, want None: {form.name} has no such scale"
             )
@@ -250,10 +252,13 @@ def check_given_scale(
     wanted = f"{' or '.join(map(str, shapes))} for {form.name}"
     if scale is None:
         raise ValueError(f"{name}: got None, want torch.float32 {wanted}")
+    check_tensors(**{name: scale})
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
     if shape_of(scale) not in shapes:
         raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted}")
+    if scale.is_cpu or (arguments.DEBUG and scale.is_cuda):
+        arguments.check_all_positive(name, scale)
     if form.given_scale == "tensor":
         return 0, 0
     return scale.stride(0), scale.stride(1) if form.given_scale == "channel" else 0

@@ -85,8 +85,8 @@ def merge_states(
         out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim], of one
             shape and dtype; rows a multiple of 16 bytes.
         lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
-            ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys: such a part does not
-            count, whatever its out holds.
+            ``decode_attention(..., return_lse=True)`` gives it. -inf, or +inf as ``mla_decode`` gives it, for a part
+            without keys: such a part does not count, whatever its out holds.
 
     Returns:
         (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The

@@ -6,6 +6,7 @@ the first. One thread of a row writes the merged log-sum-exp.
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
@@ -54,8 +55,7 @@ class MergeStatesKernel:
             words_b = ptx.load_global_words(ptx.address(out_b) + place, 0, 4)
             row = vector // row_vectors
             at = Int64(row) * 4
-            state_a = ptx.load_global_words(ptx.address(lse_a) + at, 0, 1)[0].bitcast(Float32)
-            state_b = ptx.load_global_words(ptx.address(lse_b) + at, 0, 1)[0].bitcast(Float32)
+            state_a, state_b = self.load_state(lse_a, at), self.load_state(lse_b, at)
             top = ptx.fmax(state_a, state_b)
             finite_top = top
             if top == -Float32.inf:
@@ -73,6 +73,11 @@ class MergeStatesKernel:
             ptx.store_global(ptx.address(out) + place, self.pack(merged))
             if vector == row * row_vectors:
                 ptx.store_global(ptx.address(lse) + at, [top + ptx.log2(total) * ptx.LN_2])
+
+    def load_state(self, states, offset):
+        """A log-sum-exp; -inf for +inf, which is MLA decode's word for a query without keys."""
+        state = ptx.load_global_words(ptx.address(states) + offset, 0, 1)[0].bitcast(Float32)
+        return cutlass.select_(state == Float32.inf, Float32(-Float32.inf), state)
 
     @cute.jit
     def blend(self, a, weight_a, b, weight_b):

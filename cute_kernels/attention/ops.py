@@ -68,7 +68,7 @@ def _key(
         num_splits,
         (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
         strides_key(k_cache, v_cache),
-        out is None or out.is_contiguous(),
+        out if out is None else out is not q and out.is_contiguous(),
         None if options is None else options_key(options),
     )
 
@@ -159,7 +159,7 @@ def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[s
     wanted = {"tensor": (), "head": (cache.shape[2],), "channel": (cache.shape[2], cache.shape[3])}
     granularities = [format_of(name).given_scale for name in format_pair(kv_format)]
     return {
-        name: torch.empty(wanted[granularity], dtype=torch.float32, device=cache.device)
+        name: torch.ones(wanted[granularity], dtype=torch.float32, device=cache.device)
         for name, granularity in zip(("k_scale", "v_scale"), granularities, strict=True)
         if granularity is not None
     }

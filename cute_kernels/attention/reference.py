@@ -106,9 +106,10 @@ def merge_states_reference(
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
     out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. Where an lse is -inf, that
-    part does not count, whatever its out holds; where both are, out is 0 and lse -inf. Returns both in `compute_dtype`.
+    part does not count, whatever its out holds; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
+    gives it for a query without keys. Returns both in `compute_dtype`.
     """
-    lse_a, lse_b = lse_a.to(compute_dtype), lse_b.to(compute_dtype)
+    lse_a, lse_b = (lse.to(compute_dtype).masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
     weights = [_exp_difference(lse, top).unsqueeze(-1) for lse in (lse_a, lse_b)]
     parts = [

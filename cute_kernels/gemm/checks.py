@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_number, check_tensors
+from cute_kernels.arguments import check_number, check_tensors, share_memory
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
 from cute_kernels.gemm.reference import ACTIVATIONS, out_features
 from cute_kernels.gemm.weight import check_place
@@ -105,8 +105,8 @@ def check_out(out: torch.Tensor) -> None:
 
 
 def check_apart(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises ValueError if ``out`` begins where x does: kernels read x while they write results."""
-    if x.numel() and out.data_ptr() == x.data_ptr():
+    """Raises ValueError if ``out`` shares memory with x: kernels read x while they write results."""
+    if share_memory(out, x):
         raise ValueError("out: got the memory of x, want other memory: x is read while out is written")
 
 

@@ -176,7 +176,8 @@ def _on_cpu(
     out=None,
 ) -> torch.Tensor:
     weight = PackedWeight(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
-    result = linear_reference(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
+    options = {"activation": activation, "out_dtype": out_dtype, "batch_invariant": batch_invariant}
+    result = linear_reference(x, weight, bias, residual=residual, **options)
     return result if out is None else out.copy_(result)
 
 

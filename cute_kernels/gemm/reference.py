@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -44,6 +46,7 @@ def linear_reference(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """activation((x * input_scale) W^T + bias) + residual.
 
@@ -52,16 +55,29 @@ def linear_reference(
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] for "swiglu".
+        batch_invariant: whether each row is computed by itself. A product's order of sums goes by how many rows it has,
+            and a function's last bits by where vector instructions end.
     """
+    computed = _row_by_row if batch_invariant else _at_once
     inputs = prepare_input(x, None, weight.input_scale).to(compute_dtype)
     y = torch.empty(*x.shape[:-1], weight.out_features, dtype=compute_dtype, device=x.device)
     for first, last in row_blocks(weight.codes.shape[0], weight.in_features):
         w = weight.dequantize_tiles(first, last).to(x.dtype).to(compute_dtype)
         with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # which would round what goes in and out
-            y[..., first * TILE_N : first * TILE_N + w.shape[0]] = inputs @ w.T
+            y[..., first * TILE_N : first * TILE_N + w.shape[0]] = computed(lambda rows, w=w: rows @ w.T, inputs)
     if bias is not None:
         y += bias
-    y = activate(y, activation)
+    y = computed(lambda rows: activate(rows, activation), y)
     if residual is not None:
         y = y + residual
     return y.to(out_dtype or x.dtype)
+
+
+def _at_once(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x)
+
+
+def _row_by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x) of rows [..., n], each in memory of its own: libraries look at alignment, too."""
+    rows = [function(row.clone()) for row in x.reshape(-1, 1, x.shape[-1])]
+    return torch.cat(rows).view(*x.shape[:-1], -1) if rows else function(x)

@@ -98,13 +98,14 @@ def append_kv(
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
             same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any token stride.
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
-            page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous,
-            other strides are free.
+            page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous
+            and share no memory, K's with V's neither; other strides are free.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
             "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
-        cu_seqlens: int32 [batch + 1], from 0 to tokens: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1].
+        cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1]. Tokens
+            from cu_seqlens[batch] on belong to no request: they are not written, and their q may hold anything.
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
@@ -117,7 +118,7 @@ def append_kv(
         q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
-            [num_kv_heads, 1], "channel" [num_kv_heads, head_dim].
+            [num_kv_heads, 1], "channel" [num_kv_heads, head_dim]. Positive and finite.
         transform: how this cache is written, see :class:`CacheTransform`; every append and every query of it needs the
             same. q comes back transformed, as `decode_attention` wants it (without its ``transform``). Rotations are
             for head_dim 64, 128 and 256.
@@ -134,8 +135,8 @@ def append_kv(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
             pages and slots are not looked at on a GPU (that would wait for it): a token whose place is unmapped or
-            outside the cache is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places, and
-            places that two tokens share, are errors that name request and position; on the CPU always.
+            outside the cache is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places,
+            places that two tokens share, and scales that are not positive are errors; on the CPU always.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 
     CPU tensors are served by the reference implementation.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_tensors, is_one_of, shape_of
+from cute_kernels.arguments import check_apart, check_tensors, is_one_of, shape_of
+from cute_kernels.attention.checks import check_given_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.kv_cache.arguments import bulk_arguments
-from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, divisor_of, other_rotation, row_alignment, row_transform_of
 from cute_kernels.kv_cache.reference import shaped_scale
@@ -190,7 +190,11 @@ def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _checked_out(
-    out: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    **read: torch.Tensor | None,
 ) -> torch.Tensor:
     check_tensors(out=out)
     if out.dtype not in dtypes:
@@ -198,6 +202,7 @@ def _checked_out(
     if out.shape != shape:
         raise ValueError(f"out: got shape {shape_of(out)}, want {list(shape)}")
     _check_memory("out", out, device)
+    check_apart("out", out, read)
     return out
 
 
@@ -216,7 +221,7 @@ def _quantize_here(
     rows = form.quantize(numbers, shaped_scale(form, scale))
     if out is None:
         return x.clone() if rows is x else rows  # an operator's result is its own
-    _checked_out(out, rows.shape, form.cache_dtypes, x.device)
+    _checked_out(out, rows.shape, form.cache_dtypes, x.device, x=x, scale=scale)
     if rows.element_size() == 1:
         out.view(torch.uint8).copy_(rows.view(torch.uint8))
         return out
@@ -235,7 +240,7 @@ def _dequantize_here(
     x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
     if out is None:
         return x.clone() if x is rows else x
-    return _checked_out(out, x.shape, (dtype,), rows.device).copy_(x)
+    return _checked_out(out, x.shape, (dtype,), rows.device, rows=rows, scale=scale).copy_(x)
 
 
 def _launch_quantize(
@@ -256,7 +261,7 @@ def _launch_quantize(
     if out is None:
         rows = torch.empty(shape, dtype=form.cache_dtype, device=x.device)
     else:
-        rows = _checked_out(out, shape, form.cache_dtypes, x.device)
+        rows = _checked_out(out, shape, form.cache_dtypes, x.device, x=x, scale=scale)
     _launch("quantize", kv_format, x, rows, scale, ("x", "out"), half)
     return rows
 
@@ -275,7 +280,7 @@ def _launch_dequantize(
     if out is None:
         x = torch.empty(shape, dtype=dtype, device=rows.device)
     else:
-        x = _checked_out(out, shape, (dtype,), rows.device)
+        x = _checked_out(out, shape, (dtype,), rows.device, rows=rows, scale=scale)
     _launch("dequantize", kv_format, x, rows, scale, ("out", "rows"))
     return x
 

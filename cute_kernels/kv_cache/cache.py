@@ -389,8 +389,8 @@ class KVCache:
                 head, [num_kv_heads, head_dim] per channel. None for a format without one.
 
         Raises:
-            ValueError: a scale is missing, not wanted, of another shape, negative or not finite, or the cache holds
-                sequences, whose tokens were written with other scales.
+            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite, or the cache
+                holds sequences, whose tokens were written with other scales.
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer}")

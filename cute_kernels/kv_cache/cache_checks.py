@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_count, check_flag, check_floating, is_one_of
+from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.checks import check_readable
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.kv_cache.transforms import CacheTransform
@@ -107,6 +107,5 @@ def checked_scale(
     flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
     if tuple(scale.shape) not in (want, flat):
         raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
-        raise ValueError(f"{name}: got a negative, infinite or NaN scale, want finite ones from 0")
+    check_all_positive(name, scale)
     return scale

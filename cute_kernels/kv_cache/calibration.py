@@ -81,14 +81,15 @@ class Calibrator:
 
     def scale(self) -> torch.Tensor:
         """The scale, fp32, of a shape that operators and formats take: [], [num_kv_heads, 1] or
-        [num_kv_heads, head_dim]. ValueError if there were no samples."""
+        [num_kv_heads, head_dim]; 1 for what was 0 in all samples. ValueError if there were none."""
         if self._top is None:
             raise ValueError("x: got no samples, want at least one update")
         top = _grouped(self._top, self.granularity).amax(1)
         if self.method == "percentile" and self._counts is not None:
             top = torch.minimum(top, self._percentile(self._counts))
         # A tensor on the device: dividing by a Python number, CUDA multiplies by its reciprocal, which rounds twice.
-        return (top / top.new_full((), self.code_max)).reshape(scale_shape(self.granularity, *self._top.shape))
+        scale = top / top.new_full((), self.code_max)
+        return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:
         """size: fp32 [samples, num_kv_heads, head_dim], not negative."""

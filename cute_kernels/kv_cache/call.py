@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_number, check_tensors, shape_of
+from cute_kernels.arguments import check_apart, check_number, check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.attention.checks import check_given_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
@@ -132,6 +133,19 @@ def check_append(call: AppendCall) -> None:
     _check_transform(call)
     check_given_scale("k_scale", call.k_scale, k_format, call.num_kv_heads, call.k.shape[2])
     check_given_scale("v_scale", call.v_scale, v_format, call.num_kv_heads, call.v.shape[2])
+    _check_memory(call)
+
+
+def _check_memory(call: AppendCall) -> None:
+    """Nothing that is written is read or written elsewhere; q may come back where it was."""
+    others = {name: value for name, value in call._asdict().items() if isinstance(value, torch.Tensor)}
+    for name in ("v_cache", "k_cache", "q_shift", "q_out"):
+        written = others.pop(name, None)
+        if name == "q_out" and written is not None and call.q is not None:
+            if written.data_ptr() == call.q.data_ptr() and strides_of(written) == strides_of(call.q):
+                del others["q"]
+        if written is not None:
+            check_apart(name, written, others)
 
 
 def _check_tensors(call: AppendCall) -> None:
@@ -208,6 +222,9 @@ def check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat
         )
     if cache.numel() and cache.stride(3) != 1:
         raise ValueError(f"{name}: got strides {cache.stride()}, want rows contiguous: a last stride of 1")
+    if overlaps(cache):
+        found = f"got strides {cache.stride()} for shape {shape_of(cache)}"
+        raise ValueError(f"{name}: {found}, want rows that do not overlap")
 
 
 def _check_place(call: AppendCall) -> None:
@@ -307,24 +324,3 @@ def _check_transform(call: AppendCall) -> None:
         raise TypeError(f"q_shift: got dtype {shift.dtype}, want torch.float32")
     if shift.shape != call.q.shape[:2]:
         raise ValueError(f"q_shift: got shape {shape_of(shift)}, want {list(call.q.shape[:2])}, tokens and heads of q")
-
-
-def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int) -> None:
-    """Raises TypeError or ValueError unless a given scale is there, and right, exactly where the format wants one."""
-    if form.given_scale is None:
-        if scale is not None:
-            raise ValueError(f"{name}: got a tensor, want None: {form.name} has no scale beside the cache")
-        return
-    shapes = {
-        "tensor": ((), (1,)),
-        "head": ((num_kv_heads,), (num_kv_heads, 1)),
-        "channel": ((num_kv_heads, head_dim),),
-    }[form.given_scale]
-    wanted = " or ".join(str(list(shape)) for shape in shapes)
-    if scale is None:
-        raise ValueError(f"{name}: got None, want a float32 tensor of shape {wanted} for {form.name}")
-    check_tensors(**{name: scale})
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
-    if tuple(scale.shape) not in shapes:
-        raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted} for {form.name}")

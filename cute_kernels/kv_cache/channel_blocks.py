@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
+from cute_kernels.arguments import check_apart
 from cute_kernels.attention.checks import check_blocks, check_tail
 from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import ops
@@ -78,6 +79,9 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
     for name, tensor in (("k_tail", rows), ("tail_slots", slots), ("k_cache", call.k_cache)):
         if tensor.device != call.k.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.k.device}, where k is")
+    if arguments.DEBUG or not rows.is_cuda:  # there is no plan that would say that a call like it was checked
+        check_apart("k_cache", call.k_cache, {"v_cache": call.v_cache, "k": call.k, "v": call.v})
+        check_apart("k_tail", rows, {"k_cache": call.k_cache, "v_cache": call.v_cache, "k": call.k, "v": call.v})
     k_new = torch.empty(call.k.shape, dtype=torch.float16, device=call.k.device)
     return Fill(
         k_new, rows, slots, call.k_cache, call.seq_lens, call.cu_seqlens, call.block_table, call.cache_layout,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from cute_kernels.arguments import check_floating, device_of
+from cute_kernels.arguments import check_all_positive, check_floating, device_of
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 
 FORMAT, VERSION = "cute_kernels.cache_constants", "1"
@@ -168,5 +168,4 @@ def _check_scale(name: str, scale: torch.Tensor) -> None:
     check_floating(**{name: scale})
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
-        raise ValueError(f"{name}: got a negative, infinite or NaN scale, want finite ones from 0")
+    check_all_positive(name, scale)

@@ -58,6 +58,7 @@ def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ..
         k_format,
         v_format,
         layout,
+        k_cache is not v_cache,
         None if rope is None else rope.text,
         norm_eps,
         None if transform is None else transform.kind,

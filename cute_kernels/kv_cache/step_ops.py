@@ -24,10 +24,10 @@ from cute_kernels.attention.checks import check_out, check_positive, head_dim_of
 from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
-from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache import step_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
+from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.transforms import (
     PART_NAMES,
@@ -168,7 +168,7 @@ def _key(step: Step) -> tuple[Any, ...]:
         None if rope is None else rope.text,
         norm_eps,
         num_splits,
-        None if out is None else identity(out),
+        None if out is None else (out is not q, *identity(out)),
         None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
         None if options is None else attention_ops.options_key(options),
         None if transform is None else (transform.kind, step.sees_shift),
@@ -226,6 +226,8 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, _, num_splits, _, out, options,
      transform) = step  # fmt: skip
     check_tensors(q=q, k=k, v=v)
+    if isinstance(out, torch.Tensor):
+        arguments.check_apart("out", out, {"q": q, "k": k, "v": v})
     complete: Any = options or NO_OPTIONS
     check_transform("transform", transform)
     if step.sees_shift:
@@ -302,7 +304,7 @@ def _starts(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_values(append: AppendCall, attention: AttentionCall) -> None:
-    check_append_values(append)
+    check_append_values(append, may_be_shorter=True)
     check_device_values(attention)
 
 
@@ -315,8 +317,9 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
     check_positive("softmax_scale", softmax_scale)
     append, attention = make_calls(step)
     _check_values(append, attention)
-    rotated = append_ops.reference(append)
+    rotated = append_kv_reference(append)
     assert rotated is not None
+    rotated = rotated.to(step.q.dtype)
     scale = attention.softmax_scale if softmax_scale is None else float(softmax_scale)
     result, lse = attention_of(replace(attention, q=rotated.view(attention.q.shape), softmax_scale=scale))
     if step.transform is not None:

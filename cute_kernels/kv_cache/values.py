@@ -10,17 +10,19 @@ from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import places, requests_of
 
 
-def check_append_values(call: AppendCall) -> None:
+def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
     """Raises ValueError, naming request and position (or token), if a token would not go to a place of its own.
 
-    Slots of -1 ask for that and are no error.
+    Slots of -1 and tokens behind those of all requests ask for that and are no error.
+
+    may_be_shorter: whether a request may have fewer tokens than come, whose first ones then have no place.
     """
     if not call.num_tokens:
         return
     if call.cu_seqlens is not None:
         _check_bounds(call)
     if call.seq_lens is not None and call.slot_mapping is None:
-        _check_lengths(call)
+        _check_lengths(call, may_be_shorter)
     _, pages, rows = places(call)
     _check_pages(call, pages)
     _check_duplicates(call, pages, rows)
@@ -29,24 +31,24 @@ def check_append_values(call: AppendCall) -> None:
 def _check_bounds(call: AppendCall) -> None:
     assert call.cu_seqlens is not None
     bounds = call.cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != call.num_tokens:
+    if bounds[0] != 0 or bounds[-1] > call.num_tokens:
         raise ValueError(
-            f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, want it to begin with 0 and end with {call.num_tokens}, the "
-            "tokens of k"
+            f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, want it to begin with 0 and end with at most "
+            f"{call.num_tokens}, the tokens of k"
         )
     for request, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end < begin:
             raise ValueError(f"cu_seqlens: request {request}: got {begin} to {end}, want no less than it begins with")
 
 
-def _check_lengths(call: AppendCall) -> None:
+def _check_lengths(call: AppendCall, may_be_shorter: bool) -> None:
     assert call.seq_lens is not None
     new = torch.ones_like(call.seq_lens) if call.cu_seqlens is None else call.cu_seqlens.diff()
     room = call.page_size * (1 if call.block_table is None else call.block_table.shape[1])
     holder = "the cache" if call.block_table is None else "block_table"
     for request, (length, count) in enumerate(zip(call.seq_lens.tolist(), new.tolist(), strict=True)):
         # A length of 0 appends nothing: rows that pad a batch for a graph.
-        if length and length < count:
+        if length and length < count and not may_be_shorter:
             raise ValueError(
                 f"seq_lens: request {request}: got length {length} after an append of {count} tokens, want at least "
                 f"{count}"
@@ -63,7 +65,8 @@ def _check_pages(call: AppendCall, pages: torch.Tensor) -> None:
     if call.slot_mapping is not None:
         lost = lost & (call.slot_mapping != -1)
     elif call.seq_lens is not None:
-        lost = lost & (call.seq_lens[requests_of(call)[0]] != 0)
+        request, ahead = requests_of(call)
+        lost = lost & (request >= 0) & (call.seq_lens[request] >= ahead)
     if not lost.any():
         return
     token = int(lost.nonzero()[0])

@@ -81,7 +81,7 @@ class DensePlan:
 
 
 def _dense_key(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None) -> tuple[Any, ...]:
-    return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
+    return kv_format, causal, out is None, identity(q), identity(cache), identity(block_table), identity(seq_lens)
 
 
 def _dense_checked(
@@ -90,7 +90,7 @@ def _dense_checked(
     problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
     checks.check_alignment(problem, q=q, cache=cache)
     _scale_of(problem, softmax_scale)
-    _check_out(problem, out)
+    _check_out(problem, out, q=q, cache=cache, block_table=block_table, seq_lens=seq_lens)
     if arguments.DEBUG:
         checks.check_dense_values(problem, block_table, seq_lens)
     return problem, out
@@ -118,7 +118,7 @@ def _dense_here(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_positive("softmax_scale", softmax_scale)
     problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
-    _check_out(problem, out)
+    _check_out(problem, out, q=q, cache=cache, block_table=block_table, seq_lens=seq_lens)
     result, lse = mla_decode_reference(
         q, cache, block_table, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, causal=causal
     )
@@ -195,14 +195,14 @@ class CheckedSparse(NamedTuple):
 
 def _sparse_key(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> tuple[Any, ...]:
     given = [None if x is None else identity(x) for x in extras]
-    return kv_format, identity(q), identity(cache), identity(indices), *given
+    return kv_format, out is None, identity(q), identity(cache), identity(indices), *given
 
 
 def _sparse_checked(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> CheckedSparse:
     problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **extras._asdict())
     checks.check_alignment(problem, q=q, cache=cache, extra_cache=extras.extra_cache)
     _scale_of(problem, softmax_scale)
-    _check_out(problem, out)
+    _check_out(problem, out, q=q, cache=cache, indices=indices, **extras._asdict())
     if arguments.DEBUG:
         _check_values(problem, indices, extras)
     return CheckedSparse(problem, with_max, out)
@@ -237,7 +237,7 @@ def _sparse_here(
     check_positive("softmax_scale", softmax_scale)
     options: dict[str, Any] = {"kv_format": kv_format, **extras._asdict()}
     problem = checks.sparse_problem(q, cache, indices, **options)
-    _check_out(problem, out)
+    _check_out(problem, out, q=q, cache=cache, indices=indices, **extras._asdict())
     if arguments.DEBUG:
         _check_values(problem, indices, extras)
     result, lse, top = sparse_mla_decode_reference(q, cache, indices, softmax_scale=softmax_scale, **options)
@@ -265,9 +265,10 @@ def _scale_of(problem: DenseProblem | SparseProblem, softmax_scale: float | None
     return float(softmax_scale)
 
 
-def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None) -> None:
+def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None, **read: torch.Tensor | None) -> None:
     if out is not None:
         checks.check_out(out, problem)
+        arguments.check_apart("out", out, read)
         if out.is_cuda:
             checks.check_alignment(problem, out=out)
 

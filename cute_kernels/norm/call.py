@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_number, check_permutation, check_tensors, check_together, row_stride, shape_of
+from cute_kernels.arguments import (
+    check_apart,
+    check_number,
+    check_permutation,
+    check_tensors,
+    check_together,
+    row_stride,
+    shape_of,
+    share_memory,
+)
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -109,25 +118,12 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 def _check_places(call: NormCall) -> None:
     """Results may take the place of x or of the residual, but not of each other, nor of a part of an input."""
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
-    if len(outputs) == 2 and _overlap(*outputs.values()):
-        raise ValueError("residual_out: got memory that out takes too, want another tensor's")
+    if len(outputs) == 2:
+        check_apart("residual_out", outputs["residual_out"], {"out": outputs["out"]})
     for name, result in outputs.items():
         for other, given in call.tensors.items():
-            if other in outputs or not _overlap(result, given):
+            if other in outputs or not share_memory(result, given):
                 continue
             same = other in ("x", "residual") and result.data_ptr() == given.data_ptr()
             if not (same and given.is_contiguous()):
                 raise ValueError(f"{name}: got memory that {other} takes too, want {other} itself or another tensor's")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors' memory may overlap, by their first and last elements."""
-    if a.device.type == "meta" or not a.numel() or not b.numel():
-        return False
-    (first, last), (other_first, other_last) = map(_span, (a, b))
-    return first < other_last and other_first < last
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -98,19 +98,22 @@ def test_it_is_the_fp64_average(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_empty_part_changes_nothing_whatever_its_output_holds(dtype):
+@pytest.mark.parametrize("empty", [-math.inf, math.inf])
+def test_an_empty_part_changes_nothing_whatever_its_output_holds(dtype, empty):
+    """+inf is what MLA decode, as FlashMLA, gives for a query without keys."""
     a, b = random_states((4, 3, 64), dtype)
-    b.lse.fill_(-math.inf)
+    b.lse.fill_(empty)
     for content in (0.0, math.nan, math.inf):
         b.out.fill_(content)
         for merged in (merge_states(*a, *b), merge_states(*b, *a)):
             assert torch.equal(merged[0], a.out) and torch.equal(merged[1], a.lse)
 
 
-def test_two_empty_parts_are_empty():
+@pytest.mark.parametrize("lse_a, lse_b", [(-math.inf, -math.inf), (math.inf, -math.inf), (math.inf, math.inf)])
+def test_two_empty_parts_are_empty(lse_a, lse_b):
     a, b = random_states((4, 3, 64), torch.bfloat16)
-    for state in (a, b):
-        state.lse.fill_(-math.inf)
+    a.lse.fill_(lse_a)
+    b.lse.fill_(lse_b)
     out, lse = merge_states(*a, *b)
     assert not out.any() and torch.all(lse == -math.inf)
 

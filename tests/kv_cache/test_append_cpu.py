@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels import dequantize_kv, quantize_kv
 from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling, append_kv
 from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.ops import reference
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_cache.transforms import parts_of
+from cute_kernels.names import KvFormatName
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
 from tests.kv_cache.transformed import make_transform, with_transform
 
@@ -241,7 +244,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "norm of all heads": ({"k_norm": torch.ones(256).bfloat16()}, r"k_norm: got shape \[256\], want \[128\]"),
     "norm with gaps": ({"q_norm": torch.ones(256).bfloat16()[::2]}, "q_norm: got strides .* want it contiguous"),
     "negative eps": ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a finite number of at least 0"),
-    "scale of nothing": ({"k_scale": torch.ones(())}, "k_scale: got a tensor, want None: bf16 has no scale beside"),
+    "scale of nothing": ({"k_scale": torch.ones(())}, "k_scale: got a tensor .*want None: bf16 has no such scale"),
 }  # fmt: skip
 
 
@@ -257,10 +260,40 @@ def test_bad_arguments_are_refused_by_name_before_anything_is_written(changes, m
     assert torch.equal(call.k_cache.view(torch.uint8), before.k_cache.view(torch.uint8))
 
 
+def test_tokens_behind_those_of_all_requests_are_not_written():
+    """As `extend_attention` has queries: engines pad the tokens of a step."""
+    call = make_call(PREFILL)
+    want = clone_caches(call)
+    reference(want)
+    new = {"k": call.k, "v": call.v, "q": call.q}
+    pad = {name: torch.cat((x, torch.full_like(x[:2], torch.nan))) for name, x in new.items() if x is not None}
+    found = clone_caches(call)._replace(**pad)
+    q = reference(found)
+    assert torch.equal(found.k_cache, want.k_cache) and torch.equal(found.v_cache, want.v_cache)
+    alone = reference(clone_caches(call))
+    assert q is not None and alone is not None and torch.equal(q[:-2], alone)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_scales_that_are_not_positive_are_refused(scale):
+    x = torch.ones(1, 8, 2, 64)
+    shapes: dict[KvFormatName, tuple[int, ...]] = {"int8_tensor": (), "e4m3_head": (2,), "int8_channel": (2, 64)}
+    for kv_format, shape in shapes.items():
+        given = torch.ones(shape)
+        given.view(-1)[-1] = scale
+        with pytest.raises(ValueError, match="scale: got .*, want positive finite numbers"):
+            quantize_kv(x, kv_format=kv_format, scale=given)
+        with pytest.raises(ValueError, match="scale: got .*, want positive finite numbers"):
+            dequantize_kv(x.to(torch.uint8), kv_format=kv_format, head_dim=64, scale=given)
+    call = make_call(DECODE.with_(kv_format="int8_head"))
+    with pytest.raises(ValueError, match="v_scale: got .*, want positive finite numbers"):
+        reference(call._replace(v_scale=torch.full((2,), scale)))
+
+
 @pytest.mark.parametrize(
     ("kv_format", "scale", "message"),
     [
-        ("int8_tensor", None, r"k_scale: got None, want a float32 tensor of shape \[\] or \[1\] for int8_tensor"),
+        ("int8_tensor", None, r"k_scale: got None, want torch.float32 \[\] or \[1\] for int8_tensor"),
         ("int8_head", torch.ones(3), r"k_scale: got shape \[3\], want \[2\] or \[2, 1\] for int8_head"),
         ("int8_channel", torch.ones(2, 64), r"k_scale: got shape \[2, 64\], want \[2, 128\] for int8_channel"),
         ("e4m3_head", torch.ones(2).half(), "k_scale: got dtype torch.float16, want torch.float32"),
@@ -293,8 +326,8 @@ SLOTS = Shape(place="slots")
         (PREFILL, "seq_lens", 1, 2, "seq_lens: request 1: got length 2 after an append of 3 tokens, want at least 3"),
         (DECODE, "seq_lens", 3, 33, "seq_lens: request 3, position 32: got length 33, want at most 32, what b"),
         (DECODE.with_(place="contiguous"), "seq_lens", 0, 36, "seq_lens: request 0, position 35: .* 35, what the"),
-        (PREFILL, "cu_seqlens", 2, 4, "cu_seqlens: got 0 to 4, want it to begin with 0 and end with 5"),
-        (PREFILL, "cu_seqlens", 0, 1, "cu_seqlens: got 1 to 5, want it to begin with 0 and end with 5"),
+        (PREFILL, "cu_seqlens", 2, 6, "cu_seqlens: got 0 to 6, want it to begin with 0 and end with at most 5"),
+        (PREFILL, "cu_seqlens", 0, 1, "cu_seqlens: got 1 to 5, want it to begin with 0 and end with at most 5"),
         (PREFILL, "cu_seqlens", 1, 6, "cu_seqlens: request 1: got 6 to 5, want no less"),
         (SLOTS, "slot_mapping", 2, -2, "slot_mapping: token 2: got -2, want -1 or 0 to "),
         (SLOTS, "slot_mapping", 3, 10_000, "slot_mapping: token 3: got 10000, want -1 or 0 to "),

@@ -279,7 +279,8 @@ def test_scales_are_asked_for_checked_and_kept_per_layer():
     for wrong, message in (
         ({"k_scale": k_scale}, "v_scale: got None, want \\[2, 1\\] for e4m3_head"),
         ({"k_scale": k_scale[:1], "v_scale": v_scale}, "k_scale: got shape \\[1, 64\\], want \\[2, 64\\]"),
-        ({"k_scale": k_scale, "v_scale": -v_scale}, "v_scale: got a negative, infinite or NaN scale"),
+        ({"k_scale": k_scale, "v_scale": -v_scale}, "v_scale: got -0.*, want positive finite numbers"),
+        ({"k_scale": 0 * k_scale, "v_scale": v_scale}, "k_scale: got 0.0, want positive finite numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.set_scales(0, **wrong)

@@ -74,7 +74,7 @@ def test_a_percentile_lets_outliers_saturate():
 def test_magnitudes_beyond_the_histogram_give_no_less_than_the_percentile(magnitude):
     x = torch.full((10, HEADS, DIM), magnitude)
     scale = compute_kv_scale(x, kv_format="e4m3_tensor", method="percentile", percentile=50)
-    assert scale == torch.tensor(magnitude) / 448
+    assert scale == (torch.tensor(magnitude) / 448 or 1)  # any is right for zeros, and none may be 0
 
 
 def test_the_histogram_does_not_grow():

@@ -63,7 +63,7 @@ def test_layers_may_share_arrays_and_have_nothing(tmp_path):
         ({}, {"layers.1.k_factor": torch.zeros(2, 64)}, "layer 1: k_factor: got 0 for column 0 of head 0"),
         ({}, {"layers.1.k_center": torch.full((2, 64), torch.nan)}, "layer 1: k_center: got NaN or infinity"),
         ({}, {"layers.1.k_center": torch.zeros(2, 80)}, "layer 1: k_rotation: got 32, want"),
-        ({}, {"layers.1.v_scale": torch.tensor(-1.0)}, "scales[1]: v_scale: got a negative"),
+        ({}, {"layers.1.v_scale": torch.tensor(-1.0)}, "scales[1]: v_scale: got -1.0, want positive finite numbers"),
     ],
 )
 def test_bad_files_are_named(tmp_path, changes, tensors, message):

@@ -35,6 +35,18 @@ def test_a_step_is_an_append_and_then_attention(kv_format, place, q_len):
     assert_same(step, other)
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4"])
+def test_a_request_may_have_fewer_tokens_than_come(kv_format):
+    """The first ones go nowhere, and their queries see nothing: as the two calls, of the tokens that have a place."""
+    lengths = (2, 0, 9)
+    step = make_step(SMALL.with_(kv_format=kv_format), lengths, 3)
+    out, lse = run(step)
+    for request, length in enumerate(lengths):
+        without = max(3 - length, 0)
+        assert not out[request, :without].any() and torch.all(lse[request, :without] == -torch.inf)
+        assert lse[request, without:].isfinite().all() and out[request, without:].isfinite().all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kv_format=st.tuples(st.sampled_from(ALL_FORMATS[2:]), st.sampled_from(ALL_FORMATS[2:])),

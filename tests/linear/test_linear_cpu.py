@@ -52,6 +52,17 @@ def test_any_leading_shape(shape):
     assert got.numel() == 0 or relative_error(got, x.double() @ case.dense.T) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
+def test_rows_of_a_batch_invariant_product_are_those_of_each_by_itself(activation):
+    """Bit for bit, also where vectors of a function end within a row."""
+    packed, x, bias = known(70, 300).pack(), numbers(37, 300), numbers(70, seed=3)
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.float32}
+    options["batch_invariant"] = True
+    whole = quantized_linear(x, packed, **options)
+    for part in (slice(5, 6), slice(3, 12), slice(36, 37)):
+        assert torch.equal(quantized_linear(x[part], packed, **options), whole[part])
+
+
 def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
     packed, x = known(70, 64).pack(), numbers(5, 64)
     want = quantized_linear(x, packed)

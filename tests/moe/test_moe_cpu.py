@@ -53,6 +53,22 @@ def test_each_place_is_multiplied_with_its_experts_weight(counts, bits):
         assert_near(found, y * y.sigmoid())
 
 
+def test_a_batch_invariant_layer_gives_each_token_what_it_has_alone():
+    """Bit for bit, whatever other tokens share its experts; grouped products likewise."""
+    gate_up, _ = experts(3, 2 * 70, 100)
+    down, _ = experts(3, 100, 70)
+    x, weights = numbers(33, 100), numbers(33, 2, seed=4, dtype=torch.float32)
+    ids = torch.randint(-1, 3, (33, 2), generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"out_dtype": torch.float32, "batch_invariant": True}
+    whole = fused_moe(x, gate_up, down, weights, ids, **options)
+    grouped = grouped_linear(x, gate_up, torch.tensor([0, 9, 9, 33]).int(), activation="gelu", **options)
+    for token in (0, 8, 9, 20, 32):
+        one = slice(token, token + 1)
+        assert torch.equal(fused_moe(x[one], gate_up, down, weights[one], ids[one], **options), whole[one])
+        offsets = torch.tensor([0, 1, 1, 1] if token < 9 else [0, 0, 0, 1]).int()
+        assert torch.equal(grouped_linear(x[one], gate_up, offsets, activation="gelu", **options), grouped[one])
+
+
 def moe_by_hand(x, gate, up, down, ids, weights) -> torch.Tensor:
     out = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float64)
     for t in range(x.shape[0]):

@@ -15,6 +15,7 @@ import torch
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.extend import ops
 from cute_kernels.attention.extend.appended import append_and_extend
+from cute_kernels.attention.extend.call import write_own
 from cute_kernels.attention.extend.mixed import mixed_attention
 from cute_kernels.attention.extend.transformed import inputs_of, results_of
 from cute_kernels.attention.extend.tree import pack_tree_mask
@@ -150,7 +151,8 @@ def extend_attention(
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them.
         cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
-            Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
+            Queries from cu_seqlens_q[batch] on belong to no request: their rows of ``out`` stay as they are, and may
+            hold anything in a result that the call makes.
         kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's. A "bf16" or "fp16"
             cache wants q in its dtype. "int4_channel32" is not read.
         block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
@@ -169,7 +171,7 @@ def extend_attention(
             K has a center.
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
             or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
-            on multiples of 16 bytes).
+            on multiples of 16 bytes). Positive and finite; values are checked as lengths are.
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
             contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
             read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both
@@ -197,7 +199,7 @@ def extend_attention(
             :func:`cute_kernels.attention.score_options.register` has made known; without a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
-        out: where to write the result, contiguous.
+        out: where to write the result, contiguous, in memory that no other argument has.
 
     Returns:
         out [total_q, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [total_q, num_q_heads], natural
@@ -248,5 +250,5 @@ def extend_attention(
     if transform is not None and inputs is not None:
         result, lse = results
         restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
-        results = (restored if out is None else out.copy_(restored)), lse
+        results = (restored if out is None else write_own(out, restored, cu_seqlens_q)), lse
     return results if return_lse else results[0]

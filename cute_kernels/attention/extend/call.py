@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_kernels.arguments import check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.arguments import check_apart, check_tensors, overlaps, shape_of, strides_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
@@ -226,6 +226,10 @@ def make_call(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
+        read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        read |= {"block_table": block_table, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "new_k": new_k}
+        read |= {"alibi_slopes": alibi_slopes, "new_v": new_v, "tree_mask": tree_mask, **(score_options or {})}
+        check_apart("out", out, read)
     new = _check_new(new_k, new_v, q, base.num_kv_heads)
     if new is not None:
         base = replace(base, window=window_size)  # new tokens come on top of what the cache has room for
@@ -328,6 +332,12 @@ def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
     if out.shape != q.shape:
         raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
+
+
+def write_own(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """Writes the result for the requests' queries into ``out``, whose other rows stay as they are; no wait."""
+    own = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
+    return out.copy_(torch.where(own[:, None, None], result, out))
 
 
 def check_query(q: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels import arguments
+from cute_kernels.arguments import check_apart, check_tensors, shape_of
 from cute_kernels.attention import checks, decode_attention
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.extend.call import check_out, check_query
@@ -74,6 +75,8 @@ def mixed_attention(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
+        if arguments.DEBUG or not q.is_cuda:  # each part's own is checked with it
+            check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),

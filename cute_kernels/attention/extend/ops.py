@@ -17,6 +17,7 @@ from cute_kernels.attention.extend.call import (
     check_out,
     make_call,
     row_stride,
+    write_own,
 )
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import ExtendPlan, check_alignment, make_plan
@@ -73,6 +74,7 @@ def _key(
         identity(seq_lens),
         identity(cu_seqlens_q),
         kv_format,
+        out if out is None else out is not q,
         *[_key_of(name, value) for name, value in options.items() if name != "max_seq_len"],
     )
 
@@ -117,7 +119,8 @@ def _plan_of(call: ExtendCall) -> ExtendPlan | None:
 def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result without queries or without a token, which no kernel is launched for."""
     lse = torch.full(call.q.shape[:2], float("-inf"), dtype=torch.float32, device=call.q.device)
-    return torch.zeros_like(call.q) if call.out is None else call.out.zero_(), lse
+    result = torch.zeros_like(call.q)
+    return result if call.out is None else write_own(call.out, result, call.cu_seqlens_q), lse
 
 
 launch = launcher(_key, _checked, _plan_of, _without_tokens, _has_odd_number)
@@ -171,7 +174,7 @@ def reference(
     )
     check_device_values(call)
     result, lse = attention_of(call)
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse
+    return (result.to(q.dtype) if out is None else write_own(out, result, cu_seqlens_q)), lse
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ def dispatch(
     if out is None:
         return result, lse
     check_out(out, q)
-    return out.copy_(result), lse
+    return write_own(out, result, cu_seqlens_q), lse
 
 
 def _on_cpu(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, *, softmax_scale=None, **options):

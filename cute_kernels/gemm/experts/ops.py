@@ -250,6 +250,7 @@ def _grouped_on_cpu(
     checks.check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
+    options["batch_invariant"] = batch_invariant
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
     return result if out is None else out.copy_(result)
 
@@ -285,7 +286,8 @@ def _moe_on_cpu(
     shapes = ((codes, scales, zeros, weight_format(format), (n, k)),
               (down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k)))  # fmt: skip
     gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
-    result = fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, out_dtype=out_dtype)
+    numbers = {"out_dtype": out_dtype, "batch_invariant": batch_invariant}
+    result = fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, **numbers)
     return result if out is None else out.copy_(result)
 
 

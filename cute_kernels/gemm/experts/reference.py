@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -19,13 +20,15 @@ def grouped_linear_reference(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
 
     Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
 
     Args:
-        x, weight, expert_offsets, rows, bias, activation, out_dtype: as for `cute_kernels.gemm.experts.grouped_linear`.
+        x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant: as for
+            `cute_kernels.gemm.experts.grouped_linear`.
     """
     places = x.shape[0] if rows is None else rows.shape[0]
     columns = out_features(weight.out_features, activation)
@@ -37,8 +40,13 @@ def grouped_linear_reference(
         chosen = x[first:last] if rows is None else x[rows[first:last].long()]
         expert_bias = None if bias is None else bias[expert]
         out[first:last] = linear_reference(
-            chosen, weight[expert], expert_bias, activation=activation, out_dtype=out.dtype
-        )  # fmt: skip
+            chosen,
+            weight[expert],
+            expert_bias,
+            activation=activation,
+            out_dtype=out.dtype,
+            batch_invariant=batch_invariant,
+        )
     return out
 
 
@@ -87,15 +95,18 @@ def fused_moe_reference(
     topk_ids: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
 
     What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
 
     Args:
-        x, gate_up, down, topk_ids, topk_weights, out_dtype: as for `cute_kernels.gemm.experts.fused_moe`.
+        x, gate_up, down, topk_ids, topk_weights, out_dtype, batch_invariant: as for
+            `cute_kernels.gemm.experts.fused_moe`.
     """
     offsets, rows, places = route_reference(topk_ids, len(gate_up))
-    hidden = grouped_linear_reference(x, gate_up, offsets, rows=rows, activation="swiglu")
-    results = grouped_linear_reference(hidden, down, offsets, out_dtype=torch.float32)
+    product = functools.partial(grouped_linear_reference, batch_invariant=batch_invariant)
+    hidden = product(x, gate_up, offsets, rows=rows, activation="swiglu")
+    results = product(hidden, down, offsets, out_dtype=torch.float32)
     return combine_reference(results, places, topk_weights, out_dtype or x.dtype)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_apart, check_tensors, shape_of
 from cute_kernels.attention.checks import check_vector
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.checks import cache_shape
@@ -76,7 +76,9 @@ def check_append(call: AppendMlaCall) -> CacheShape:
         raise ValueError(f"latent: got {tokens} tokens, want at most {MAX_TOKENS}")
     check_vector("slot_mapping", call.slot_mapping, torch.int64, tokens, "one for each token of latent")
     _check_rope(call)
-    return cache_shape("cache", call.cache, form, call.head_dim)
+    shape = cache_shape("cache", call.cache, form, call.head_dim)
+    check_apart("cache", call.cache, {name: tensor for name, tensor in tensors.items() if name != "cache"})
+    return shape
 
 
 def _check_rows(name: str, x: torch.Tensor, columns: tuple[int, ...], form: MlaFormat) -> None:

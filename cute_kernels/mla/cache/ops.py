@@ -115,6 +115,7 @@ def _check_out(out: torch.Tensor, x: torch.Tensor, form: MlaFormat) -> torch.Ten
         raise ValueError(f"out: got a tensor on {out.device}, want it on {x.device}")
     if not out.is_contiguous():
         raise ValueError(f"out: got strides {out.stride()} for shape {shape_of(out)}, want it contiguous")
+    arguments.check_apart("out", out, {"x": x})
     return out
 
 
