@@ -81,7 +81,7 @@ class DensePlan:
 
 
 def _dense_key(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None) -> tuple[Any, ...]:
-    return kv_format, causal, out is None, identity(q), identity(cache), identity(block_table), identity(seq_lens)
+    return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
 
 
 def _dense_checked(
@@ -195,7 +195,7 @@ class CheckedSparse(NamedTuple):
 
 def _sparse_key(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> tuple[Any, ...]:
     given = [None if x is None else identity(x) for x in extras]
-    return kv_format, out is None, identity(q), identity(cache), identity(indices), *given
+    return kv_format, identity(q), identity(cache), identity(indices), *given
 
 
 def _sparse_checked(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> CheckedSparse:
