@@ -6,6 +6,7 @@ It lists the form of each layer, so that a skeleton of the model can be given la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def record_layers(model: Any) -> str | None:
             pass
         else:
             keep_names(model)
+    keep_vocabulary(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     others_are_tied = bool(untie_quantised(model))
     if isinstance(output, QuantizedLinear) and not others_are_tied:
@@ -78,6 +80,27 @@ def record_layers(model: Any) -> str | None:
             if getattr(each, "tie_word_embeddings", False):
                 each.tie_word_embeddings = False
     return None
+
+
+def keep_vocabulary(model: Any) -> None:
+    """Has a transformers model whose output layer is quantised refuse another number of tokens before anything has
+    changed: its own code would change the embedding first, and then fail."""
+    if hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), QuantizedLinear):
+        model.resize_token_embeddings = partial(_resized, model)
+
+
+def _resized(model: Any, new_num_tokens: int | None = None, *args: object, **kwargs: object) -> Any:
+    """As a model's own ``resize_token_embeddings``, for as many tokens as there are."""
+    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(output, QuantizedLinear):
+        return type(model).resize_token_embeddings(model, new_num_tokens, *args, **kwargs)
+    tokens = output.out_features
+    if new_num_tokens not in (None, tokens) or any(args) or kwargs.get("pad_to_multiple_of"):
+        raise ValueError(
+            f"resize_token_embeddings: got {new_num_tokens} of {type(model).__name__}, whose output is quantised, "
+            f"want {tokens}, as there are: resize the model before it is quantised"
+        )
+    return embeddings
 
 
 def untie_quantised(model: nn.Module) -> Mapping[str, str]:

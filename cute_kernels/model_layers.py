@@ -87,6 +87,11 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
     return Survey(places, tuple(left.values()))
 
 
+def compiled_from(model: nn.Module) -> nn.Module:
+    """The module that torch.compile made a model of; the model itself, if it is no such one."""
+    return getattr(model, "_orig_mod", model)
+
+
 def is_dense(module: nn.Module) -> bool:
     """Whether it is an nn.Linear, the transposed one of transformers' GPT-2 or Falcon's, and no other subclass."""
     kind = type(module)

@@ -17,7 +17,7 @@ from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExpert
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.quantize import chosen_format
 from cute_kernels.model_config import record_layers
-from cute_kernels.model_layers import is_dense, survey, take_hooks, weight_bytes
+from cute_kernels.model_layers import compiled_from, is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ def quantize_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
+    given, model = model, compiled_from(model)
     if is_dense(model):
         raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
     if is_moe_block(model):
@@ -106,7 +107,7 @@ def quantize_model(
         if progress is not None:
             progress(names[0], len(done), total)
     _tell(model, QuantizationReport(tuple(done), found.left))
-    return model
+    return given
 
 
 def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | QuantizedRoutedExperts) -> ReportedLayer:

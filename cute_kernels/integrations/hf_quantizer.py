@@ -38,7 +38,7 @@ from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.integrations.saved_names import keep_names
-from cute_kernels.model_config import METHOD, describe_layers, forms_of, untie_quantised
+from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 from layouts.weights import hopper
@@ -143,6 +143,7 @@ class CuteKernelsQuantizer(HfQuantizer):
         for attribute, patterns in self._own_patterns.items():
             setattr(model, attribute, patterns)
         keep_names(model)
+        keep_vocabulary(model)
         return model
 
     def is_serializable(self, *_: object, **__: object) -> bool:

@@ -16,6 +16,7 @@ from cute_kernels.integrations.transformers.fit import _Layer, _Recorded
 from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
 from cute_kernels.kv_cache.transforms import key_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
+from tests.integrations.llamas import small_llama
 
 NAMES = ["llama", "qwen3", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "glm-4"]
 
@@ -406,3 +407,15 @@ def test_a_fit_is_recorded_on_its_models_gpu_whichever_is_the_current_one(monkey
     for _ in range(5):
         recorded({"input_ids": torch.ones(2)})
     assert seen == [("wait", 1)] * 6 + [("record", 1)] + [("replay", 1)] * 2 and now == [0]
+
+
+def test_input_ids_alone_are_batches_too_and_what_is_no_batch_is_refused():
+    model: Any = small_llama(hidden_size=64, intermediate_size=64, head_dim=64)
+    ids = torch.arange(3, 15).view(2, 6)
+    scales: list[Any] = [ck.calibrate(model, [batch], "int8_head") for batch in (ids, {"input_ids": ids})]
+    found, wanted = (torch.stack(sum(each, ())) for each in scales)
+    assert len(found) == 4 and torch.equal(found, wanted)
+    wrongs: list[Any] = [ids, {"input_ids": ids}, [ids[0]], [[1, 2]], [{"inputs": ids}]]
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match="^batches: got one that is .*, want input_ids"):
+            ck.calibrate(model, wrong, "int8_head")

@@ -30,6 +30,8 @@ from cute_kernels.integrations.checkpoints.layer_formats import (
     said_of,
 )
 from cute_kernels.integrations.checkpoints.placement import place_layers
+from cute_kernels.model_config import keep_vocabulary
+from cute_kernels.model_layers import compiled_from
 
 
 def load_safetensors(
@@ -106,6 +108,7 @@ def load_quantized_linears(
     entries = read_headers(path)
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
+    given, model = model, compiled_from(model)
     filling = Filling(model, entries, found)
     layers = read_layers(entries, filling.found, config, {"dtype": dtype, "device": device})
     for done, (name, layer) in enumerate(layers, start=1):
@@ -113,7 +116,7 @@ def load_quantized_linears(
         if progress is not None:
             progress(name, done, len(filling.found))
     filling.swap(model)
-    return model
+    return given
 
 
 class Filling:
@@ -201,6 +204,7 @@ class Filling:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     setattr(dense, name, nn.Parameter(tensor, requires_grad=getattr(dense, name).requires_grad))
+        keep_vocabulary(model)
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:

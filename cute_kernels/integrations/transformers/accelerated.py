@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from cute_kernels import arguments
 from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
 from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
-from cute_kernels.integrations.transformers.cache import (
-    DecodeCache,
+from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.cache_options import (
     FormatOfLayers,
     Scales,
     Transforms,
@@ -32,7 +33,7 @@ from cute_kernels.integrations.transformers.cache import (
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
-from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.graphs import StepReplay, owner_of
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
 from cute_kernels.integrations.transformers.known_code import (
     CACHE_ARGUMENTS,
@@ -49,13 +50,15 @@ from cute_kernels.integrations.transformers.latents import (
 )
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
-from cute_kernels.model_layers import is_dense
+from cute_kernels.model_layers import compiled_from, is_dense
 from cute_kernels.models import quantize_model
 
 _LOG = logging.getLogger(__name__)
 _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _WEIGHTS = re.compile(r"w(4|8)g(32|64|128|256|channel)(z?)")
 _STATE = "_cute_kernels"
+_DEFAULT_CACHES = (None, "dynamic", "hybrid")
+"""``cache_implementation`` of calls that ask for none; transformers takes "hybrid", Gemma 2 and 3 say so, for None."""
 
 
 def register() -> None:
@@ -111,7 +114,8 @@ def accelerate(
     recorded as a CUDA graph and replayed. Calling it again changes formats, and quantises weights that are not yet.
 
     Args:
-        model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs.
+        model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or what torch.compile
+            made of one.
         kv_format: of the cache, as `DecodeCache` takes it; None leaves caches to transformers.
         weights: of the Linear layers and experts: "w4g128", "w8g128", "w4g64z" ...: bits, group size ("gchannel": one
             scale per row), z for zero points. None leaves them as they are.
@@ -122,7 +126,7 @@ def accelerate(
         scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
         kv_transform: how K and V are written, as `DecodeCache` takes it: what `cute-kernels calibrate` has found.
         max_seq_len: columns that a request may reach; None: no limit.
-        cuda_graphs: whether decode steps are recorded.
+        cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
             the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
 
@@ -133,6 +137,7 @@ def accelerate(
         TypeError, ValueError: an argument is wrong, or the model cannot decode by the kernels; the message says why,
             and nothing has been changed.
     """
+    model = compiled_from(model)
     config = _checked_config(model)
     if kv_format is None and kv_transform is not None:
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
@@ -143,6 +148,7 @@ def accelerate(
     quantisation = None if weights is None else _weight_options("weights", weights)
     output = None if output_layer is None else (_output_name(model), _weight_options("output_layer", output_layer))
     before = config._attn_implementation
+    cuda_graphs = cuda_graphs and not arguments.DEBUG  # whose checks wait for the device, which no recording does
     register()
     _set_attention(model, config)
     restore_blocks(model)
@@ -152,11 +158,13 @@ def accelerate(
         old.remove()
     state = _State(model, kv_format, scales, kv_transform, max_seq_len, cuda_graphs)
     state.install()
-    rows.append(("cache", "transformers'", "as before" if kv_format is None else _named(kv_format)))
+    is_chosen = kv_format is not None and state.wants_cache({})
+    rows.append(("cache", "transformers'", _named(kv_format) if is_chosen else "as before"))
     norms = replace_norms(model)
     rows.append(("RMS norms", "several launches", f"one launch each of {norms}" if norms else "as before"))
-    graphs = "recorded once, replayed" if cuda_graphs and kv_format is not None else "as before"
-    rows.append(("decode step", "launched anew", graphs))
+    rows.append(
+        ("decode step", "launched anew", "recorded once, replayed" if cuda_graphs and is_chosen else "as before")
+    )
     notes: list[str] = []
     if quantisation is None:
         rows.append(("layers", "as loaded", "as before"))
@@ -172,6 +180,9 @@ def accelerate(
     fused = fuse(model, kv_format, scales) if fuse_blocks else Fused()
     rows.append(("blocks", "an operator a launch", f"fused: {fused}" if str(fused) else "as before"))
     notes += [f"left: {reason}" for reason in fused.reasons]
+    if kv_format is not None and not is_chosen:
+        said = {name: _asked(model, {}, name) for name in ("use_cache", "cache_implementation")}
+        notes.append(f"generate keeps to the model's generation_config, whatever kv_format says: {said}")
     summary = Acceleration(type(model).__name__, tuple(rows), tuple(notes))
     _LOG.info("%s", summary)
     return summary
@@ -179,6 +190,7 @@ def accelerate(
 
 def restore(model: nn.Module) -> None:
     """Gives a model its own ``generate``, ``forward``, blocks and norms back; weights and the attention stay."""
+    model = compiled_from(model)
     restore_blocks(model)
     restore_norms(model)
     state = getattr(model, _STATE, None)
@@ -201,13 +213,14 @@ class _State:
         self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
         self.kv_transform = kv_transform
         self.generate, self.forward = model.generate, model.forward
+        self.own = {name: vars(model)[name] for name in ("generate", "forward") if name in vars(model)}
         self.replay = StepReplay(model.forward) if graphs and kv_format is not None else None
         self.spare: list[tuple[list[Any], Any]] = []
 
     @property
     def model(self) -> Any:
         """The model that they are of."""
-        return self.generate.__self__
+        return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         """That of a copy of the model, which is being made: its own methods, and no cache's memory."""
@@ -237,17 +250,13 @@ class _State:
         restore_expansions(model)
         for name in ("generate", "forward", _STATE):
             model.__dict__.pop(name, None)
+        vars(model).update(self.own)
 
     def wants_cache(self, options: Mapping[str, Any]) -> bool:
         """Whether a call of ``generate`` leaves the choice of a cache to the library."""
-        if cache_in(options) is not None:
+        if cache_in(options) is not None or _asked(self.model, options, "use_cache") is False:
             return False
-        config = options.get("generation_config") or getattr(self.model, "generation_config", None)
-
-        def asked(name: str) -> Any:
-            return options.get(name, getattr(config, name, None))
-
-        return asked("use_cache") is not False and asked("cache_implementation") in (None, "dynamic")
+        return _asked(self.model, options, "cache_implementation") in _DEFAULT_CACHES
 
     def cache_for(self, batch: int, columns: int) -> DecodeCache:
         """An empty cache, in the memory of one that nobody holds any more if that is large enough."""
@@ -278,6 +287,8 @@ class _Generate:
         """As the model's own."""
         state, model = self.state, self.state.model
         if state.wants_cache(kwargs):
+            if _asked(model, kwargs, "cache_implementation") is not None:
+                kwargs["cache_implementation"] = None  # transformers takes either a cache or its name
             kwargs[cache_argument(state.forward)] = state.cache_for(*_sizes(model, args, kwargs))
         if state.replay is None:
             return state.generate(*args, **kwargs)
@@ -290,21 +301,24 @@ class _Generate:
 
 def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
-    config = options.get("generation_config") or model.generation_config
+    drafts = _asked(model, options, "prompt_lookup_num_tokens") or options.get("assistant_model") is not None
+    chooses = _asked(model, options, "do_sample") or _asked(model, options, "num_beams") not in (None, 1)
+    return not drafts and not chooses
 
-    def asked(name: str) -> Any:
-        return options.get(name, getattr(config, name, None))
 
-    drafts = asked("prompt_lookup_num_tokens") or options.get("assistant_model") is not None
-    return not drafts and not asked("do_sample") and asked("num_beams") in (None, 1)
+def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
+    """An option of a call of `generate`: its argument, its configuration's, or else the model's own."""
+    if name in options:
+        return options[name]
+    configs = (options.get("generation_config"), getattr(model, "generation_config", None))
+    return next((value for each in configs if (value := getattr(each, name, None)) is not None), None)
 
 
 def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
     """(requests, columns) that a call of `generate` comes to: where it is off, the cache grows."""
-    config = options.get("generation_config") or model.generation_config
 
     def asked(name: str, default: int) -> int:
-        return options.get(name) or getattr(config, name, None) or default
+        return _asked(model, options, name) or default
 
     given = [options.get(name) for name in ("input_ids", "inputs", "inputs_embeds")] + list(args[:1])
     prompt = next((x for x in given if isinstance(x, torch.Tensor)), None)

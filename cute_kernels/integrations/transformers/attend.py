@@ -64,13 +64,18 @@ def attention(
         [batch, q_len, num_q_heads, head_dim] and, from an eager function, the weights.
 
     Raises:
-        ValueError: an option that neither path honours; the message names it.
+        TypeError, ValueError: a mask of integers, or an option that neither path honours; the message names it.
     """
     for name in REFUSED_OPTIONS:
         if options.get(name) is not None:
             raise ValueError(f"{name}: got packed sequences, want None and one sequence for each row of the batch")
     if options.get("output_attentions"):
         raise ValueError("output_attentions: got True, want attn_implementation='eager', which keeps the weights")
+    if attention_mask is not None and not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
+        raise TypeError(
+            f"attention_mask: got {attention_mask.dtype} {list(attention_mask.shape)}, want bool, True where a key is "
+            "seen, or a floating one, which is added to the scores"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if pattern_of(attention_mask) is EVERYTHING:
         attention_mask, causal = None, False

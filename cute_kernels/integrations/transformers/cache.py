@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,7 +15,15 @@ from packaging.version import Version
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
-from cute_kernels.formats.kv import FORMATS, format_of, format_pair
+from cute_kernels.formats.kv import format_of
+from cute_kernels.integrations.transformers.cache_options import (
+    FormatOfLayers,
+    Scales,
+    Transforms,
+    check_formats,
+    constants_for,
+    formats_of_layer,
+)
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens, why_not
 from cute_kernels.integrations.transformers.latents import (
@@ -26,15 +33,7 @@ from cute_kernels.integrations.transformers.latents import (
     CachedLatents,
     format_of_latents,
 )
-from cute_kernels.kv_cache.constants import CacheConstants, constants_of
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
-
-FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
-"""A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
-Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""K's and V's scale of each layer, for formats whose scale lies beside the cache."""
-Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
-"""Constants of a cache or their file, or a `CacheTransform` for all layers, or one, or None, for each."""
+from cute_kernels.kv_cache.transforms import CacheTransform
 
 _ZERO_IS_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) < Version("5.18")
@@ -205,6 +204,16 @@ class DecodeCacheLayer(CacheLayerMixin):
         count = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
         return self.count + count, 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy`: rows of columns that there are; the others come back with the next tokens."""
+        rows = {name: x[..., : self.count, :].clone() for name, x in vars(self).items() if name in self.stored}
+        return vars(self) | rows
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.is_initialized:
+            self.device = self.rows[0].device  # which `torch.load` may choose
+
     def offload(self) -> None:
         """Refused: the rows are read by kernels on their own device."""
         raise NotImplementedError("offload: a DecodeCache stays on its device; want one of transformers' caches")
@@ -271,6 +280,9 @@ class _Book:
         self.columns: Columns | None = None
         self.first: weakref.ref[DecodeCacheLayer] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"first": None}  # for recorded steps, which are recorded anew
+
     def scales_of(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.scales is None:
             return None, None
@@ -316,6 +328,7 @@ class DecodeCache(Cache):
     """A cache of packed rows, as many layers as the model has, read by `attn_implementation="cute_kernels"` alone.
 
     Padding is not held: a request's rows are its tokens. Columns, padding included, are what transformers counts.
+    `copy.deepcopy` and `torch.save` keep the tokens; `torch.load` wants weights_only=False for it.
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
@@ -433,18 +446,6 @@ class DecodeCache(Cache):
         return cast("list[DecodeCacheLayer]", self.layers)
 
 
-def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
-    """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
-    if kv_format in LATENT_FORMATS:
-        return kv_format, kv_format
-    if not isinstance(kv_format, Mapping):
-        return format_pair(kv_format)
-    found = kv_format.get(index, kv_format.get(-1))
-    if found is None:
-        raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
-    return format_pair(found)
-
-
 def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
     """The layer after those that there are: transformers makes them in order, as the first pass reaches them."""
     kind = LatentCacheLayer if book.kv_format in LATENT_FORMATS else DecodeCacheLayer
@@ -456,45 +457,3 @@ def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
     wider = rows.new_zeros((*rows.shape[:-2], capacity, rows.shape[-1]))
     wider[..., : rows.shape[-2], :] = rows
     return wider
-
-
-def constants_for(
-    scales: Scales | None, kv_transform: object
-) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
-    """(scales, transforms) of what `DecodeCache` is given of both.
-
-    Raises:
-        TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.
-    """
-    if isinstance(kv_transform, (str, Path)):
-        kv_transform = constants_of(kv_transform)
-    if isinstance(kv_transform, CacheConstants):
-        return (kv_transform.scales or None) if scales is None else scales, kv_transform.transforms
-    if isinstance(kv_transform, Sequence):
-        for layer, transform in enumerate(kv_transform):
-            check_transform(f"kv_transform[{layer}]", transform)
-    else:
-        check_transform("kv_transform", kv_transform)
-    return scales, cast("CacheTransform | Sequence[CacheTransform | None] | None", kv_transform)
-
-
-def check_formats(kv_format: object, scales: Scales | None, transforms: object = None) -> None:
-    """Raises TypeError or ValueError unless every format is known and has the scales that it wants, and transforms
-    only where there are K and V."""
-    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
-        if transforms is not None:
-            raise ValueError(f"kv_transform: got one for {kv_format!r}, a cache of latents, want None")
-        return
-    for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
-        for name in format_pair(one):
-            form = format_of(name)
-            if form.in_blocks or form.by_token:
-                raise ValueError(
-                    f"kv_format: got {name!r}, whose newest keys lie beside the cache, want a format of rows; KVCache "
-                    "serves it"
-                )
-            if form.given_scale is not None and scales is None:
-                wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
-                raise ValueError(
-                    f"kv_format: got {name!r}, which wants scales beside the cache, want scales, or one of {wanted}"
-                )

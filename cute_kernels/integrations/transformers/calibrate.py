@@ -15,14 +15,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cute_kernels import __version__
 from cute_kernels.formats.kv import format_of
 from cute_kernels.integrations.transformers.attend import attention
-from cute_kernels.integrations.transformers.cache import formats_of_layer
+from cute_kernels.integrations.transformers.cache_options import formats_of_layer
 from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
 from cute_kernels.kv_cache.moments import Moments, can_rotate, group_of
 from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.model_layers import compiled_from
 
+Batch: TypeAlias = "Mapping[str, Any] | torch.Tensor"
 Method: TypeAlias = Literal["absmax", "percentile"]
 Values: TypeAlias = bool | Literal["factors"]
 """What becomes of V: nothing, factors and a rotation, or factors alone."""
@@ -52,7 +54,7 @@ class _SeenLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def watch(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], see: Callable[[Seen], None]) -> int:
+def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen], None]) -> int:
     """Runs a model over batches and shows what every layer attends to; returns the number of tokens.
 
     Args:
@@ -62,8 +64,8 @@ def watch(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], see: Cal
     Raises:
         ValueError: there are no batches, or the model offers no choice of attention.
     """
-    tokens = 0
-    for batch in batches:
+    model, tokens = cast("PreTrainedModel", compiled_from(model)), 0
+    for batch in map(inputs_of, batches):
         mask = batch.get("attention_mask")
         mask = None if mask is None or bool(mask.all()) else mask.bool()
         cache = Cache(layer_class_to_replicate=_SeenLayer)
@@ -73,6 +75,17 @@ def watch(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], see: Cal
     if not tokens:
         raise ValueError("batches: got none, want at least one")
     return tokens
+
+
+def inputs_of(batch: Batch) -> Mapping[str, Any]:
+    """A model's arguments; TypeError for what is neither them nor its ``input_ids``."""
+    if isinstance(batch, torch.Tensor) and batch.dim() == 2:
+        return {"input_ids": batch}
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise TypeError(
+            f"batches: got one that is {type(batch).__name__}, want input_ids [batch, columns] or inputs by name"
+        )
+    return batch
 
 
 def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
@@ -114,7 +127,7 @@ def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[No
 
 def calibrate(
     model: PreTrainedModel,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Batch],
     kv_format: object,
     *,
     method: Method = "absmax",
@@ -124,8 +137,8 @@ def calibrate(
 
     Args:
         model: a transformers model that generates.
-        batches: inputs of the model, each at least ``input_ids`` [batch, columns]; padding that ``attention_mask``
-            [batch, columns] names does not count.
+        batches: inputs of the model, each at least ``input_ids`` [batch, columns], or these alone; padding that
+            ``attention_mask`` [batch, columns] names does not count.
         kv_format: as `DecodeCache` takes it.
         method, percentile: as `cute_kernels.kv_cache.Calibrator` takes them.
 
@@ -146,7 +159,7 @@ class CacheMoments:
     tokens: int
 
 
-def gather_moments(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> CacheMoments:
+def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMoments:
     """What the transforms of all formats are made from, by one pass of a model over samples of what it will read.
 
     Args:
@@ -173,7 +186,7 @@ def gather_moments(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]])
 
 def calibrate_cache(
     model: PreTrainedModel,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     kv_format: object,
     *,
     center: bool = True,
@@ -265,7 +278,7 @@ def _transform(
 
 def _scales(
     model: PreTrainedModel,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Batch],
     kv_format: object,
     transforms: Sequence[CacheTransform | None],
     method: Method,

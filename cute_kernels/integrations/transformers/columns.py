@@ -65,6 +65,11 @@ class Columns:
         self._slots: torch.Tensor | None = None
         self._is_open = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy`: without what is of this process and of these tensors."""
+        self.call_back()
+        return vars(self) | {"graphs": {}, "epoch": None, "_before": None}
+
     @property
     def batch(self) -> int:
         return self.seq_lens.shape[0]

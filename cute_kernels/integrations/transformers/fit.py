@@ -26,10 +26,11 @@ from cute_kernels.arguments import check_count, check_positive
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
-from cute_kernels.integrations.transformers.cache import formats_of_layer
-from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
+from cute_kernels.integrations.transformers.cache_options import formats_of_layer
+from cute_kernels.integrations.transformers.calibrate import Batch, Seen, attending, inputs_of, watch
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
+from cute_kernels.model_layers import compiled_from
 from cute_kernels.runtime.captures import graph_of
 
 _BETAS = (0.9, 0.98)
@@ -39,7 +40,7 @@ _U4_STEPS, _INT8_STEPS = 15, 127  # of a row's range, of its largest magnitude
 
 def fit_transforms(
     model: PreTrainedModel,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     kv_format: object,
     constants: CacheConstants,
     *,
@@ -84,6 +85,7 @@ def fit_transforms(
         raise ValueError(f"text_weight: got {text_weight}, want a number from 0 to 1")
     if not isinstance(batches, Sequence) or not batches:
         raise ValueError(f"batches: got {type(batches).__name__} of none, want a list of at least one")
+    batches, model = [inputs_of(batch) for batch in batches], cast("PreTrainedModel", compiled_from(model))
     _check_differentiable(model)
     deviations = _deviations(model, batches[0])
     if len(deviations) != constants.num_layers:

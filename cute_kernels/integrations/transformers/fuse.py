@@ -15,7 +15,8 @@ from torch import nn
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers import patterns
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock, Place
-from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales
+from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.cache_options import FormatOfLayers, Scales
 from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise

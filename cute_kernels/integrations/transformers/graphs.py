@@ -193,7 +193,7 @@ class StepReplay:
 
     def _look_at_model(self) -> None:
         """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
-        found = state_of(getattr(self.forward, "__self__"))  # noqa: B009  # it is a method
+        found = state_of(owner_of(self.forward))
         if found != self._state:
             self._state, self._epoch = found, object()
 
@@ -322,6 +322,11 @@ class StepReplay:
         if lookahead is not None:
             lookahead.go_on(step, columns, copies)
         return outputs
+
+
+def owner_of(method: Callable[..., Any]) -> Any:
+    """The model that a method is of, whatever wraps it."""
+    return inspect.unwrap(method, stop=lambda inner: hasattr(inner, "__self__")).__self__
 
 
 def state_of(model: nn.Module) -> Any:

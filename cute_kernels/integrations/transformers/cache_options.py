@@ -1,0 +1,75 @@
+"""What a `DecodeCache` is told: formats of its layers, scales beside it, transforms of K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from cute_kernels.formats.kv import FORMATS, format_of, format_pair
+from cute_kernels.integrations.transformers.latents import LATENT_FORMATS
+from cute_kernels.kv_cache.constants import CacheConstants, constants_of
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
+
+FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
+"""A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
+Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""K's and V's scale of each layer, for formats whose scale lies beside the cache."""
+Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
+"""Constants of a cache or their file, or a `CacheTransform` for all layers, or one, or None, for each."""
+
+
+def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
+    """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
+    if kv_format in LATENT_FORMATS:
+        return kv_format, kv_format
+    if not isinstance(kv_format, Mapping):
+        return format_pair(kv_format)
+    found = kv_format.get(index, kv_format.get(-1))
+    if found is None:
+        raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
+    return format_pair(found)
+
+
+def constants_for(
+    scales: Scales | None, kv_transform: object
+) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
+    """(scales, transforms) of what `DecodeCache` is given of both.
+
+    Raises:
+        TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.
+    """
+    if isinstance(kv_transform, (str, Path)):
+        kv_transform = constants_of(kv_transform)
+    if isinstance(kv_transform, CacheConstants):
+        return (kv_transform.scales or None) if scales is None else scales, kv_transform.transforms
+    if isinstance(kv_transform, Sequence):
+        for layer, transform in enumerate(kv_transform):
+            check_transform(f"kv_transform[{layer}]", transform)
+    else:
+        check_transform("kv_transform", kv_transform)
+    return scales, cast("CacheTransform | Sequence[CacheTransform | None] | None", kv_transform)
+
+
+def check_formats(kv_format: object, scales: Scales | None, transforms: object = None) -> None:
+    """Raises TypeError or ValueError unless every format is known and has the scales that it wants, and transforms
+    only where there are K and V."""
+    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
+        if transforms is not None:
+            raise ValueError(f"kv_transform: got one for {kv_format!r}, a cache of latents, want None")
+        return
+    for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
+        for name in format_pair(one):
+            form = format_of(name)
+            if form.in_blocks or form.by_token:
+                raise ValueError(
+                    f"kv_format: got {name!r}, whose newest keys lie beside the cache, want a format of rows; KVCache "
+                    "serves it"
+                )
+            if form.given_scale is not None and scales is None:
+                wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
+                raise ValueError(
+                    f"kv_format: got {name!r}, which wants scales beside the cache, want scales, or one of {wanted}"
+                )
