@@ -19,7 +19,7 @@ help:
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
 	@echo "make bundle      the wheel of compiled kernels, into dist (an hour on two cores, once)"
 	@echo "make format      apply the formatter and the linter's fixes"
-	@echo "make golden      compile every shipped kernel and rewrite tests/golden/resources.json for review"
+	@echo "make golden      compile and check every kernel of the tests (an hour on two cores)"
 	@echo "make versions    the quick tests under the oldest and newest torch, transformers and Python (half an hour)"
 	@echo "make doctor      what works on this machine, and why not"
 
@@ -83,8 +83,10 @@ dist: setup
 bundle: setup
 	$(PY) tools/bundle_wheel.py
 
+COMPILING = $(shell grep -rlE "golden\.(sample|worth_compiling)\(|import .*(KvFormatTests|ScoreOptionTests)" tests --include="test_*.py")
+
 golden: setup
-	$(PY) -m tests.golden.update
+	GOLDEN_ALL=1 $(PY) -m pytest -q $(PARALLEL) $(COMPILING)
 
 versions: setup
 	$(PY) tools/try_versions.py $(QUICK)

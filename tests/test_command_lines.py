@@ -56,7 +56,7 @@ def mistakes(tree: ast.Module) -> list[str]:
 
 
 def test_programs_are_found():
-    assert {"bench.__main__", "tests.golden.update", "tools.setup_env", "cute_kernels.runtime.worker"} <= set(PROGRAMS)
+    assert {"bench.__main__", "tests.golden.compare", "tools.setup_env", "cute_kernels.runtime.worker"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention import score_options
@@ -15,8 +14,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.formats.kv import modules_of, sources_of
-from cute_kernels.runtime import launch_arguments
+from cute_kernels.formats.kv import code_of, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 if TYPE_CHECKING:
@@ -41,10 +39,9 @@ class DecodeSpec(KernelSpec):
     config: DecodeConfig
     family: ClassVar[str] = "attention"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of("attention", self.config.k_format, self.config.v_format)
-        own = (*super().source_roots(), *launch_arguments.SOURCES)
-        return *own, *of_formats, *score_options.sources_of(self.config.features)
+    def policies(self) -> tuple[object, ...]:
+        of_formats = code_of("decode", self.config.k_format, self.config.v_format)
+        return *of_formats, *score_options.code_of(self.config.features)
 
     def modules(self) -> tuple[str, ...]:
         of_formats = modules_of(self.config.k_format, self.config.v_format)

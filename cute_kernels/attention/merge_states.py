@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from cute_kernels.attention.arguments import MERGE
 from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, forgotten
@@ -35,9 +33,6 @@ class MergeStatesSpec(KernelSpec):
 
     config: MergeStatesConfig
     family: ClassVar[str] = "attention"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_merge_states(self.config, arch)

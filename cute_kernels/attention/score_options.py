@@ -10,11 +10,9 @@ imported when a kernel is compiled.
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -315,7 +313,7 @@ def _term_modules(features: Features | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(option.term.partition(":")[0] for option in options))
 
 
-def sources_of(features: Features) -> tuple[Path, ...]:
-    """Files that decide what a variant's options compile to."""
-    specs = [importlib.util.find_spec(name) for name in _term_modules(features)]
-    return tuple(Path(str(spec.origin)).resolve() for spec in specs if spec is not None)
+def code_of(features: Features) -> tuple[object, ...]:
+    """What decides how a variant's options change scores: the options, and the places of their device code."""
+    options = tuple(options_in(features))
+    return *options, *(option.term for option in options)

@@ -32,15 +32,10 @@ order. Those that the configuration has no use for are not read. parts: CTAs of 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
 from cute_kernels.runtime.spec import check_config
-
-SOURCES = (Path(__file__).resolve(), *launch_arguments.SOURCES)
-"""What decides how kernels of this room, and of moe, are launched."""
 
 RESULT = ("activation", "out_kind")
 

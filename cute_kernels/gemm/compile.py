@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.gemm import deferred_choice, tuned
 from cute_kernels.gemm import schedule as few_rows
-from cute_kernels.gemm.arguments import SOURCES, STREAM, compile_kernel
+from cute_kernels.gemm.arguments import STREAM, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.inputs import compile as inputs
 from cute_kernels.gemm.wgmma import invariant
@@ -21,8 +20,6 @@ from cute_kernels.gemm.wgmma.ranges_config import RangesWgmma
 from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 from cute_kernels.runtime.spec import KernelSpec
 
-KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
-
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec(KernelSpec):
@@ -34,11 +31,6 @@ class LinearSpec(KernelSpec):
 
     config: LinearConfig
     family: ClassVar[str] = "linear"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
-        folder = Path(__file__).resolve().parent
-        return *(folder / f"{name}.py" for name in KERNEL_MODULES), *SOURCES, *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_linear(self.config, arch)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.formats.kv import FORMATS, format_of, modules_of, sources_of
+from cute_kernels.formats.kv import FORMATS, code_of, format_of, modules_of
 from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, FillConfig, RowPrologue, row_alignment
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
@@ -26,8 +24,8 @@ class _RowSpec(KernelSpec):
 
     family: ClassVar[str] = "kv_cache"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of("kv_cache", *self.formats)
+    def policies(self) -> tuple[object, ...]:
+        return code_of("write", *self.formats)
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(*self.formats)

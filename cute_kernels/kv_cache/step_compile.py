@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention import compile as attention_compile
@@ -50,9 +49,8 @@ class StepSpec(KernelSpec):
     def of_attention(self) -> DecodeSpec:
         return DecodeSpec(self.config.attention)
 
-    def source_roots(self) -> tuple[Path, ...]:
-        of_both = (*self.of_attention.source_roots(), *AppendSpec(self.config.append).source_roots())
-        return tuple(dict.fromkeys((*super().source_roots(), *of_both)))
+    def policies(self) -> tuple[object, ...]:
+        return *self.of_attention.policies(), *AppendSpec(self.config.append).policies()
 
     def modules(self) -> tuple[str, ...]:
         return self.of_attention.modules()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.mla.arguments import COMBINE, arguments_of
@@ -17,7 +16,6 @@ from cute_kernels.mla.config import (
     served_config,
 )
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 
@@ -25,9 +23,6 @@ class _MlaFamily(KernelSpec):
     """What both kernels of the family share."""
 
     family: ClassVar[str] = "mla"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES
 
 
 @dataclass(frozen=True, eq=False)

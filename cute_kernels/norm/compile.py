@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.norm.config import ORDERED, SCALED, VECTOR, NormConfig, launch_shape
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 # Hidden sizes of models; rows of other lengths share their kernels or compile on first use.
@@ -22,9 +20,6 @@ class NormSpec(KernelSpec):
 
     config: NormConfig
     family: ClassVar[str] = "norm"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_norm(self.config, arch)

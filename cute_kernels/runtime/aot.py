@@ -19,7 +19,7 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
-FORMAT = 2
+FORMAT = 3
 LIBRARY = "bundle.so"
 MANIFEST = "manifest.json"
 
@@ -126,7 +126,7 @@ class Bundle:
         Warns once if it has the kernel from other sources: then the kernel is compiled instead of running stale.
         """
         kernel = self.manifest["kernels"].get(spec.symbol)
-        wanted = (spec.family, json.loads(spec.config_json()))
+        wanted = (spec.family, json.loads(spec.identity_json()))
         if arch != self.arch or kernel is None or (kernel["family"], kernel["config"]) != wanted:
             return False
         if kernel["sources"] == source_state(spec).digest:

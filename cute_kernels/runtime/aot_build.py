@@ -51,7 +51,7 @@ def build(
         kernels = {
             spec.symbol: {
                 "family": spec.family,
-                "config": json.loads(spec.config_json()),
+                "config": json.loads(spec.identity_json()),
                 "sources": source_state(spec).digest,
                 "launches": artifact.launches_json(),
             }

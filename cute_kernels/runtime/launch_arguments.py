@@ -9,12 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
-
-SOURCES = (Path(__file__).resolve(),)
-"""What decides a compiled function beside the declarations that it is compiled from."""
 
 Kind = Literal["tensor", "address", "int64", "int32", "float32"]
 

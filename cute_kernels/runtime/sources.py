@@ -1,36 +1,28 @@
-"""A digest of the Python sources that decide what a kernel compiles to.
+"""A digest of the Python that decides what a kernel compiles to.
 
-They are what every kernel has (limits of architectures, what it is launched with), the files that the spec names, and
-what these import, and so on, of the folders that the spec names, of `device/` and of `layouts`. An edit of what plans
-calls, of another layout, or of a drawing of one, leaves a kernel's digest as it was.
+It covers the definitions that the compilation of a spec can reach: from the methods of the spec, from the types of all
+values that its configuration holds, and from its policies, over the names that each uses, whatever module they lie in
+(:mod:`.definitions`). So an edit of one policy changes the digests of the kernels that hold it, and comments,
+docstrings, formatting and moves of modules change none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import layouts
-from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime import definitions
+from cute_kernels.runtime.definitions import Definition, Module
 from cute_kernels.runtime.spec import KernelSpec
 
-PACKAGE = Path(__file__).resolve().parent.parent
-LAYOUTS = Path(str(layouts.__file__)).resolve().parent
-LIBRARIES = (PACKAGE / "device", LAYOUTS)
-"""Folders whose modules many families share."""
-
-# An import statement, in a module or in a function: the module, and the names that it takes.
-_IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+((?:layouts|cute_kernels)\b[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|.*)"
-    r"|import[ \t]+((?:layouts|cute_kernels)\b[\w.]*))",
-    re.MULTILINE,
-)
+PACKAGES = ("cute_kernels", "layouts")
 
 # Sources changed after this moment may differ from what this process has imported.
 _STARTED = time.time()
@@ -48,72 +40,204 @@ class SourceState:
     changed: bool
 
 
-def sources_of(spec: KernelSpec) -> tuple[Path, ...]:
-    """The files, and folders of them, that decide what a kernel compiles to.
+class Root(NamedTuple):
+    """Where the search begins: a definition of a module, a member of a class there, or (no name) all of a module.
 
-    A spec with sources outside this package has its folders and both libraries as wholes: its files may import them by
-    way of files that it does not name.
+    Without a module ``name`` is text that counts.
     """
-    module = Path(str(sys.modules[type(spec).__module__].__file__)).resolve()
-    return _imported((PACKAGE / "architecture.py", *launch_arguments.SOURCES, *spec.source_roots()), module)
+
+    module: str
+    name: str = ""
+    member: str = ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _imported(roots: tuple[Path, ...], module: Path) -> tuple[Path, ...]:
-    if not all(root.is_relative_to(PACKAGE) for root in roots):
-        return tuple(dict.fromkeys((*roots, *LIBRARIES)))
-    folders = (*LIBRARIES, *(root for root in roots if root.is_dir()))
-    todo = [module, *(root for root in roots if not root.is_dir())]
-    found = dict.fromkeys(todo)
-    while todo:
-        file = todo.pop()
-        imported = imports_of(file) if file.exists() else ()
-        new = [file for file in imported if file not in found and any(map(file.is_relative_to, folders))]
-        found |= dict.fromkeys(new)
-        todo += new
-    return tuple(sorted(found))
+class Place(NamedTuple):
+    """A definition in its file, by its first and last line."""
+
+    file: Path
+    first: int
+    last: int
 
 
-@functools.lru_cache(maxsize=4096)
-def imports_of(file: Path) -> tuple[Path, ...]:
-    """The modules of this package and of `layouts` that a file imports, wherever it does so.
+@dataclass(frozen=True)
+class Reached:
+    """What a kernel's compilation can reach."""
 
-    Packages that an import passes on its way are none of them.
-    """
-    found: dict[Path, None] = {}
-    for package, names, plain in _IMPORT.findall(file.read_text()):
-        modules = [_file_of(f"{package}.{name}") or _file_of(package) for name in re.findall(r"\w+", names)]
-        found |= dict.fromkeys(path for path in modules or [_file_of(plain)] if path is not None)
-    return tuple(found)
+    digest: str
+    places: frozenset[Place]
 
-
-@functools.lru_cache(maxsize=4096)
-def _file_of(module: str) -> Path | None:
-    """The file of a module of this package or of `layouts`; None where there is no such module."""
-    root, *names = module.split(".")
-    path = (PACKAGE if root == PACKAGE.name else LAYOUTS).joinpath(*names)
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({place.file for place in self.places}))
 
 
 def source_state(spec: KernelSpec) -> SourceState:
-    """The state of a kernel's sources: the files of `sources_of`."""
-    return _state_of(sources_of(spec))
+    """The state of what decides a kernel. Raises TypeError for a spec that lies in no file."""
+    found = reached(spec)
+    return SourceState(found.digest, any(file.stat().st_mtime > _STARTED for file in found.files))
 
 
-@functools.cache
-def _state_of(roots: tuple[Path, ...]) -> SourceState:
-    return state_of(roots)
+def reached(spec: KernelSpec) -> Reached:
+    """The definitions that decide a kernel, and their digest."""
+    return _reached(tuple(dict.fromkeys(_roots(spec))))
+
+
+def _roots(spec: KernelSpec) -> Iterator[Root]:
+    """The spec's members that are not every spec's, each of the class that it is inherited from, then what it holds."""
+    known = vars(KernelSpec).keys() - {"compile"}
+    owners = [kind for kind in type(spec).__mro__ if kind not in KernelSpec.__mro__]
+    members = {name: kind for kind in reversed(owners) for name in vars(kind) if name not in known}
+    for name, kind in sorted(members.items()):
+        if not getattr(sys.modules[kind.__module__], "__file__", None):
+            raise TypeError(f"{kind.__qualname__} must be defined in a file to be cached, not in {kind.__module__}")
+        yield Root(kind.__module__, kind.__qualname__, name)
+    packages = frozenset((*PACKAGES, *(kind.__module__.partition(".")[0] for kind in owners)))
+    yield from _roots_of(spec.config, packages)
+    for policy in spec.policies():
+        yield from [Root(*policy.partition(":")[::2])] if isinstance(policy, str) else _roots_of(policy, packages, "")
+
+
+def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
+    """The types of a value and of what it holds, where they are of some packages or derive from such.
+
+    name: of a value whose fields are told nowhere else, so that they count.
+    """
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _roots_of(item, packages, name)
+    elif callable(value) and hasattr(value, "__qualname__"):
+        yield Root(value.__module__, value.__qualname__.partition(".")[0])
+    elif any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__):
+        yield Root(type(value).__module__, type(value).__qualname__.partition(".")[0])
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from _roots_of(getattr(value, field.name), packages, None if name is None else field.name)
+    elif name is not None:
+        yield Root("", f"{name}={definitions.without_packages(value) if isinstance(value, str) else value!r}")
+
+
+class _Node(NamedTuple):
+    """A definition as it is reached. strong: for its code, not its identity alone."""
+
+    module: Module
+    definition: Definition
+    strong: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _reached(roots: tuple[Root, ...]) -> Reached:
+    """Walks the graph in an order that the definitions alone decide, and hashes each with the numbers of its links."""
+    packages = {*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module)}
+    numbers: dict[tuple[Path, tuple[int, int], bool], int] = {}
+    todo: list[_Node] = []
+
+    def number(node: _Node) -> str:
+        if not node.strong and node.definition.is_class:
+            return node.definition.binds[0]
+        key = node.module.file, node.definition.lines, node.strong
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            todo.append(node)
+        return str(numbers[key])
+
+    digest = hashlib.sha256()
+    for root in roots:
+        links = [link if isinstance(link, str) else number(link) for link in _of_root(root, packages)]
+        digest.update(f"root {root.member} {links}\n".encode())
+    for node in todo:  # grows as links are followed
+        digest.update(f"{node.definition.digest}\n".encode())
+        for uses, strong in ((node.definition.uses, node.strong), (node.definition.weak, False)):
+            for name in uses:
+                links = [
+                    link if isinstance(link, str) else number(link)
+                    for link in _targets(node.module, name, strong, packages)
+                ]
+                if links:
+                    digest.update(f"{name} {links}\n".encode())
+    places = frozenset(Place(file, *lines) for file, lines, _ in numbers)
+    return Reached(digest.hexdigest(), places)
+
+
+def _of_root(root: Root, packages: set[str]) -> Iterator[_Node | str]:
+    if not root.module:
+        yield root.name
+        return
+    module = _module(root.module, packages)
+    if module is None:
+        raise FileNotFoundError(f"{root.module}: no such module, want the sources of a kernel")
+    if root.member:
+        found = definitions.members(module.file, root.name).get(root.member)
+        yield from () if found is None else (_Node(module, found, True),)  # or what `dataclass` has made
+    else:
+        yield from _targets(module, root.name, True, packages) if root.name else _all_of(module, True)
+
+
+def _all_of(module: Module, strong: bool) -> Iterator[_Node]:
+    for found in dict.fromkeys(each for several in module.definitions.values() for each in several):
+        yield _Node(module, found, strong)
+
+
+def _targets(
+    module: Module, name: str, strong: bool, packages: set[str], seen: frozenset[tuple[str, str]] = frozenset()
+) -> Iterator[_Node | str]:
+    """What a dotted name of a module means: definitions, or the name of something outside the packages.
+
+    seen: names that led here, as of modules that import from their own package.
+    """
+    if (module.name, name) in seen:
+        return
+    seen = seen | {(module.name, name)}
+    first, *rest = name.split(".")
+    yield from (_Node(module, found, strong) for found in module.definitions.get(first, ()))
+    for target in module.imports.get(first, ()):
+        if target.module.partition(".")[0] not in packages:
+            yield f"{target.module}:{target.attribute}"
+            continue
+        names = [*([] if target.attribute is None else [target.attribute]), *rest]
+        yield from _attributes(target.module, names, strong, packages, seen)
+
+
+def _attributes(
+    where: str, names: list[str], strong: bool, packages: set[str], seen: frozenset[tuple[str, str]]
+) -> Iterator[_Node | str]:
+    """What a module's attribute means, and its attribute, and so on: parts of packages, then a definition."""
+    module = _module(where, packages)
+    while names:
+        inner = _module(f"{where}.{names[0]}", packages)
+        if module is not None and (names[0] in module.definitions or names[0] in module.imports):
+            yield from _targets(module, ".".join(names), strong, packages, seen)
+            if inner is None:
+                return
+        if inner is None:
+            break
+        where, module, names = f"{where}.{names[0]}", inner, names[1:]
+    if module is None:
+        yield f"{where}:{'.'.join(names)}"
+    elif module.file.name == "__init__.py" and not names:
+        yield where.rpartition(".")[2]  # a package, named without a part of it
+    else:  # a module as a value, or a name that no statement of it binds: any of it may be meant
+        yield from _all_of(module, strong)
+
+
+@functools.lru_cache(maxsize=4096)
+def _found(name: str) -> Module | None:
+    loaded = sys.modules.get(name)
+    file = definitions.file_of(name) or (loaded and getattr(loaded, "__file__", None))
+    return None if not file else definitions.read(name, Path(str(file)).resolve())
+
+
+def _module(name: str, packages: set[str]) -> Module | None:
+    return _found(name) if name.partition(".")[0] in packages else None
 
 
 def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> SourceState:
-    """The state of files, and of folders' files with such endings, whatever lies below them.
+    """The state of files, and of folders' files with such endings, whatever lies below them and whatever they say.
 
     Raises FileNotFoundError for one that is not there.
     """
     digest = hashlib.sha256()
     newest = 0.0
     for root in roots:
-        if not root.exists():  # a kernel must not stay as it was when a source that nobody hashed has changed
+        if not root.exists():
             raise FileNotFoundError(f"{root}: no such file, want the sources of a kernel")
         for file in _files_of(root, suffixes):
             name = file.relative_to(root).as_posix() if file != root else file.name

@@ -11,10 +11,8 @@ import functools
 import hashlib
 import json
 import re
-import sys
 import typing
 from abc import ABC, ABCMeta, abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from cute_kernels.architecture import LIMITS, Limits, least_of
@@ -72,26 +70,23 @@ class KernelSpec(ABC):
 
     @functools.cached_property
     def _digest_symbol(self) -> str:
-        digest = hashlib.sha256(self.config_json().encode()).hexdigest()
+        digest = hashlib.sha256(self.identity_json().encode()).hexdigest()
         return f"{self.family}_{digest[:16]}"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        """Files whose code decides what is compiled, and folders of such: of these, what the class's module and the
-        files import, and what that imports (:mod:`.sources`). Code that strings alone name has to be among the files.
+    def policies(self) -> tuple[object, ...]:
+        """What decides the kernel, but is no value of `config` and is not reached over names in the code: objects that
+        the configuration knows by name, such as formats, and "module:attribute" of code that is imported late.
 
-        The directory of the module that defines the class. A family that builds on another's room adds it here.
+        :mod:`.sources` has the rest. None as a rule.
         """
-        module = sys.modules[type(self).__module__]
-        if not getattr(module, "__file__", None):
-            raise TypeError(f"{type(self).__qualname__} must be defined in a file to be cached, not in {module}")
-        return (Path(str(module.__file__)).resolve().parent,)
+        return ()
 
     def modules(self) -> tuple[str, ...]:
         """Modules outside this package that a process must have imported to compile the kernel; none as a rule."""
         return ()
 
     def config_json(self) -> str:
-        """The configuration as canonical JSON (sorted keys): its identity on disk and in bundles.
+        """The configuration as canonical JSON (sorted keys), which `wanted` makes a spec of again.
 
         Where a value's fields do not tell its class, as of policies and formats, it has it as "class".
 
@@ -103,6 +98,10 @@ class KernelSpec(ABC):
             return json.dumps(_plain(self.config), sort_keys=True, separators=(",", ":"))
         except TypeError as error:
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
+
+    def identity_json(self) -> str:
+        """`config_json` with the names of classes, but not of the modules that they lie in: they may move."""
+        return re.sub(r'"class":"[\w.]+:', '"class":"', self.config_json())
 
     @property
     def limits(self) -> Limits:

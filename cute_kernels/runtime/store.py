@@ -34,7 +34,7 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
-FORMAT = 1
+FORMAT = 2
 PRIVATE = 0o755  # of what is made: for others to read
 SYMBOL_CHARACTERS = 200  # of a directory's name: with what `quarantine` adds, file systems allow 255
 
@@ -94,7 +94,7 @@ def key_of(spec: KernelSpec, arch: str) -> Key:
         "format": FORMAT,
         "family": spec.family,
         "symbol": spec.symbol,
-        "config": json.loads(spec.config_json()),
+        "config": json.loads(spec.identity_json()),
         "arch": arch,
         "nvidia-cutlass-dsl": native.dsl_version(),
         "apache-tvm-ffi": native.tvm_ffi_version(),

@@ -98,7 +98,7 @@ CONFIGS = [
     config("int4_g4", q_len=4),
     config("int8_tensor", "int4_g1", 64, 128, q_len=4),
 ]
-CONFIGS = golden.worth_compiling(CONFIGS, DecodeSpec, __file__)
+CONFIGS = golden.worth_compiling(CONFIGS, DecodeSpec)
 
 
 @pytest.fixture(scope="module")

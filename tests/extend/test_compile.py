@@ -68,9 +68,9 @@ KEY_ROWS = {
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
     if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), MOST_COLUMNS, True, 2))
 }
-COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
-UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]), __file__)
-KEY_ROWS_COMPILED = golden.worth_compiling(KEY_ROWS, lambda name: ExtendSpec(KEY_ROWS[name]), __file__)
+COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]))
+UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]))
+KEY_ROWS_COMPILED = golden.worth_compiling(KEY_ROWS, lambda name: ExtendSpec(KEY_ROWS[name]))
 
 
 @pytest.fixture(scope="module")

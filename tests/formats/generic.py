@@ -83,7 +83,7 @@ class KvFormatTests:
     def __init_subclass__(cls) -> None:
         cases = [(form, head_dim) for form in cls.forms for head_dim in cls.head_dims or head_dims_of(form)]
         specs = [spec for case in cases for spec in specs_of(*case)] if cls.compiles else []
-        cls.compiled = golden.worth_compiling(specs, lambda spec: spec, __file__)
+        cls.compiled = golden.worth_compiling(specs, lambda spec: spec)
 
     # -- the row ------------------------------------------------------------------------------------------------------
 

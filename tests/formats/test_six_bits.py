@@ -7,6 +7,7 @@ CPU and the GPU; `TestSixBits` gives it the tests that every format has. docs/ad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,10 +17,14 @@ pytest.importorskip("cutlass", reason="the format's device code is written in nv
 
 from cutlass import Float32, Uint32
 
+from cute_kernels.attention.candidates import candidate_configs
+from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.extend import extend_attention
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device import numbers, ptx
-from cute_kernels.formats.kv import DecodeReader, KvFormat, modules_of, register, sources_of
+from cute_kernels.formats.kv import DecodeReader, KvFormat, code_of, modules_of, register
 from cute_kernels.kv_cache.rows import MAGIC, MAGIC_VALUE, ScaledRow
+from cute_kernels.runtime.sources import reached
 from layouts.kv.format import Field, KvRow, bytes_of, check_part, check_positive_int, finite, reinterpret
 from layouts.kv.scaled import DIVISION_SLACK, FP32_MAX
 from tests.formats.generic import KvFormatTests, random_cache
@@ -164,8 +169,9 @@ class TestSixBits(KvFormatTests):
 
 def test_its_file_is_part_of_the_identity_of_its_kernels():
     assert modules_of("int6_token_head") == (__name__,)
-    wanted = {"base.py", "registry.py", "dense.py", "test_six_bits.py"}
-    assert {path.name for path in sources_of("mla", "bf16", "int6_token_head")} == wanted
+    assert code_of("decode", "bf16", "int6_token_head")[-1] == f"{__name__}:SixBitCodes"
+    config = candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, "int6_token_head", "bf16"))[0]
+    assert Path(__file__) in reached(DecodeSpec(config)).files
 
 
 def test_head_dims_without_whole_runs_are_refused_by_name():

@@ -2,15 +2,14 @@
 
 `python collect.py REQUEST` with the request's tree first on PYTHONPATH and as the working directory. It is run by path,
 so that the same code asks two revisions; it uses of them only what is as old as the comparison. The request is a JSON
-object: "tree" and "output" (paths), "families" (all if empty), "only" (a regular expression of symbols), "what" ("ir"
-or "objects"). What is written: a list of [symbol, architecture, digest of the IR or folder of the object].
+object: "tree" and "output" (paths), "families" (all if empty), "only" (a regular expression of symbols), "what" ("ir",
+"objects" or "sources", for which nothing is compiled). What is written: a list of [symbol, architecture, digest of the
+IR, folder of the object or digest of the sources].
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import cute_kernels
-from cute_kernels.runtime import KernelSpec, default_cache, sources
+from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.runtime.cache import Progress
+from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.store import key_of
 
 MEMOS = "compared"  # a folder of the kernel cache: what is known of each program's kernels
@@ -33,53 +33,14 @@ Wanted = list[tuple[KernelSpec, str]]
 
 def inventory() -> Wanted:
     """What the tree ships, with the architecture of each: as `tests.golden.inventory` of the tree has it."""
-    import tests.golden as golden
+    import tests.golden as golden  # of the tree, not of this file
 
-    if hasattr(golden, "inventory"):
-        return golden.inventory()
-    from cute_kernels import families
-    from cute_kernels.gemm.portable.compile import PortableSpec
-    from cute_kernels.gemm.portable.schedule import example_configs
-
-    found: Wanted = [(spec, golden.ARCH) for spec in families.shipped_specs()]
-    return found + [(PortableSpec(item), arch) for item in example_configs() for arch in golden.PORTABLE_ARCHS]
-
-
-@functools.cache
-def program(file: Path) -> str:
-    """Digest of what a Python file says to do: not of its comments, docstrings and lines."""
-    tree = ast.parse(file.read_bytes())
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            del body[0]  # of a function, class or module: its docstring
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-@functools.cache
-def programs(roots: tuple[Path, ...]) -> str:
-    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
-    return hashlib.sha256("".join(program(file) for file in files).encode()).hexdigest()
-
-
-def roots_of(spec: KernelSpec) -> tuple[Path, ...]:
-    """The files and folders that decide what a kernel compiles to, as the tree has it."""
-    if hasattr(sources, "sources_of"):
-        return sources.sources_of(spec)
-    shared = getattr(sources, "_shared_roots")  # noqa: B009  # of a tree from before
-    return (*shared(), *spec.source_roots())
+    return golden.inventory()
 
 
 def memo_of(spec: KernelSpec, arch: str, kind: str) -> Path:
-    """The file that remembers something about what the same programs compile to, whatever their comments."""
-    key = json.loads(key_of(spec, arch).content)
-    key["sources"] = programs(roots_of(spec))
-    key["class"] = type(spec).__qualname__
+    """The file that remembers something about what a kernel's key compiles to, wherever its spec lies."""
+    key = json.loads(key_of(spec, arch).content) | {"class": type(spec).__qualname__}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return default_cache().store.root / MEMOS / f"{digest}.{kind}"
 
@@ -158,6 +119,11 @@ def without_names(ir: str) -> str:
     return re.sub(r"@\"?(?:kernel_)?cutlass_[\w$.]*", lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), ir)
 
 
+def digests(wanted: Wanted) -> list[str]:
+    """The digest of each kernel's sources."""
+    return [source_state(spec).digest for spec, _ in wanted]
+
+
 def show(progress: Progress) -> None:
     if progress.done % 20 == 0 or progress.done == progress.total:
         print(f"  {progress.done}/{progress.total} compiled, last {progress.spec}", flush=True)
@@ -175,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [(spec, arch) for spec, arch in wanted if only.search(spec.symbol)]
     if not wanted:
         raise SystemExit(f"no shipped kernel is of {sorted(families) or 'any family'} and has {request['only']!r}")
-    values = (trace_all if request["what"] == "ir" else compile_all)(wanted)
+    values = {"ir": trace_all, "objects": compile_all, "sources": digests}[request["what"]](wanted)
     records = [[spec.symbol, arch, value] for (spec, arch), value in zip(wanted, values, strict=True)]
     Path(request["output"]).write_text(json.dumps(records))
     return 0

@@ -13,6 +13,8 @@ count (see `fingerprint`). The map is a JSON object:
     "added":    {REGEX: REASON, ...}          new symbols
     "changed":  {REGEX: REASON, ...}          new symbols whose code differs, on purpose
 
+`--affected` compiles nothing: it says which kernels' sources differ, so what an edit will have compiled anew.
+
 Exit status: 0 if every difference has its reason, 1 otherwise.
 """
 
@@ -174,7 +176,8 @@ def worktree(revision: str) -> Iterator[Path]:
 
 
 def collect(tree: Path, what: str, families: Sequence[str], only: str) -> dict[Key, str]:
-    """Digests of the IR ("ir") or folders of the objects ("objects") of a tree's kernels, by symbol and architecture.
+    """Digests of a tree's kernels' IR ("ir") or sources ("sources"), or folders of their objects ("objects"), by symbol
+    and architecture.
 
     It is another process that makes them, which imports from the tree alone. only: a regular expression; of the
     kernels whose symbols it is found in. Raises CalledProcessError if a kernel's program fails.
@@ -198,10 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", default=[], help="compare only this family's kernels; repeatable")
     parser.add_argument("--only", default="", help="compare only kernels whose symbol has this regular expression")
     parser.add_argument("--map", type=Path, help="JSON file of old to new symbols and of intended differences")
+    parser.add_argument("--affected", action="store_true", help="only say which kernels the edits recompile")
     options = parser.parse_args(arguments)
     names, outcome, start = read_map(options.map), Outcome(), time.perf_counter()
     with worktree(options.revision) as tree:
         trees = {options.revision: tree, "this tree": ROOT}
+        if options.affected:
+            old, new = (collect(each, "sources", options.family, options.only) for each in trees.values())
+            show_affected(differing_sources(old, new), len(new))
+            return 0
         old, new = (_announced(name, trees[name], "ir", options.family, options.only) for name in trees)
         pairs = pair(old, new, names, outcome)
         differing = [(a, b) for a, b in pairs if old[a] != new[b]]
@@ -221,6 +229,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = (traced - start, compiled - traced, time.perf_counter() - compiled)
     print("{:.0f} s to trace, {:.0f} s to compile, {:.1f} s to compare objects".format(*times))
     return 1 if outcome.unexplained else 0
+
+
+def differing_sources(old: dict[Key, str], new: dict[Key, str]) -> list[Key]:
+    """The kernels of the new tree that the old one has not, or has from other sources."""
+    return sorted(key for key, digest in new.items() if old.get(key) != digest)
+
+
+def show_affected(affected: Sequence[Key], total: int) -> None:
+    for symbol, arch in affected:
+        print(f"  {symbol} for {arch}")
+    print(f"{len(affected)} of {total} kernels have other sources")
 
 
 def _announced(name: str, tree: Path, *arguments: Any) -> dict[Key, str]:

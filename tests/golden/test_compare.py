@@ -88,16 +88,13 @@ def test_a_map_with_an_unknown_key_is_refused(tmp_path: Path):
         compare.read_map(path)
 
 
-def test_programs_differ_by_code_and_not_by_comments(tmp_path: Path):
-    texts = {
-        "plain": 'def f(x):\n    """Doubles."""\n    return x * 2\n',
-        "commented": '"""A module."""\n\n\ndef f(x):\n    """Twice x."""\n    return x * 2  # cheap\n',
-        "changed": 'def f(x):\n    """Doubles."""\n    return x * 3\n',
-    }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    digests = {name: collect.program(tmp_path / f"{name}.py") for name in texts}
-    assert digests["plain"] == digests["commented"] != digests["changed"]
+def test_kernels_that_are_new_or_have_other_sources_are_affected(capsys: pytest.CaptureFixture[str]):
+    old = {("a", ARCH): "1", ("b", ARCH): "2", ("gone", ARCH): "3"}
+    new = {("a", ARCH): "1", ("b", ARCH): "4", ("new", ARCH): "5"}
+    affected = compare.differing_sources(old, new)
+    assert affected == [("b", ARCH), ("new", ARCH)]
+    compare.show_affected(affected, len(new))
+    assert capsys.readouterr().out.splitlines()[-1] == "2 of 3 kernels have other sources"
 
 
 @pytest.mark.skipif(not (compare.ROOT / ".git").exists(), reason="needs the repository")

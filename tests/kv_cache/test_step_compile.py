@@ -82,9 +82,9 @@ ALONE = [alone(name) for name in FORMATS] + [
     alone("int4_g4", 64, terms=BIASES, transform=ALL, features=RESTORED),
 ]
 SPECS: list[KernelSpec] = [
-    *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec, __file__)),
-    *(AppendSpec(config) for config in golden.worth_compiling(APPENDS, AppendSpec, __file__)),
-    *(StepSpec(config) for config in golden.worth_compiling(ALONE, StepSpec, __file__)),
+    *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec)),
+    *(AppendSpec(config) for config in golden.worth_compiling(APPENDS, AppendSpec)),
+    *(StepSpec(config) for config in golden.worth_compiling(ALONE, StepSpec)),
 ]
 
 

@@ -31,7 +31,7 @@ def opcodes(kernel: KernelSpec, folder) -> list[str]:
     return [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, folder)]
 
 
-@pytest.mark.parametrize("case", golden.worth_compiling([(f, m) for f in FORMATS for m in MET], with_terms, __file__))
+@pytest.mark.parametrize("case", golden.worth_compiling([(f, m) for f in FORMATS for m in MET], with_terms))
 def test_rows_that_meet_terms_have_one_loop_as_plain_ones_have(case: tuple[str, str], tmp_path):
     plain, met = (opcodes(kernel, tmp_path) for kernel in (spec(case[0]), with_terms(case)))
     stores = [sum(opcode.startswith("STG") for opcode in code) for code in (plain, met)]

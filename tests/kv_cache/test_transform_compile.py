@@ -43,7 +43,7 @@ SPECS += [
     decode(Features(shift=True, soft_cap=True, paged=True), page_tokens=16, after_append=True),
     decode(Features(shift=True, soft_cap=True), "int4_g1", group=32),
 ]
-COMPILED = golden.worth_compiling(SPECS, lambda spec: spec, __file__)
+COMPILED = golden.worth_compiling(SPECS, lambda spec: spec)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
+from cute_kernels.gemm.compile import LinearSpec, compile_linear, spec_of
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.wgmma.compile import WgmmaSpec
@@ -49,7 +49,7 @@ CONFIGS = [
     LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
     LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
 ]
-COMPILED = golden.worth_compiling(CONFIGS, LinearSpec, __file__)
+COMPILED = golden.worth_compiling(CONFIGS, LinearSpec)
 
 
 @pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
@@ -70,12 +70,6 @@ def test_mma_and_additions_are_as_many_as_the_codes_need():
 def test_what_cannot_be_implemented_is_refused():
     with pytest.raises(ValueError, match="config: dtype 'fp32' is not one of bf16, fp16"):
         compile_linear(LinearConfig(integers(4), "fp32"), ARCH)
-
-
-def test_the_cache_knows_the_modules_that_kernels_are_made_of():
-    roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
-    assert roots == {*KERNEL_MODULES, "arguments", "launch_arguments", "base", "decoder", "integers", "integer_decode"}
-    assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
 STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK(), store=TmaStore())
@@ -146,13 +140,13 @@ FEW_FEATURES = [LinearProblem(rows, 1024, 8192, 8192, *form) for form in DSMEM_F
 WIDE = [config for one in FEW_FEATURES for config in wide_configs(one)]
 INTERLEAVED |= dict.fromkeys(config for config in WIDE if config.k_warpgroups > 1)
 WGMMA_CONFIGS += [config for config in WIDE if config.k_warpgroups == 1]
-MULTIPLIED, IN_TURN = (golden.worth_compiling(of, WgmmaSpec, __file__) for of in (WGMMA_CONFIGS, INTERLEAVED))
+MULTIPLIED, IN_TURN = (golden.worth_compiling(of, WgmmaSpec) for of in (WGMMA_CONFIGS, INTERLEAVED))
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
     replace(SQUARE, format=integers(8), store=StagedStore(32)): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
     replace(SQUARE, format=integers(4, zero_points=True)): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
-COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, WgmmaSpec, __file__)}
+COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, WgmmaSpec)}
 
 
 MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
@@ -176,7 +170,7 @@ PREFETCHING_RESIDENT = [
 ]
 
 
-ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of, __file__)
+ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of)
 
 MULTICAST = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)
 TILE_BY_TILE = WgmmaConfig(
@@ -189,8 +183,8 @@ TILE_BY_TILE = WgmmaConfig(
     mainloop=ResidentLimbs(16, spare=1),
     reduction=EarlyDsmem(),
 )
-STORING = golden.worth_compiling([STORED, IN_ROWS], WgmmaSpec, __file__)
-COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec, __file__)
+STORING = golden.worth_compiling([STORED, IN_ROWS], WgmmaSpec)
+COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,7 +42,7 @@ def factored(kind: str) -> KernelSpec:
     return spec_of(config)
 
 
-@pytest.mark.parametrize("kind", golden.worth_compiling(FACTOR_LOADS, factored, __file__))
+@pytest.mark.parametrize("kind", golden.worth_compiling(FACTOR_LOADS, factored))
 def test_factors_are(kind: str, tmp_path):
     """By the consumer warps, whose wait is the second."""
     code = opcodes(factored(kind), tmp_path)

@@ -24,7 +24,7 @@ from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
 ALL = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, integers(4), "bf16"))]
-TILES = golden.worth_compiling(ALL, GroupedWgmmaSpec, __file__)
+TILES = golden.worth_compiling(ALL, GroupedWgmmaSpec)
 CONFIGS = [config for config in TILES if not isinstance(config.mainloop, MmaSync) and not config.limbs]
 LIMBS = [config for config in TILES if config.limbs]
 SYNCHRONOUS = [config for config in TILES if isinstance(config.mainloop, MmaSync)]

@@ -16,7 +16,7 @@ from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions, main_loop
 
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, RangeSpec)]
-CONFIGS = golden.worth_compiling(SHIPPED, RangeSpec, __file__)
+CONFIGS = golden.worth_compiling(SHIPPED, RangeSpec)
 INSTRUCTION_BYTES = 16
 # Before the first weights each instruction comes from memory itself, a line after the other.
 MOST_CODE_BEFORE = 6 * 1024

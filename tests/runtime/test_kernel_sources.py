@@ -1,10 +1,13 @@
-"""The cache's key covers every module that a kernel is made of: a change of any of them is another kernel."""
+"""The cache's key covers every function that a kernel is made of: a change of any of them is another kernel."""
+
+from __future__ import annotations
 
 import ast
 import gc
 import importlib
 import pkgutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,70 +18,40 @@ import pytest
 import cute_kernels
 import layouts
 from cute_kernels import families
-from cute_kernels.runtime import KernelSpec, native, sources
+from cute_kernels.runtime import KernelSpec, definitions, native, sources
+from cute_kernels.runtime.store import key_of
 from tests import golden
+from tests.golden import collect
 from tests.runtime.tiny import TinySpec
 
 PACKAGE = Path(cute_kernels.__file__).resolve().parent
 LAYOUTS = Path(layouts.__file__).resolve().parent
 ALL_SOURCES = sorted(path for folder in (PACKAGE, LAYOUTS) for path in folder.rglob("*.py"))
+ALL_SPECS = families.shipped_specs()
 # One of each kind and of other modules.
-SPECS = {(type(spec).__name__, spec.source_roots()): spec for spec in families.shipped_specs()}
-TO_COMPILE = golden.worth_compiling(SPECS.values(), lambda spec: spec, __file__)
-# Of modules that are in no key: it raises, or changes nothing.
-HARMLESS = {("cute_kernels/runtime/spec.py", "check_config")}
-
-
-def files_of(spec: KernelSpec) -> set[Path]:
-    return {file for root in sources.sources_of(spec) for file in sources._files_of(root)}
+SPECS = list({(type(spec), sources.reached(spec).files): spec for spec in ALL_SPECS}.values())
+TO_TRACE = golden.sample(SPECS, 10)
 
 
 def named(spec: KernelSpec) -> set[str]:
-    return {file.relative_to(PACKAGE.parent).as_posix() for file in files_of(spec)}
+    return {file.relative_to(PACKAGE.parent).as_posix() for file in sources.reached(spec).files}
 
 
-def imported_by(path: Path) -> set[Path]:
-    """Modules of the package that one imports from; what is imported within functions is for the host."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cute_kernels"):
-            module = PACKAGE.parent / node.module.replace(".", "/")
-            for place in (module.with_suffix(".py"), *((module / f"{alias.name}.py") for alias in node.names)):
-                if place.is_file():
-                    found.add(place)
-    return found
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=[f"{name}-{i}" for i, (name, _) in enumerate(SPECS)])
-def test_what_device_code_imports_is_in_the_key(spec: KernelSpec):
-    key = files_of(spec)
-    for path in key:
-        source = path.read_text()
-        if path.parent != PACKAGE and "\nimport cutlass\n" in source:
-            missing = imported_by(path) - key
-            assert not missing, f"{path.name} imports {sorted(str(m.relative_to(PACKAGE)) for m in missing)}"
-
-
-def imported_names(path: Path) -> Iterator[str]:
-    """Modules that a file's import statements ask for, wherever they are: of ``from package import name`` the module of
-    that name, or else the package."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}: relative imports are not looked for"
-            for alias in node.names:
-                assert alias.name != "*", f"{path}: which names are taken from {node.module} is not seen"
-                module = PACKAGE.parent.joinpath(*node.module.split("."), f"{alias.name}.py")
-                yield f"{node.module}.{alias.name}" if module.is_file() else node.module
-
-
-@pytest.mark.parametrize("path", ALL_SOURCES, ids=lambda path: path.relative_to(PACKAGE.parent).as_posix())
-def test_every_import_is_found(path: Path):
-    found = set(sources.imports_of(path))
-    for name in imported_names(path):
-        files = (PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py"), PACKAGE.parent / name.replace(".", "/"))
-        assert found >= {file for file in files if file.is_file() and file.is_relative_to(PACKAGE.parent)}
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=module_of)
+def test_every_import_means_a_definition_or_a_module(path: Path):
+    """Else a name that device code uses would be in no key."""
+    module = definitions.read(module_of(path), path)
+    for where, attribute in (target for targets in module.imports.values() for target in targets):
+        if where.partition(".")[0] in sources.PACKAGES:
+            found = sources._found(where)
+            assert found is not None, where
+            known = attribute is None or attribute in found.definitions or attribute in found.imports
+            assert known or sources._found(f"{where}.{attribute}") is not None, f"{where}: {attribute}"
 
 
 @pytest.mark.parametrize("path", [*LAYOUTS.rglob("__init__.py"), PACKAGE / "device" / "__init__.py"], ids=str)
@@ -90,35 +63,38 @@ def test_packages_that_an_import_passes_hold_nothing_but_imports_and_constants(p
 
 
 def test_a_key_has_what_its_kernels_are_made_with_and_nothing_else():
-    by_name = {name: named(spec) for (name, _), spec in SPECS.items()}
-    assert {"layouts/kv/tile.py", "layouts/proofs.py"} <= by_name["DecodeSpec"]
-    assert {"layouts/weights/hopper.py", "layouts/algebra.py"} <= by_name["WgmmaSpec"]
-    assert not {name for name in by_name["WgmmaSpec"] if name.startswith("layouts/kv/")}
-    assert not {name for name in by_name["DecodeSpec"] if name.startswith("layouts/weights/")}
-    assert all("cute_kernels/runtime/launch_arguments.py" in names for names in by_name.values())
-    others = ("layouts/draw/", "layouts/__main__.py", "layouts/registry.py", "cute_kernels/runtime/spec.py")
-    calls = tuple(
-        f"cute_kernels/{room.replace('.', '/')}/{name}.py"
-        for room in families.family_rooms()
-        for name in ("__init__", "ops", "plan")
-    )
-    assert not {name for names in by_name.values() for name in names if name.startswith(others) or name in calls}
+    names = {spec.symbol: named(spec) for spec in SPECS}
+    ops = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.glob("*/ops.py")}
+    others = {"cute_kernels/runtime/cache.py", "cute_kernels/runtime/operator.py", "layouts/registry.py"}
+    for symbol, own in names.items():
+        assert "cute_kernels/runtime/launch_arguments.py" in own
+        assert not own & (ops | others) and not any(name.startswith("layouts/draw") for name in own), symbol
+    decode = next(own for symbol, own in names.items() if symbol.startswith("decode_"))
+    tiles = next(own for symbol, own in names.items() if symbol.startswith("linear_wgmma_"))
+    assert "layouts/kv/tile.py" in decode and not any(name.startswith("layouts/weights/") for name in decode)
+    assert "layouts/weights/hopper.py" in tiles and not any(name.startswith("layouts/kv/") for name in tiles)
 
 
 def test_a_key_has_the_readers_of_its_formats_alone():
-    readers = "cute_kernels/attention/readers/"
-    int4 = next(spec for spec in families.shipped_specs() if str(spec).startswith("attention:decode_int4_g1_bf16_d128"))
-    dense = next(spec for spec in families.shipped_specs() if str(spec).startswith("attention:decode_bf16_bf16_d128"))
-    assert f"{readers}int4.py" in named(int4) and f"{readers}bytes.py" not in named(int4)
-    assert f"{readers}dense.py" in named(dense) and f"{readers}dense.py" not in named(int4)
+    def readers(prefix: str) -> set[str]:
+        spec = next(spec for spec in ALL_SPECS if spec.symbol.startswith(prefix))
+        return {Path(name).stem for name in named(spec) if "/readers/" in name}
+
+    assert "bytes" not in readers("decode_int4_g1_bf16_d128") and "dense" not in readers("decode_int4_g1_bf16_d128")
+    assert "dense" in readers("decode_bf16_bf16_d128") and "bytes" in readers("decode_int8_token_head_bf16_d128")
 
 
-def test_a_spec_from_elsewhere_has_its_folder_and_both_libraries():
-    folders = (LAYOUTS, PACKAGE / "device", Path(__file__).parent)
-    assert files_of(TinySpec()) >= {file for folder in folders for file in folder.rglob("*.py")}
+def test_a_key_names_classes_and_not_where_they_lie():
+    for spec in SPECS:
+        assert "cute_kernels." not in key_of(spec, golden.ARCH).content, spec
 
 
-# -- what runs while a kernel is compiled --------------------------------------------------------------------------
+def test_a_spec_from_elsewhere_has_what_it_imports_from_its_own_package():
+    names = {file.name for file in sources.reached(TinySpec()).files}
+    assert {"tiny.py", "tiny_kernel.py", "launch_arguments.py"} <= names
+
+
+# -- what runs while a kernel is made ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +107,13 @@ def everything_imported() -> None:
 
 
 @contextmanager
-def functions_run() -> Iterator[set[tuple[str, str]]]:
-    """(file, name) of every Python function that is called."""
-    found: set[tuple[str, str]] = set()
+def functions_run() -> Iterator[set[tuple[str, int, str]]]:
+    """(file, line, name) of every Python function that is called."""
+    found: set[tuple[str, int, str]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            found.add((frame.f_code.co_filename, frame.f_code.co_name))
+            found.add((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_code.co_name))
 
     sys.setprofile(note)
     try:
@@ -149,22 +125,24 @@ def functions_run() -> Iterator[set[tuple[str, str]]]:
 def forget_results() -> None:
     """Of functions that keep them: they run again."""
     for kept in gc.get_objects():
-        if type(kept).__name__ == "_lru_cache_wrapper" and kept.__module__.partition(".")[0] in (
-            "cute_kernels",
-            "layouts",
-        ):
+        if type(kept).__name__ == "_lru_cache_wrapper" and kept.__module__.partition(".")[0] in sources.PACKAGES:
             kept.cache_clear()
 
 
-@pytest.mark.skipif(native.dsl_version() is None, reason="compiles kernels")
-@pytest.mark.parametrize("spec", TO_COMPILE, ids=str)
-def test_no_function_of_another_module_runs_while_a_kernel_is_compiled(spec: KernelSpec, everything_imported: None):
-    key = {str(file) for file in files_of(spec)}
+@pytest.mark.skipif(native.dsl_version() is None, reason="runs kernels' programs")
+@pytest.mark.parametrize("spec", TO_TRACE, ids=str)
+def test_no_function_outside_the_key_runs_while_a_kernel_is_made(
+    spec: KernelSpec, everything_imported: None, monkeypatch: pytest.MonkeyPatch
+):
+    from cutlass.base_dsl import dsl
+
+    monkeypatch.setattr(dsl.BaseDSL, "compile_and_cache", dsl.BaseDSL.compile_and_cache)  # what `trace` replaces
+    lines: defaultdict[str, set[int]] = defaultdict(set)
+    for place in sources.reached(spec).places:
+        lines[str(place.file)].update(range(place.first, place.last + 1))
     forget_results()
     with functions_run() as run:
-        spec.compile("sm_90a")
-    ours = {
-        (file, name) for file, name in run if Path(file).is_relative_to(PACKAGE) or Path(file).is_relative_to(LAYOUTS)
-    }
-    others = {(file, name) for file, name in ours if file not in key}
-    assert {(Path(file).relative_to(PACKAGE.parent).as_posix(), name) for file, name in others} <= HARMLESS
+        collect.trace((spec, golden.ARCH))
+    ours = {each for each in run if Path(each[0]).is_relative_to(PACKAGE) or Path(each[0]).is_relative_to(LAYOUTS)}
+    assert len(ours) > 10
+    assert {each for each in ours if each[1] not in lines[each[0]] and each[2] != "<module>"} == set()

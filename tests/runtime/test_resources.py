@@ -121,34 +121,6 @@ def test_a_table_shows_each_kernel_on_a_line():
     assert lines[1].split()[:6] == ["one", "168", "0", "12", "3072", "1000"] and lines[1].endswith("HGMMA:64")
 
 
-def test_reviewed_resources_survive_writing_and_reading(tmp_path: Path, warm_cache: KernelCache):
-    measured = golden.measure(tiny_specs(2), warm_cache)
-    golden.write(measured, golden.known_sources(tiny_specs(2)), tmp_path / "resources.json")
-    file = golden.read(tmp_path / "resources.json")
-    assert file["kernels"] == measured and file["arch"] == ARCH and "nvidia-cutlass-dsl" in file["toolchain"]
-    assert all(golden.differences(file["kernels"][symbol], measured[symbol]) == [] for symbol in measured)
-
-
-def test_what_was_reviewed_with_the_same_sources_is_sampled_and_the_rest_compiled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(golden.ALL, raising=False)
-    specs = [TinySpec(TinyConfig(scale=float(scale))) for scale in range(2, 202)]
-    file = {
-        "toolchain": golden.toolchain(),
-        "sources": golden.known_sources(specs),
-        "kernels": {spec.symbol: [] for spec in specs},
-    }
-    sampled = golden.to_compile(specs, file)
-    assert sampled == golden.to_compile(specs, file)
-    assert len(specs) / golden.SAMPLED / 3 < len(sampled) < len(specs) / golden.SAMPLED * 3
-    new = next(spec for spec in specs if spec not in sampled)
-    others = {symbol: entry for symbol, entry in file["kernels"].items() if symbol != new.symbol}
-    assert set(golden.to_compile(specs, {**file, "kernels": others})) == {*sampled, new}
-    assert golden.to_compile(specs, {**file, "toolchain": "another compiler"}) == specs
-    assert golden.to_compile(specs, {**file, "sources": ["of another revision"]}) == specs
-    monkeypatch.setenv(golden.ALL, "1")
-    assert golden.to_compile(specs, file) == specs
-
-
 def test_a_difference_is_told_in_words(warm_cache: KernelCache):
     (small, large) = golden.measure(tiny_specs(2), warm_cache).values()
     assert "scale_kernel: dynamic_smem_bytes 512 -> 1024 (+512)" in golden.differences(small, large)

@@ -1,53 +1,270 @@
-"""The digest of a kernel's sources: every Python file that decides what is compiled, and nothing else."""
+"""The digest of a kernel's sources changes with the code that its compilation can reach, and with nothing else."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cute_kernels.runtime import sources
+from cute_kernels.runtime import definitions, sources
+
+PACKAGE = "a_family"
+FILES = {
+    "compile.py": '''
+"""Compiles."""
+from dataclasses import dataclass
+from typing import ClassVar
+from a_family import config as settings
+from cute_kernels.runtime import KernelSpec
 
 
-def digest(root: Path) -> str:
-    return sources._state_of.__wrapped__((root,)).digest
+@dataclass(frozen=True, eq=False)
+class Spec(KernelSpec):
+    config: settings.Config
+    family: ClassVar[str] = "toy"
+
+    def compile(self, arch):
+        from a_family.kernel import Kernel
+
+        return Kernel(self.config, scale_of(arch))
+
+
+def scale_of(arch):
+    return LARGE if arch == "sm_90a" else 1
+
+
+def shipped_specs():
+    from a_family.schedule import choose
+
+    return [Spec(choose())]
+
+
+LARGE = 3
+''',
+    "config.py": """
+from dataclasses import dataclass
+from a_family.reductions import Split, Whole
+
+
+@dataclass(frozen=True)
+class Config:
+    reduction: Split | Whole
+    tile: int = 64
+""",
+    "reductions.py": """
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Split:
+    parts: int = 2
+
+    def device(self):
+        from a_family.device import add_parts
+
+        return add_parts
+
+
+@dataclass(frozen=True)
+class Whole:
+    def device(self):
+        from a_family.device import keep
+
+        return keep
+
+
+KINDS = (Split, Whole)
+""",
+    "device.py": '''
+def add_parts(x):
+    """Adds."""
+    return x + x  # twice
+
+
+def keep(x):
+    return helper(x)
+
+
+def helper(x):
+    return x
+''',
+    "kernel.py": """
+from a_family.config import Config
+from a_family.reductions import KINDS, Split
+
+
+class Kernel:
+    def __init__(self, config: Config, scale):
+        assert isinstance(config.reduction, KINDS)
+        self.parts = 2 if type(config.reduction) is Split else 1
+        self.device = config.reduction.device()
+""",
+    "schedule.py": """
+from a_family.config import Config
+from a_family.reductions import Whole
+
+
+def choose():
+    return Config(Whole())
+""",
+    "__init__.py": "",
+}
+
+
+def forget() -> None:
+    for kept in (definitions.file_of, definitions.read, definitions.members, sources._reached, sources._found):
+        kept.cache_clear()
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+class Room:
+    """A package with a kernel, of which each call of `digests` sees the files as they are."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / PACKAGE
+        self.folder.mkdir()
+        for name, text in FILES.items():
+            (self.folder / name).write_text(text)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        text = (self.folder / name).read_text()
+        assert old in text
+        (self.folder / name).write_text(text.replace(old, new))
+
+    def states(self) -> dict[str, sources.SourceState]:
+        forget()
+        spec = importlib.import_module(f"{PACKAGE}.compile").Spec
+        config = importlib.import_module(f"{PACKAGE}.config")
+        kinds = {"split": config.Split(), "whole": config.Whole()}
+        return {name: sources.source_state(spec(config.Config(kind))) for name, kind in kinds.items()}
+
+    def digests(self) -> dict[str, str]:
+        return {name: state.digest for name, state in self.states().items()}
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Path:
-    (tmp_path / "part").mkdir()
-    (tmp_path / "kernel.py").write_text("a = 1\n")
-    (tmp_path / "part" / "mma.py").write_text("b = 2\n")
-    return tmp_path
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Room(tmp_path)
+    forget()
 
 
-def test_editing_adding_moving_and_removing_a_source_change_it(room: Path):
-    seen = {digest(room)}
-    (room / "part" / "mma.py").write_text("b = 3\n")
-    seen.add(digest(room))
-    (room / "new.py").write_text("")
-    seen.add(digest(room))
-    (room / "new.py").rename(room / "part" / "new.py")
-    seen.add(digest(room))
-    (room / "kernel.py").unlink()
-    seen.add(digest(room))
-    assert len(seen) == 5
+def changed_by(room: Room, *edits: Callable[[], None]) -> set[str]:
+    """The kernels whose digests the edits change."""
+    before = room.digests()
+    for edit in edits:
+        edit()
+    after = room.digests()
+    return {name for name in before if before[name] != after[name]}
 
 
-def test_other_files_do_not_change_it(room: Path):
-    before = digest(room)
-    (room / "notes.md").write_text("thoughts")
-    assert digest(room) == before
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("device.py", "x + x", "x * 2", {"split"}),
+        ("device.py", "return x\n", "return -x\n", {"whole"}),
+        ("reductions.py", "parts: int = 2", "parts: int = 2\n    lines: int = 4", {"split"}),
+        ("kernel.py", "self.parts = 2", "self.parts = 3", {"split", "whole"}),
+        ("compile.py", "LARGE = 3", "LARGE = 4", {"split", "whole"}),
+        ("reductions.py", "KINDS = (Split, Whole)", "KINDS = (Whole, Split)", {"split", "whole"}),
+        ("schedule.py", "Config(Whole())", "Config(Whole(), 128)", set()),
+        ("compile.py", "[Spec(choose())]", "[]", set()),
+        ("device.py", '"""Adds."""', '"""Returns the double."""', set()),
+        ("device.py", "return x + x  # twice", "# twice\n    return (\n        x + x\n    )", set()),
+        ("compile.py", '"""Compiles."""', "", set()),
+    ],
+)
+def test_an_edit_changes_the_kernels_that_reach_it(room: Room, file: str, old: str, new: str, changed: set[str]):
+    assert changed_by(room, lambda: room.edit(file, old, new)) == changed
 
 
-def test_it_does_not_depend_on_where_the_room_lies(room: Path, tmp_path_factory: pytest.TempPathFactory):
-    moved = tmp_path_factory.mktemp("elsewhere") / room.name
-    before = digest(room)
-    room.rename(moved)
-    assert digest(moved) == before
+def test_a_definition_that_moves_to_another_module_changes_nothing(room: Room):
+    text = "def helper(x):\n    return x\n"
+
+    def move() -> None:
+        room.edit("device.py", text, "from a_family.helpers import helper\n")
+        (room.folder / "helpers.py").write_text(text)
+
+    assert changed_by(room, move) == set()
 
 
-def test_a_source_that_is_not_there_is_refused(room: Path):
-    missing = room / "mainlop.py"
+def test_a_name_that_another_definition_takes_over_changes_its_kernels(room: Room):
+    text = "def helper(x):\n    return x\n"
+
+    def take_over() -> None:
+        room.edit("device.py", text, "from a_family.helpers import other as helper\n")
+        (room.folder / "helpers.py").write_text(text + "\n\ndef other(x):\n    return abs(x)\n")
+
+    assert changed_by(room, take_over) == {"whole"}
+
+
+def test_a_package_under_another_name_of_its_modules_has_the_same_digests(room: Room):
+    def rename() -> None:
+        (room.folder / "device.py").rename(room.folder / "on_the_gpu.py")
+        room.edit("reductions.py", "a_family.device", "a_family.on_the_gpu")
+
+    assert changed_by(room, rename) == set()
+
+
+def test_sources_newer_than_the_process_are_said_to_be(room: Room):
+    past = time.time() - 1_000_000
+    for path in room.folder.iterdir():
+        os.utime(path, (past, past))
+    assert not room.states()["split"].changed
+    future = time.time() + 60
+    os.utime(room.folder / "device.py", (future, future))
+    assert room.states()["split"].changed
+
+
+def test_a_spec_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, room: Room):
+    room.states()
+    spec = importlib.import_module(f"{PACKAGE}.compile").Spec
+    monkeypatch.setattr(sys.modules[spec.__module__], "__file__", None)
+    with pytest.raises(TypeError, match="Spec must be defined in a file to be cached"):
+        sources.source_state(spec(None))
+
+
+def test_star_imports_are_refused(room: Room):
+    room.edit("device.py", "def keep", "from math import *\n\n\ndef keep")
+    with pytest.raises(ValueError, match=r"device.py: got a star import of math, want names"):
+        room.digests()
+
+
+# -- files as they are -------------------------------------------------------------------------------------------------
+
+
+def digest(root: Path) -> str:
+    return sources.state_of([root]).digest
+
+
+def test_editing_adding_moving_and_removing_a_file_change_the_digest_of_a_folder(room: Room):
+    seen = {digest(room.folder)}
+    room.edit("device.py", "# twice", "# two times")
+    seen.add(digest(room.folder))
+    (room.folder / "new.py").write_text("")
+    seen.add(digest(room.folder))
+    (room.folder / "new.py").rename(room.folder / "newer.py")
+    seen.add(digest(room.folder))
+    (room.folder / "kernel.py").unlink()
+    seen.add(digest(room.folder))
+    (room.folder / "notes.md").write_text("thoughts")
+    assert len(seen) == 5 and digest(room.folder) in seen
+
+
+def test_the_digest_of_a_folder_does_not_depend_on_where_it_lies(room: Room, tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere" / PACKAGE
+    shutil.copytree(room.folder, elsewhere)
+    assert digest(elsewhere) == digest(room.folder)
+
+
+def test_a_file_that_is_not_there_is_refused(room: Room):
     with pytest.raises(FileNotFoundError, match=r"mainlop\.py: no such file, want the sources of a kernel"):
-        digest(missing)
+        digest(room.folder / "mainlop.py")

@@ -32,6 +32,7 @@ from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
 from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.runtime import KernelSpec, native
+from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.tile import BLOCK_TOKENS
 from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
@@ -67,7 +68,7 @@ class ScoreOptionTests:
     compiled: ClassVar[list[KernelSpec]]
 
     def __init_subclass__(cls) -> None:
-        cls.compiled = golden.worth_compiling(cls.specs(), lambda spec: spec, __file__)
+        cls.compiled = golden.worth_compiling(cls.specs(), lambda spec: spec)
 
     @classmethod
     def features(cls, **others: Any) -> Features:
@@ -136,7 +137,7 @@ class ScoreOptionTests:
         spec = DecodeSpec(other)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
-        assert spec.source_roots() != DecodeSpec(config).source_roots()
+        assert source_state(spec).digest != source_state(DecodeSpec(config)).digest
         own = [
             name for name in arguments_of(other.features, False).names if name not in arguments_of(PLAIN, True).names
         ]
@@ -237,7 +238,8 @@ class ScoreOptionTests:
         spec = ExtendSpec(config)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
-        assert spec.source_roots() != ExtendSpec(replace(config, features=CAUSAL_PAGES)).source_roots()
+        plain = ExtendSpec(replace(config, features=CAUSAL_PAGES))
+        assert source_state(spec).digest != source_state(plain).digest
 
     def test_a_launch_of_extend_attention_gets_the_addresses_of_its_tensors(self):
         call = with_option(self.option, make_call("bf16", (64, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import attention
 from cute_kernels.attention import score_options
 from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
@@ -21,27 +19,11 @@ from cute_kernels.attention.extend.schedule import (
     queries_to_unpack_for,
 )
 from cute_kernels.attention.features import Features
-from cute_kernels.formats.kv import modules_of, sources_of
-from cute_kernels.runtime import launch_arguments
+from cute_kernels.formats.kv import code_of, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 CAUSAL_PAGES = Features(causal=True, paged=True)
-SHARED_SOURCES = (
-    "config.py",
-    "features.py",
-    "policies.py",
-    "tiles.py",
-    "score_options.py",
-    "score_terms.py",
-    "readers/common.py",
-)
-"""Of decode attention's room, that decide these kernels too."""
-
-
-def _shared_sources() -> list[Path]:
-    room = Path(attention.__file__).resolve().parent
-    return [room / name for name in SHARED_SOURCES]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +44,8 @@ class ExtendSpec(KernelSpec):
         own = self.config.k_format, self.config.v_format
         return own if cache is None else tuple(dict.fromkeys((*own, cache.k_format, cache.v_format)))
 
-    def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of("attention.extend", *self._formats)
-        options = score_options.sources_of(self.config.features)
-        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources(), *options
+    def policies(self) -> tuple[object, ...]:
+        return *code_of("extend", *self._formats), *score_options.code_of(self.config.features)
 
     def modules(self) -> tuple[str, ...]:
         of_formats = modules_of(*self._formats)
@@ -86,9 +66,8 @@ class UnpackSpec(KernelSpec):
     def symbol(self) -> str:
         return self.config.name
 
-    def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of("attention.extend", self.config.k_format, self.config.v_format)
-        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources()
+    def policies(self) -> tuple[object, ...]:
+        return code_of("extend", self.config.k_format, self.config.v_format)
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(self.config.k_format, self.config.v_format)
@@ -107,9 +86,6 @@ class CombineSpec(KernelSpec):
     @property
     def symbol(self) -> str:
         return self.config.name
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of("attention.extend"), *_shared_sources()
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)

@@ -23,13 +23,13 @@ from cute_kernels.formats.kv.channel_blocks import CHANNEL_BLOCKS, WAITING
 from cute_kernels.formats.kv.registry import (
     ALIASES,
     FORMATS,
+    code_of,
     format_of,
     format_pair,
     modules_of,
     names,
     register,
     ship,
-    sources_of,
 )
 
 for _module in (dense, int4, one_byte, channel_blocks):
@@ -46,11 +46,11 @@ __all__ = [
     "DecodeReader",
     "ExtendReader",
     "KvFormat",
+    "code_of",
     "format_of",
     "format_pair",
     "load_code",
     "modules_of",
     "names",
     "register",
-    "sources_of",
 ]

@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,10 @@ GROUP_UNIT = 8
 
 WRITERS, READERS = "cute_kernels.kv_cache.rows", "cute_kernels.attention.readers"
 """Modules of device code that formats name."""
+
+
+Use = Literal["write", "decode", "extend"]
+"""What device code makes of a format's rows."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,12 @@ class KvFormat:
             return blocks.transpose(-2, -3).contiguous()
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
-    def places(self) -> tuple[str, ...]:
-        """Where the format's device code lies, as "module:attribute"."""
+    def places(self, *uses: Use) -> tuple[str, ...]:
+        """Where the format's device code for some uses lies, for all if none is named, as "module:attribute"."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
-        return tuple(place for place in (self.writer, *decode, *extend) if place is not None)
+        by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}
+        return tuple(place for use in uses or by_use for place in by_use[use] if place is not None)
 
 
 def load_code(place: str) -> Any:

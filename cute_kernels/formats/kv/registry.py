@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from cute_kernels.formats.kv.base import HEAD_DIMS, KvFormat
+from cute_kernels.formats.kv.base import HEAD_DIMS, KvFormat, Use
 from cute_kernels.names import KvFormatName
 
 PACKAGE = __name__.partition(".")[0]
@@ -21,7 +18,6 @@ ALIASES = {"int4": "int4_g4", "int8": "int8_token_head", "fp8": "e4m3_token_head
 """What is recommended of a kind, by the kind's name."""
 
 _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in blocks
-_homes: dict[str, Path] = {}  # of the formats of this package: the files that define them
 
 
 def ship(module: ModuleType) -> None:
@@ -31,7 +27,6 @@ def ship(module: ModuleType) -> None:
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:
         register(form)
-    _homes.update(dict.fromkeys((form.name for form in (*shipped, *beside)), Path(str(module.__file__)).resolve()))
 
 
 def register(form: KvFormat) -> KvFormat:
@@ -92,25 +87,14 @@ def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
 def modules_of(*names: str) -> tuple[str, ...]:
     """The modules outside this package that the device code of some formats lies in: what a process must import to
     compile kernels for them."""
-    return tuple(filter(_is_foreign, _code_modules(*names)))
-
-
-def _code_modules(*names: str) -> tuple[str, ...]:
     places = (place for name in names for place in format_of(name).places())
-    return tuple(dict.fromkeys(place.partition(":")[0] for place in places))
+    return tuple(dict.fromkeys(module for place in places if _is_foreign(module := place.partition(":")[0])))
 
 
-@functools.lru_cache(maxsize=256)
-def sources_of(room: str, *names: str) -> tuple[Path, ...]:
-    """The files that decide what the kernels of a room ("attention") for some formats compile to: what a format is,
-    where these are defined, and their device code in that room, beside this module or outside the package."""
-    own = (Path(__file__).resolve().with_name(f"{name}.py") for name in ("base", "registry"))
-    homes = (_homes[name] for name in (format_of(name).name for name in names) if name in _homes)
-    rooms = (f"{PACKAGE}.{room}.", f"{__package__}.")
-    modules = (name for name in _code_modules(*names) if _is_foreign(name) or name.startswith(rooms))
-    found = [importlib.util.find_spec(module) for module in modules]
-    places = (Path(str(spec.origin)).resolve() for spec in found if spec is not None)
-    return tuple(dict.fromkeys((*own, *homes, *places)))
+def code_of(use: Use, *names: str) -> tuple[object, ...]:
+    """What decides how kernels use rows of some formats: the formats, and the places of their device code."""
+    forms = tuple(dict.fromkeys(map(format_of, names)))
+    return *forms, *dict.fromkeys(place for form in forms for place in form.places(use))
 
 
 def _is_foreign(module: str) -> bool:

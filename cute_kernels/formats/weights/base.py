@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -182,11 +180,6 @@ class WeightFormat(ABC):
     def scales_codes(self, dtype: str) -> bool:
         """Whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
         return False
-
-    def sources(self) -> tuple[Path, ...]:
-        """The files that say how the format is decoded: what a kernel's cache key has of them."""
-        own = Path(str(sys.modules[type(self).__module__].__file__)).resolve()
-        return (*(Path(__file__).resolve().with_name(f"{name}.py") for name in ("base", "decoder")), own)
 
     # -- identity ------------------------------------------------------------------------------------------------------
 

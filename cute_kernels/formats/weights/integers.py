@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,9 +109,6 @@ class IntegerFormat(WeightFormat):
         from cute_kernels.formats.weights.integer_decode import SubnormalDecoder
 
         return SubnormalDecoder(self.bits, dtype, self.has_zeros)
-
-    def sources(self) -> tuple[Path, ...]:
-        return *super().sources(), Path(__file__).resolve().with_name("integer_decode.py")
 
 
 def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = False) -> IntegerFormat:

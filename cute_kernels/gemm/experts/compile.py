@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import compile as linear
-from cute_kernels.gemm.arguments import SOURCES, compile_kernel
+from cute_kernels.gemm.arguments import compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts import tuned
 from cute_kernels.gemm.experts.arguments import (
@@ -36,12 +34,6 @@ MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # exp
 TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
-def _modules(*names: str) -> tuple[Path, ...]:
-    """Of this room, and what all of its kernels are launched by."""
-    own = ("arguments", "compile", *names)
-    return *(Path(__file__).resolve().parent / f"{name}.py" for name in own), *SOURCES
-
-
 @dataclass(frozen=True, eq=False)
 class GroupedSpec(KernelSpec):
     """One grouped weight-only GEMM kernel: takes what `arguments` has of it, on torch's current stream."""
@@ -52,9 +44,6 @@ class GroupedSpec(KernelSpec):
     @property
     def symbol(self) -> str:
         return f"grouped_{self.config.name}"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return *_modules("kernel", "schedule", "work"), *linear.LinearSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
         return compile_grouped(self.config, arch)
@@ -71,10 +60,6 @@ class GroupedWgmmaSpec(KernelSpec):
     def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
-        return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
-
     def compile(self, arch: str) -> Any:
         return compile_grouped_wgmma(self.config, arch)
 
@@ -90,10 +75,6 @@ class EntrySpec(KernelSpec):
     def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("ranges/assignments", "ranges/config", "schedule", "wgmma/entry_config", "wgmma/entry_kernel")
-        return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
-
     def compile(self, arch: str) -> Any:
         return compile_entries(self.config, arch)
 
@@ -103,12 +84,6 @@ class RangeSpec(GroupedSpec):
     """One grouped GEMM kernel of few rows in limbs: takes what `arguments` has of it."""
 
     config: RangeConfig
-
-    def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work")
-        if self.config.activations.lane_assignments:
-            own += _modules("ranges/assigned", "ranges/assignments")
-        return *own, *linear_wgmma.limb_roots(), *linear.LinearSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
         return compile_ranges(self.config, arch)
@@ -120,9 +95,6 @@ class GatherSpec(KernelSpec):
 
     config: GatherConfig
     family: ClassVar[str] = "moe"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return _modules("config", "gather")
 
     def compile(self, arch: str) -> Any:
         return compile_gather(self.config, arch)
@@ -138,9 +110,6 @@ class RoutingSpec(KernelSpec):
     config: RoutingConfig
     family: ClassVar[str] = "moe"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        return _modules("config", "routing", "schedule")
-
     def compile(self, arch: str) -> Any:
         return compile_routing(self.config, arch)
 
@@ -151,9 +120,6 @@ class CombineSpec(KernelSpec):
 
     config: CombineConfig
     family: ClassVar[str] = "moe"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return _modules("config", "combine")
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import INPUT_ROWS, SOURCES, compile_kernel
+from cute_kernels.gemm.arguments import INPUT_ROWS, compile_kernel
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.wgmma import factored_limbs_compile
 from cute_kernels.runtime.spec import KernelSpec
@@ -18,10 +17,6 @@ class InputRowsSpec(KernelSpec):
 
     config: InputRowsConfig
     family: ClassVar[str] = "linear"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return *(folder / f"{name}.py" for name in ("compile", "config", "kernel")), *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_input_rows(self.config, arch)

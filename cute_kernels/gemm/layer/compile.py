@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import SOURCES, compile_kernel
+from cute_kernels.gemm.arguments import compile_kernel
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS
-from cute_kernels.gemm.layer.config import FORMAT, LayerProductsConfig, config_for
-from cute_kernels.gemm.wgmma.compile import limb_roots
+from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
 from cute_kernels.runtime.spec import KernelSpec
 
-MODULES = (
-    "arguments", "compile", "config", "exchange", "instructions", "kernel", "loads", "memory", "multiply", "rows",
-    "store",
-)  # fmt: skip
-SHARED = ("config", "epilogue", "work")  # modules of linear layers that kernels are made of as well
 SHIPPED_ROWS, SHIPPED_K = (1,), 14_336  # of Llama-3-8B's layers; others compile on demand
 
 
@@ -26,12 +19,6 @@ class LayerProductsSpec(KernelSpec):
 
     config: LayerProductsConfig
     family: ClassVar[str] = "layer_products"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernel is: how it is called changes nothing that is compiled."""
-        folder = Path(__file__).resolve().parent
-        shared = tuple(folder.parent / f"{name}.py" for name in SHARED)
-        return *(folder / f"{name}.py" for name in MODULES), *shared, *limb_roots(), *SOURCES, *FORMAT.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_layer_products(self.config, arch)

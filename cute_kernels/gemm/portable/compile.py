@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import TILES, compile_kernel
 from cute_kernels.gemm.portable.config import PortableConfig
-from cute_kernels.gemm.wgmma.compile import WgmmaSpec
 from cute_kernels.runtime.device import PORTABLE_ARCHS
 from cute_kernels.runtime.spec import KernelSpec
-
-KERNEL_MODULES = ("compile", "config", "kernel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +22,6 @@ class PortableSpec(KernelSpec):
     config: PortableConfig
     family: ClassVar[str] = "linear"
     archs: ClassVar[tuple[str, ...]] = tuple(PORTABLE_ARCHS.values())
-
-    def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernel is, those that it builds on among them."""
-        folder = Path(__file__).resolve().parent
-        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
-        return WgmmaSpec(self.config).source_roots() + own
 
     def compile(self, arch: str) -> Any:
         return compile_portable(self.config, arch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import (
@@ -11,34 +10,12 @@ from cute_kernels.gemm.arguments import (
     LIMB_BLOCKS,
     LIMB_ROWS,
     LIMB_TILES,
-    SOURCES,
     TILES,
     compile_kernel,
 )
 from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
-
-SHARED_MODULES = ("config", "epilogue", "work")  # of the room
-KERNEL_MODULES = (
-    "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
-    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "mainloops", "memory", "places", "reading",
-    "reduction", "regions", "register_mainloop", "residual", "results", "synchronous", "tiles", "tma_store",
-)  # fmt: skip
-RESIDENT_MODULES = (
-    "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
-    "row_factors", "row_order",
-)  # fmt: skip
-LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "mainloops", "places", "reading", "regions", "resident_config",
-    "resident_rows", "results", "row_factors", "row_order", "tiles",
-)  # fmt: skip
-
-
-def limb_roots() -> tuple[Path, ...]:
-    """The modules that say what products in limbs are, which a CTA makes itself."""
-    folder = Path(__file__).resolve().parent
-    return tuple(folder / f"{name}.py" for name in LIMB_MODULES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +29,6 @@ class WgmmaSpec(KernelSpec):
     config: WgmmaConfig
     family: ClassVar[str] = "linear"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
-        folder = Path(__file__).resolve().parent
-        shared = tuple(folder.parent / f"{name}.py" for name in SHARED_MODULES)
-        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
-        return *shared, *own, *SOURCES, *self.config.format.sources()
-
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)
 
@@ -68,10 +38,6 @@ class ResidentSpec(WgmmaSpec):
     """The same of a kernel that makes limbs of x itself, and keeps them."""
 
     config: ResidentConfig
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return super().source_roots() + tuple(folder / f"{name}.py" for name in RESIDENT_MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_resident(self.config, arch)
@@ -84,11 +50,6 @@ class LimbRowsSpec(KernelSpec):
     config: LimbRowsConfig
     family: ClassVar[str] = "linear"
 
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "mainloops", "results"))
-        return *own, *SOURCES
-
     def compile(self, arch: str) -> Any:
         return compile_limb_rows(self.config, arch)
 
@@ -99,13 +60,6 @@ class LimbBlocksSpec(KernelSpec):
 
     config: LimbBlocksConfig
     family: ClassVar[str] = "linear"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        own = (
-            folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "mainloops", "results")
-        )
-        return *own, *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_limb_blocks(self.config, arch)

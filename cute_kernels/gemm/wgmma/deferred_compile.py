@@ -10,16 +10,12 @@ They take what dense products of tiles take (:mod:`cute_kernels.gemm.arguments`)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import TILES, compile_kernel
-from cute_kernels.gemm.wgmma.compile import ResidentSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredNormConfig
 from cute_kernels.runtime.launch_arguments import arguments, joined
 from cute_kernels.runtime.spec import KernelSpec
-
-MODULES = ("deferred_compile", "deferred_config", "deferred_kernel", "deferred_norm")
 
 ARGUMENTS = {
     GIVES: joined(TILES.arguments, arguments("address", "norm", "scaled", "squares"), arguments("float32", "offset")),
@@ -39,10 +35,6 @@ class DeferredNormSpec(KernelSpec):
 
     config: DeferredNormConfig
     family: ClassVar[str] = "linear"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return ResidentSpec(self.config.tiles).source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_deferred(self.config, arch)

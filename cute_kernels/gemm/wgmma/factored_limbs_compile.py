@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import compile_kernel
-from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec
 from cute_kernels.gemm.wgmma.factored_limbs_config import FACTORED_LIMB_BLOCKS, FactoredLimbsConfig
 from cute_kernels.gemm.wgmma.mainloops import ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
-
-MODULES = ("factored_limbs", "factored_limbs_compile", "factored_limbs_config")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,10 +17,6 @@ class FactoredLimbsSpec(KernelSpec):
 
     config: FactoredLimbsConfig
     family: ClassVar[str] = "linear"
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return LimbBlocksSpec(self.config.blocks).source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_factored_limbs(self.config, arch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cute_kernels.gemm.arguments import TILES, compile_kernel
@@ -11,7 +10,6 @@ from cute_kernels.gemm.wgmma.compile import WgmmaSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 
-MODULES = ("scale_pairs", "scale_pairs_compile")
 SCALE_BYTES = 2  # of scales that ldmatrix moves
 
 
@@ -29,10 +27,6 @@ class ScalePairsSpec(WgmmaSpec):
     """One weight-only GEMM kernel of groups of less than a k block: takes what `WgmmaSpec`'s take."""
 
     config: WgmmaConfig[RegisterWgmma]
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return super().source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         from cute_kernels.gemm.wgmma.scale_pairs import ScalePairsKernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cute_kernels.gemm.arguments import TILES, compile_kernel
@@ -11,18 +10,12 @@ from cute_kernels.gemm.wgmma.compile import WgmmaSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 
-MODULES = ("shares", "shares_compile", "shares_config")
-
 
 @dataclass(frozen=True, eq=False)
 class SharesSpec(WgmmaSpec):
     """One weight-only GEMM kernel whose CTAs have shares: takes what `WgmmaSpec`'s take."""
 
     config: WgmmaConfig[SharesWgmma]
-
-    def source_roots(self) -> tuple[Path, ...]:
-        folder = Path(__file__).resolve().parent
-        return super().source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         from cute_kernels.gemm.wgmma.shares import SharesKernel

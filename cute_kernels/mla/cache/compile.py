@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import kv_cache
-from cute_kernels.mla import formats
 from cute_kernels.mla.cache.arguments import WRITE
 from cute_kernels.mla.cache.config import WriteConfig
-from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.mla import ROPE_DIM
 
@@ -21,11 +17,6 @@ class WriteSpec(KernelSpec):
 
     family: ClassVar[str] = "mla_cache"
     config: WriteConfig
-
-    def source_roots(self) -> tuple[Path, ...]:
-        rotate = Path(str(kv_cache.__file__)).with_name("rotate.py")  # imported it would want the compiler
-        others = Path(formats.__file__).resolve(), rotate.resolve()
-        return *super().source_roots(), *launch_arguments.SOURCES, *others
 
     def compile(self, arch: str) -> Any:
         return compile_write(self.config, arch)

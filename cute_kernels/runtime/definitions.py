@@ -1,0 +1,274 @@
+"""Reads Python modules as graphs of top-level definitions: what each says, and which others it names.
+
+A definition's text is its syntax tree without comments, docstrings, positions and imports, so neither wording and
+formatting nor the place of a module changes it. What its names mean is told by links to other definitions.
+
+A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
+patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code does not run
+because of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+TYPE_TESTS = ("isinstance", "issubclass")
+TYPE_MAKERS = ("NewType", "ParamSpec", "TypeVar")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One top-level statement of a module, or one method of a class.
+
+    Attributes:
+        binds: the names that it gives a value.
+        digest: of its text.
+        uses: dotted names that it refers to, sorted; weak: those of types alone.
+        lines: the first and the last.
+        is_class: whether weak links end here.
+    """
+
+    binds: tuple[str, ...]
+    digest: str
+    uses: tuple[str, ...]
+    weak: tuple[str, ...]
+    lines: tuple[int, int]
+    is_class: bool = False
+
+
+class Import(NamedTuple):
+    """What an import binds a name to: a module, or an attribute of one."""
+
+    module: str
+    attribute: str | None
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module's definitions and imports by the names that they bind."""
+
+    name: str
+    file: Path
+    definitions: dict[str, tuple[Definition, ...]]
+    imports: dict[str, tuple[Import, ...]]
+
+
+@functools.lru_cache(maxsize=4096)
+def file_of(module: str) -> Path | None:
+    """The file of a module; None if there is no such module. Imports no module but the top-level package."""
+    top, *names = module.split(".")
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # of __main__, for example
+        return None
+    if found is None or found.origin is None:
+        return None
+    if not names:
+        return Path(found.origin).resolve()
+    for folder in found.submodule_search_locations or ():
+        path = Path(folder).resolve().joinpath(*names)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def read(name: str, file: Path) -> Module:
+    """Reads a module. Raises ValueError for an import whose names cannot be seen."""
+    tree = ast.parse(file.read_bytes(), str(file))
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    definitions: dict[str, tuple[Definition, ...]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        binds = tuple(dict.fromkeys(_bound_by(node)))
+        if binds:
+            found = _definition(node, binds)
+            definitions |= {bound: (*definitions.get(bound, ()), found) for bound in binds}
+    imports: dict[str, tuple[Import, ...]] = {}
+    for bound, target in _imports(tree, package, file):
+        imports[bound] = tuple(dict.fromkeys((*imports.get(bound, ()), target)))
+    return Module(name, file, definitions, imports)
+
+
+@functools.lru_cache(maxsize=1024)
+def members(file: Path, name: str) -> dict[str, Definition]:
+    """The statements of the body of a file's top-level class, by the names that they bind."""
+    tree = ast.parse(file.read_bytes(), str(file))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {
+        bound: _definition(item, (bound,))
+        for node in classes
+        for item in node.body
+        if isinstance(item, ast.stmt)
+        for bound in _bound_by(item)
+    }
+
+
+def _bound_by(node: ast.stmt) -> Iterator[str]:
+    """The names that a top-level statement binds, imports apart."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.stmt):
+            yield from _bound_by(each)
+        else:
+            yield from (part.id for part in ast.walk(each) if isinstance(part, ast.Name) and _is_store(part.ctx))
+
+
+def _is_store(context: ast.expr_context) -> bool:
+    return isinstance(context, ast.Store)
+
+
+def _imports(tree: ast.Module, package: str, file: Path) -> Iterator[tuple[str, Import]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.partition(".")[0]
+                yield alias.asname or whole, Import(whole, None)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            module = ".".join(filter(None, (base if node.level else "", node.module)))
+            for alias in node.names:
+                if alias.name == "*":
+                    raise ValueError(f"{file}: got a star import of {module}, want names")
+                yield alias.asname or alias.name, Import(module, alias.name)
+
+
+def _definition(node: ast.stmt, binds: tuple[str, ...]) -> Definition:
+    uses = _Uses()
+    uses.visit(node)
+    digest = hashlib.sha256(repr(text_of(node)).encode()).hexdigest()
+    start = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", ()))])
+    lines = start, node.end_lineno or start
+    strong, weak = tuple(sorted(uses.strong)), tuple(sorted(uses.weak - uses.strong))
+    return Definition(binds, digest, strong, weak, lines, isinstance(node, ast.ClassDef))
+
+
+def text_of(node: object) -> object:
+    """A syntax tree as nested tuples, without docstrings, imports and what differs between versions of Python."""
+    if isinstance(node, ast.AST):
+        fields = []
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(value, list):
+                value = [item for i, item in enumerate(value) if not _is_silent(item, i)]
+            if name not in ("ctx", "kind", "type_comment") and value is not None and value != []:
+                fields.append((name, text_of(value)))
+        return (type(node).__name__, *fields)
+    if isinstance(node, list):
+        return [text_of(item) for item in node]
+    return without_packages(node) if isinstance(node, str) else node
+
+
+def without_packages(text: str) -> str:
+    """A string that names a module of ours, or something in one, without the packages that the module lies in."""
+    return re.sub(r"\A(?:cute_kernels|layouts)(?:\.\w+)*\.(\w+(?::\w+)?)\Z", r"\1", text)
+
+
+def _is_silent(node: ast.stmt, position: int) -> bool:
+    """Whether a statement of a body says nothing: an import, a docstring or another constant."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return isinstance(node, ast.Import | ast.ImportFrom) or (position == 0 and is_text)
+
+
+class _Uses(ast.NodeVisitor):
+    """Collects the dotted names that a statement refers to."""
+
+    def __init__(self) -> None:
+        self.strong: set[str] = set()
+        self.weak: set[str] = set()
+        self._is_weak = False
+        self._plain_class = False  # whether a class's annotations are types alone
+
+    def _weakly(self, nodes: Iterable[ast.AST | None]) -> None:
+        before, self._is_weak = self._is_weak, True
+        self._visit_all(nodes)
+        self._is_weak = before
+
+    def _visit_all(self, nodes: Iterable[ast.AST | None]) -> None:
+        for node in nodes:
+            if node is not None:
+                self.visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        (self.weak if self._is_weak else self.strong).add(node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        names, value = [node.attr], node.value
+        while isinstance(value, ast.Attribute):
+            names.append(value.attr)
+            value = value.value
+        if isinstance(value, ast.Name):
+            (self.weak if self._is_weak else self.strong).add(".".join((value.id, *reversed(names))))
+        else:
+            self.visit(value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else None
+        if name in TYPE_TESTS and len(node.args) == 2:
+            self.visit(node.args[0])
+            self._weakly(node.args[1:])
+        elif name in TYPE_MAKERS:
+            self._weakly([*node.args, *node.keywords])
+        elif name == "cast" and len(node.args) == 2:
+            self._weakly(node.args[:1])
+            self.visit(node.args[1])
+        else:
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Call) and _is_type_of(side) for side in sides):
+            for side in sides:
+                self._visit_all([side]) if isinstance(side, ast.Call) else self._weakly([side])
+        else:
+            self.generic_visit(node)
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:
+        self._weakly([node.cls])
+        self._visit_all([*node.patterns, *node.kwd_patterns])
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        arguments = node.args
+        self._visit_all([*node.decorator_list, *arguments.defaults, *arguments.kw_defaults])
+        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        self._weakly([node.returns, *(each.annotation for each in every if each is not None)])
+        before, self._plain_class = self._plain_class, True
+        self._visit_all(node.body)
+        self._plain_class = before
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._visit_all([*node.decorator_list, *node.keywords])
+        for base in node.bases:
+            self.visit(base.value if isinstance(base, ast.Subscript) else base)
+            if isinstance(base, ast.Subscript):
+                self._weakly([base.slice])
+        before, self._plain_class = self._plain_class, all(map(_is_dataclass, node.decorator_list))
+        self._visit_all(node.body)
+        self._plain_class = before
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Other decorators than `dataclass` may make code of annotations."""
+        self._visit_all([node.target, node.value])
+        (self._weakly if self._plain_class else self._visit_all)([node.annotation])
+
+
+def _is_type_of(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id == "type"
+
+
+def _is_dataclass(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).partition("(")[0].endswith("dataclass")

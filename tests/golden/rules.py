@@ -1,0 +1,84 @@
+"""What a compiled kernel must keep: no spills, room for the CTAs that an SM is to hold, and its instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+from cute_kernels.runtime import KernelSpec
+
+MMA = frozenset({"HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA"})
+COPIES = frozenset({"UTMALDG", "UBLKCP", "UTMASTG"})
+SM_REGISTERS = 65536
+
+INSTRUCTIONS: dict[str, str] = {
+    "decode_*_tma*": "HMMA UTMALDG",
+    "decode_*_map*": "HMMA UTMALDG",
+    "decode_*": "HMMA UBLKCP",
+    "extend_combine_*": "",
+    "extend_unpack_*": "",
+    "extend_*_beside_*": "HGMMA UTMALDG",
+    "extend_*p8_*": "HGMMA",
+    "extend_*": "HGMMA UTMALDG",
+    "append_*_decode": "UBLKCP",
+    "append_*": "",
+    "layer_products_*": "IMMA UBLKCP",
+    "linear_inputs_*": "",
+    "linear_limb*": "",
+    "*linear_wgmma_*mmasync*": "HMMA UTMALDG UBLKCP",
+    "linear_wgmma_*limbs*resident*loads*": "IGMMA UBLKCP",
+    "linear_wgmma_*limbs*resident*": "IGMMA UTMALDG UBLKCP",
+    "linear_wgmma_*limbs*": "IGMMA UBLKCP",
+    "grouped_linear_wgmma_*limbs*": "IGMMA UTMALDG UBLKCP",
+    "grouped_linear_wgmma_*entries*": "HGMMA UBLKCP",
+    "*linear_wgmma_*_tmastore*": "HGMMA UTMALDG UTMASTG UBLKCP",
+    "*linear_wgmma_*": "HGMMA UTMALDG UBLKCP",
+    "grouped_linear_*_ranges*": "IGMMA UBLKCP",
+    "grouped_linear_*_assigned*": "IGMMA UBLKCP",
+    "linear_portable_*": "HMMA",
+    "*linear_*": "HMMA UBLKCP",
+    "mla_append_*": "",
+    "mla_combine_*": "",
+    "mla_*_h[0-9]*": "HMMA",
+    "mla_*": "HGMMA UTMALDG",
+    "*": "",
+}
+"""By the first pattern that a symbol has: MMA instructions of just these kinds, and copies of these."""
+
+SPILLS = {"extend_unpack_*_token_head_*": 144, "extend_unpack_int4_*": 24}
+"""Bytes of stack, spilled and loaded again; docs/design/extend_attention.md says why. None elsewhere."""
+MOST_ACCESSES = 0.02  # of a kernel's instructions that may be to local memory
+
+
+def broken(spec: KernelSpec, kernel: dict[str, Any]) -> Iterator[str]:
+    """What a kernel of a spec does not keep, one line each. kernel: as `tests.golden.measure` has it."""
+    opcodes = kernel["opcodes"]
+    allowed = max((bytes for pattern, bytes in SPILLS.items() if fnmatch(spec.symbol, pattern)), default=0)
+    spilled = kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+    if spilled > allowed:
+        yield f"{spilled} bytes of a thread in local memory, want at most {allowed}"
+    if sum(opcodes.get(name, 0) for name in ("LDL", "STL")) > MOST_ACCESSES * kernel["num_instructions"]:
+        yield f"more than {MOST_ACCESSES:.0%} of the instructions are to local memory"
+    yield from _without_room(spec, kernel)
+    wanted = set(next(names for pattern, names in INSTRUCTIONS.items() if fnmatch(spec.symbol, pattern)).split())
+    found = {name for name in MMA | COPIES if opcodes.get(name)}
+    if found & MMA != wanted & MMA:
+        yield f"MMA instructions {sorted(found & MMA)}, want {sorted(wanted & MMA)}"
+    if not wanted & COPIES <= found:
+        yield f"copies by {sorted(found & COPIES)}, want {sorted(wanted & COPIES)}"
+
+
+def _without_room(spec: KernelSpec, kernel: dict[str, Any]) -> Iterator[str]:
+    """Where fewer CTAs fit an SM than the configuration counts with."""
+    ctas, limits = getattr(spec.config, "least_ctas", getattr(spec.config, "ctas_per_sm", 1)), spec.limits
+    if kernel["threads"] is not None:
+        warps = -(-kernel["threads"] // 32)
+        registers = ctas * warps * -(-kernel["registers"] * 32 // 256) * 256
+        if registers > SM_REGISTERS:
+            yield f"{registers} registers of {ctas} CTAs, want at most {SM_REGISTERS}"
+    if kernel["dynamic_smem_bytes"] is not None:
+        # What the system takes is part of the static bytes, where there are any.
+        shared = ctas * (kernel["dynamic_smem_bytes"] + max(kernel["static_smem_bytes"], limits.reserved_shared_bytes))
+        if shared > limits.sm_shared_bytes:
+            yield f"{shared} bytes of shared memory of {ctas} CTAs, want at most {limits.sm_shared_bytes}"
