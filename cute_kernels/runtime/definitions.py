@@ -69,10 +69,8 @@ def file_of(module: str) -> Path | None:
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError):  # of __main__, for example
         return None
-    if found is None or found.origin is None:
-        return None
-    if not names:
-        return Path(found.origin).resolve()
+    if found is None or not names:  # a package without a file has parts all the same
+        return None if found is None or found.origin is None else Path(found.origin).resolve()
     for folder in found.submodule_search_locations or ():
         path = Path(folder).resolve().joinpath(*names)
         for file in (path.with_suffix(".py"), path / "__init__.py"):

@@ -84,17 +84,25 @@ def reached(spec: KernelSpec) -> Reached:
 
 def _roots(spec: KernelSpec) -> Iterator[Root]:
     """The spec's members that are not every spec's, each of the class that it is inherited from, then what it holds."""
-    known = vars(KernelSpec).keys() - {"compile"}
     owners = [kind for kind in type(spec).__mro__ if kind not in KernelSpec.__mro__]
-    members = {name: kind for kind in reversed(owners) for name in vars(kind) if name not in known}
-    for name, kind in sorted(members.items()):
-        if not getattr(sys.modules[kind.__module__], "__file__", None):
-            raise TypeError(f"{kind.__qualname__} must be defined in a file to be cached, not in {kind.__module__}")
-        yield Root(kind.__module__, kind.__qualname__, name)
+    members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}
+    known = vars(KernelSpec).keys() - {"compile"}
+    for name in sorted({name for own in members.values() for name in own} - known):
+        for kind in (kind for kind in owners if name in members[kind]):
+            yield Root(kind.__module__, kind.__qualname__, name)
+            if "super" not in members[kind][name].uses:
+                break
     packages = frozenset((*PACKAGES, *(kind.__module__.partition(".")[0] for kind in owners)))
     yield from _roots_of(spec.config, packages)
     for policy in spec.policies():
         yield from [Root(*policy.partition(":")[::2])] if isinstance(policy, str) else _roots_of(policy, packages, "")
+
+
+def _file_of(kind: type) -> Path:
+    module = _found(kind.__module__)
+    if module is None:
+        raise TypeError(f"{kind.__qualname__} must be defined in a file to be cached, not in {kind.__module__}")
+    return module.file
 
 
 def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
@@ -165,8 +173,7 @@ def _of_root(root: Root, packages: set[str]) -> Iterator[_Node | str]:
     if module is None:
         raise FileNotFoundError(f"{root.module}: no such module, want the sources of a kernel")
     if root.member:
-        found = definitions.members(module.file, root.name).get(root.member)
-        yield from () if found is None else (_Node(module, found, True),)  # or what `dataclass` has made
+        yield _Node(module, definitions.members(module.file, root.name)[root.member], True)
     else:
         yield from _targets(module, root.name, True, packages) if root.name else _all_of(module, True)
 
@@ -220,9 +227,9 @@ def _attributes(
 
 @functools.lru_cache(maxsize=4096)
 def _found(name: str) -> Module | None:
-    loaded = sys.modules.get(name)
-    file = definitions.file_of(name) or (loaded and getattr(loaded, "__file__", None))
-    return None if not file else definitions.read(name, Path(str(file)).resolve())
+    """The module of this name, which need not be imported; `__main__` is the file that runs."""
+    file = sys.modules[name].__file__ if name == "__main__" else definitions.file_of(name)
+    return None if file is None else definitions.read(name, Path(file).resolve())
 
 
 def _module(name: str, packages: set[str]) -> Module | None:

@@ -166,6 +166,24 @@ def changed_by(room: Room, *edits: Callable[[], None]) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
+OVERRIDE = """
+
+@dataclass(frozen=True, eq=False)
+class Spec(Base):
+    def compile(self, arch):
+        return super().compile(arch)
+"""
+
+
+def test_what_a_method_overrides_counts_where_the_method_calls_it(room: Room):
+    room.edit("compile.py", "class Spec", "class Base")
+    room.edit("compile.py", "LARGE = 3\n", f"LARGE = 3\n{OVERRIDE}")
+    edited = changed_by(room, lambda: room.edit("compile.py", "scale_of(arch))", "2 * scale_of(arch))"))
+    assert edited == {"split", "whole"}
+    room.edit("compile.py", "return super().compile(arch)", "return scale_of(arch)")
+    assert changed_by(room, lambda: room.edit("compile.py", "2 * scale_of(arch))", "3 * scale_of(arch))")) == set()
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "changed"),
     [
@@ -227,8 +245,8 @@ def test_sources_newer_than_the_process_are_said_to_be(room: Room):
 def test_a_spec_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, room: Room):
     room.states()
     spec = importlib.import_module(f"{PACKAGE}.compile").Spec
-    monkeypatch.setattr(sys.modules[spec.__module__], "__file__", None)
-    with pytest.raises(TypeError, match="Spec must be defined in a file to be cached"):
+    monkeypatch.setattr(spec, "__module__", "a_module_of_no_file")
+    with pytest.raises(TypeError, match="Spec must be defined in a file to be cached, not in a_module_of_no_file"):
         sources.source_state(spec(None))
 
 
