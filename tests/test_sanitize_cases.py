@@ -40,8 +40,6 @@ KINDS = {
     "producers that decode groups": r"extend_int4_g4_bf16_d128_t128\w*p8",
     "unpacking": "extend_unpack_int8",
     "unpacked keys": "extend_int8_token_head_\\w+_unpacked$",
-    "rows with a scale unpacked meanwhile": r"extend_int8_token_head\w+_beside_int8",
-    "rows of groups unpacked meanwhile": r"extend_int4_g1\w+_beside_int4_g4",
     "splits put together": "extend_combine",
     "FP8 products": r"extend_e4m3_tensor\w*_fp8",
     "values transposed for them": r"extend_unpack_e4m3\w*e4m3",

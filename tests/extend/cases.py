@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from cute_kernels.attention.extend import append_and_extend, extend_attention, ops, pack_tree_mask, plan
+from cute_kernels.attention.extend import append_and_extend, extend_attention, pack_tree_mask
 from cute_kernels.attention.extend.policies import has_channel_scales, has_token_scale
 from cute_kernels.attention.extend.reference import extend_attention_reference
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -175,19 +174,6 @@ def appended(call: Call, **more: Any) -> Any:
     return append_and_extend(
         call.q, *new, *call.tensors[1:], cu_seqlens_q=call.cu_seqlens_q, kv_format=call.kv_format, **(options | more)
     )
-
-
-@contextmanager
-def unpacking_beside() -> Iterator[None]:
-    """Calls that unpack their cache do so beside the products, however few queries they have."""
-    kept = plan.queries_to_unpack_beside
-    plan.queries_to_unpack_beside = lambda *_: 0
-    ops.launch.plans.clear()
-    try:
-        yield
-    finally:
-        plan.queries_to_unpack_beside = kept
-        ops.launch.plans.clear()
 
 
 def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:

@@ -8,26 +8,20 @@ import pytest
 import torch
 
 from cute_kernels.attention.extend import extend_attention, ops, ragged
-from cute_kernels.attention.extend.arguments import ATTENTION, COMBINE, UNPACK, attention_arguments
+from cute_kernels.attention.extend.arguments import ATTENTION, COMBINE, UNPACK
 from cute_kernels.attention.extend.call import make_call
 from cute_kernels.attention.extend.plan import make_plan, problem_of, specs_of
-from cute_kernels.attention.extend.policies import COUNTER_WORDS
 from cute_kernels.attention.extend.ragged import ragged_attention
 from cute_kernels.attention.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
     key_rows_of,
-    queries_to_unpack_beside,
-    queries_to_unpack_for,
 )
-from cute_kernels.attention.features import PLAIN
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
 from tests.observed import calls_of
-
-BESIDE = attention_arguments(PLAIN, beside=True)
 
 
 @pytest.fixture
@@ -114,26 +108,12 @@ def test_many_queries_over_codes_are_served_over_unpacked_keys(launches):
     extend_attention(**coded(6))
     assert not any("unpack" in symbol for symbol in symbols(launches))
     launches.clear()
-    call = coded(4000)
-    extend_attention(**call)
-    (attention,) = launches
-    assert attention.symbol.endswith("_unpacked_beside_int8_token_head")
-    assert len(ops.launch.plans) == 1, "the same plan serves both"
-    found = by_name(BESIDE, attention)
-    assert found["k_cache"].shape == found["v_cache"].shape == (2, 2, 256, 64)
-    assert found["k_cache"].dtype == torch.float16 and found["k_codes"].shape == call["k_cache"].shape
-    words = 2 * 2 * 2 * (256 // 128)  # requests, KV heads, K and V, tiles
-    assert found["counter"] == COUNTER_WORDS + words, "of workspace"
-
-
-def test_what_has_no_registers_to_unpack_beside_the_products_is_unpacked_before(launches):
-    cache = torch.zeros(2, 256, 2, 260, dtype=torch.uint8)
-    wide: dict[str, Any] = {"q": torch.zeros(4000, 4, 256).bfloat16(), "k_cache": cache, "v_cache": cache}
-    extend_attention(**coded(4000) | wide)
+    extend_attention(**coded(4000))
     unpack, attention = launches
     assert unpack.symbol.startswith("extend_unpack_int8") and attention.symbol.endswith("_unpacked")
+    assert len(ops.launch.plans) == 1, "the same plan serves both"
     k_rows, v_rows = unpack.arguments[2:4]
-    assert k_rows.shape == v_rows.shape == (2, 2, 256, 256) and k_rows.dtype == torch.float16
+    assert k_rows.shape == v_rows.shape == (2, 2, 256, 64) and k_rows.dtype == torch.float16
     assert attention.arguments[1] is k_rows and attention.arguments[2] is v_rows
 
 
@@ -141,8 +121,7 @@ def test_what_the_caller_knows_of_lengths_bounds_unpacked_keys(launches):
     for most, room in ((100, 128), (129, 256), (10**6, 256), (None, 256)):
         launches.clear()
         extend_attention(**coded(4000, max_seq_len=most))
-        found = by_name(BESIDE, launches[0])
-        assert found["k_cache"].shape[2] == room and found["counter"] == COUNTER_WORDS + 8 * (room // 128)
+        assert launches[0].arguments[2].shape[2] == room
     assert len(ops.launch.plans) == 1, "lengths change from step to step"
     with pytest.raises(ValueError, match="max_seq_len"):
         extend_attention(**coded(4000, max_seq_len=0))
@@ -155,52 +134,28 @@ def test_unpacked_keys_take_no_more_memory_than_is_theirs(launches):
     call: dict[str, Any] = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
     extend_attention(**call)
     assert len(launches) == 1 and "unpack" not in launches[0].symbol
+    launches.clear()
     call["max_seq_len"] = 256
     extend_attention(**call)
-    assert len(launches) == 2 and "beside" in launches[1].symbol
+    assert len(launches) == 2 and "unpack" in launches[0].symbol
     launches.clear()
     del call["max_seq_len"]
     extend_attention(**call, unpack=True)
-    assert len(launches) == 2, "words that count so many tiles would be as many for each graph"
+    assert len(launches) == 2, "the caller has asked for it"
 
 
 def test_the_caller_says_whether_keys_are_unpacked(launches):
     extend_attention(**coded(6, unpack=True))
     assert len(launches) == 2
-    extend_attention(**coded(4000, unpack=True))
-    assert len(launches) == 3 and "beside" in launches[2].symbol
     extend_attention(**coded(4000, unpack=False))
-    assert len(launches) == 4 and "unpack" not in launches[3].symbol
+    assert len(launches) == 3 and "unpack" not in launches[2].symbol
     with pytest.raises(TypeError, match="unpack"):
         extend_attention(**coded(6, unpack="yes"))
 
 
-def test_products_of_few_queries_are_shorter_than_unpacking_beside_them(launches):
-    few = 1200  # of two requests, two heads a group
-    config = choose(problem_of(make_call(**coded(few))))
-    least, beside = queries_to_unpack_for(config, 2, 2, None), queries_to_unpack_beside(config, 2, 2, None)
-    assert least is not None and beside is not None and least <= few < beside
-    extend_attention(**coded(few))
-    assert len(launches) == 2 and launches[0].symbol.startswith("extend_unpack")
-    launches.clear()
-    extend_attention(**coded(beside))
-    assert len(launches) == 1 and "beside" in launches[0].symbol
-    launches.clear()
-    extend_attention(**coded(beside, window_size=100))
-    assert not any("beside" in launch.symbol for launch in launches), "so few queries see a key"
-
-
-def test_sixteen_bits_in_small_pages_are_moved_beside_the_products_of_many_queries(launches):
-    pages, table = torch.zeros(9, 16, 2, 64).bfloat16(), torch.arange(16, dtype=torch.int32).view(2, 8)
-    call: dict[str, Any] = given(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
-    config = choose(problem_of(make_call(**call)))
-    beside = queries_to_unpack_beside(config, 2, 2, None)
-    assert beside is not None
-    for queries, expected in ((beside - 1, False), (beside, True)):
-        launches.clear()
-        call |= given(queries) | {"k_cache": pages, "v_cache": pages, "block_table": table}
-        extend_attention(**call)
-        assert len(launches) == 1 and ("beside" in launches[0].symbol) == expected
+def test_a_window_lets_too_few_queries_see_a_key_for_it_to_be_unpacked(launches):
+    extend_attention(**coded(4000, window_size=100))
+    assert not any("unpack" in symbol for symbol in symbols(launches))
 
 
 def test_fp8_products_are_made_however_few_queries_there_are(launches):
@@ -225,7 +180,7 @@ def test_with_fixed_splits_rows_scales_are_read_as_they_are(launches):
     assert len(launches) == 1
     cache = torch.zeros(2, 256, 2, 36, dtype=torch.uint8)
     extend_attention(**coded(4000, num_splits=1) | {"k_cache": cache, "v_cache": cache, "kv_format": "int4_g1"})
-    assert len(launches) == 2 and "beside" in launches[1].symbol
+    assert len(launches) == 3 and launches[1].symbol.startswith("extend_unpack")
 
 
 def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
@@ -233,8 +188,8 @@ def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
         extend_attention(**coded(6))
         loaded = {spec for spec, _ in recorded.loaded}
     config = choose(problem_of(make_call(**coded(6))))
-    assert loaded == set(specs_of(config)) and len(loaded) == 5
-    assert len(specs_of(config, splits=False)) == 4
+    assert loaded == set(specs_of(config)) and len(loaded) == 4
+    assert len(specs_of(config, splits=False)) == 3
 
 
 def test_what_no_call_would_be_served_by_is_not_compiled():
@@ -242,7 +197,7 @@ def test_what_no_call_would_be_served_by_is_not_compiled():
         with recording() as recorded:
             extend_attention(**coded(6, **options))
         names = [spec.symbol for spec, _ in recorded.loaded if not spec.symbol.startswith("extend_combine")]
-        assert len(names) == 3 and "_unpacked_beside_" in names[0] and names[1].startswith("extend_unpack"), options
+        assert len(names) == 2 and names[0].startswith("extend_unpack") and names[1].endswith("_unpacked"), options
 
 
 @pytest.mark.parametrize("unpack", [False, True])
@@ -252,9 +207,8 @@ def test_block_tables_whose_rows_lie_apart_are_copied(unpack, launches):
     call: dict[str, Any] = coded(6000, block_table=table, unpack=unpack) | {"k_cache": pages, "v_cache": pages}
     before = dict(call)
     extend_attention(**call)
-    found = by_name(BESIDE if unpack else ATTENTION, launches[0])
-    assert found["block_table"] not in (0, table.data_ptr())
-    assert found["table_pages" if unpack else "max_pages"] == 3
+    found = by_name(UNPACK if unpack else ATTENTION, launches[0])
+    assert found["block_table"] not in (0, table.data_ptr()) and found["max_pages"] == 3
     assert call.keys() == before.keys() and all(call[name] is before[name] for name in call)
 
 
@@ -290,11 +244,6 @@ def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers
     assert unpack["tile_scales"] == attention["tile_scales"] != 0 and attention["max_pages"] == 100
-    launches.clear()
-    extend_attention(**coded(4000, max_seq_len=100, unpack=True))
-    found = by_name(BESIDE, launches[0])
-    numbers = {"max_pages": 100, "table_pages": 0, "window": 0, "prefix_only": 0, "block_table": 0}
-    assert {name: found[name] for name in numbers} == numbers and found["tile_scales"] != 0
 
 
 BATCH = 20  # requests of 2 KV heads: 40 work tiles at least

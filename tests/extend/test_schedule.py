@@ -21,7 +21,6 @@ from cute_kernels.attention.extend.schedule import (
     decode_sms,
     decodes_with_key_rows,
     key_rows_of,
-    queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
 )
@@ -159,17 +158,6 @@ def test_unpacking_is_for_many_queries(kv_format, page_tokens, least, most):
     fewer = queries_to_unpack_for(config, 1, 8, None)
     assert fewer is not None and fewer <= queries // 2 + 1
     assert queries_to_unpack_for(config, 1, 4, queries - 1) is None, "a window lets few queries see a token"
-
-
-@pytest.mark.parametrize("page_tokens, least, most", [(16, 800, 1024), (64, 1800, 2048), (32, None, None)])
-def test_moving_16_bits_beside_the_products_is_for_fewer_queries_the_smaller_pages_are(page_tokens, least, most):
-    config = choose(ExtendProblem(128, "bf16", "bf16", "bf16", page_tokens, Features(causal=True, paged=True)))
-    before, beside = queries_to_unpack_for(config, 1, 4, None), queries_to_unpack_beside(config, 1, 4, None)
-    if least is None:
-        assert before is None and beside is None
-        return
-    assert before is not None and beside is not None and least <= beside <= min(before, most)
-    assert queries_to_unpack_beside(config, 1, 4, beside - 1) is None, "a window lets few queries see a token"
 
 
 def test_decoding_gets_the_sms_that_let_both_end_together():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.extend.call import make_call as check_extend_call
 from cute_kernels.attention.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.attention.extend.plan import combine_spec, configs_of, key_rows_for
-from cute_kernels.attention.extend.schedule import choose_beside, choose_fp8, choose_unpacked
+from cute_kernels.attention.extend.schedule import choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
@@ -52,7 +51,6 @@ from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
 from tests.extend.cases import assert_close as assert_extend_close
 from tests.extend.cases import make_call as make_extend_call
-from tests.extend.cases import unpacking_beside
 from tests.gpu.specs import GPU, step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 from tests.kv_cache.cases import Shape
@@ -162,8 +160,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. beside: by warps of
-    attention itself. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache.
+    num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
     q_lens: tuple[int, ...]
@@ -173,7 +171,6 @@ class ExtendCase:
     head_dim: int = 128
     page_size: int | None = 64
     fp8_products: bool = False
-    beside: bool = False
     num_kv_heads: int = 2
 
     def call(self, device: str = "cpu") -> ExtendCall:
@@ -199,20 +196,15 @@ class ExtendCase:
             return [*map(ExtendSpec, key_rows_for(checked, config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
-        if self.beside:
-            own = choose_beside(config)
-            assert own is not None
-            return [ExtendSpec(own), *combine]
         unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
         return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
 
     def run(self, device: str = "cuda") -> str:
         call = self.call(device)
-        with unpacking_beside() if self.beside else nullcontext():
-            for _ in range(CALLS):
-                out = torch.full_like(call.q, torch.nan)
-                _, lse = call.run(out=out, return_lse=True)
-                error = assert_extend_close(call, out, lse)
+        for _ in range(CALLS):
+            out = torch.full_like(call.q, torch.nan)
+            _, lse = call.run(out=out, return_lse=True)
+            error = assert_extend_close(call, out, lse)
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
@@ -544,9 +536,7 @@ EXTEND = {
     "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
-    "extend-int8_token_head-beside": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True, beside=True),
-    "extend-int4_g4-beside-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2, beside=True),
-    "extend-bf16-pages-of-16-beside": ExtendCase("bf16", *EXTEND_SHAPES, page_size=16, unpack=True, beside=True),
+    "extend-bf16-pages-of-16-unpacked": ExtendCase("bf16", *EXTEND_SHAPES, page_size=16, unpack=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,12 @@ from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec, Unpac
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.plan import configs_of, problem_of
 from cute_kernels.attention.extend.policies import UnpackConfig
-from cute_kernels.attention.extend.schedule import choose, choose_beside, choose_fp8, choose_unpacked
+from cute_kernels.attention.extend.schedule import choose, choose_fp8, choose_unpacked
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.spec import KernelSpec
-from tests.attention.cases import make_call as make_decode_call
 from tests.extend import cases
-from tests.extend.cases import FORMATS, Call, appended, assert_close, fused, make_call, unpacking_beside, writable
+from tests.extend.cases import FORMATS, Call, appended, assert_close, fused, make_call, writable
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
 pytestmark = [pytest.mark.gpu]
@@ -187,10 +185,8 @@ def specs() -> list[KernelSpec]:
         first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
         if call.options.get("unpack") or call.options.get("fp8_products"):
             chosen = choose_fp8 if call.options.get("fp8_products") else choose_unpacked
-            beside = None if call.options.get("fp8_products") else choose_beside(first)
             unpack, first = chosen(first)
             unpacking[unpack] = None
-            configs |= dict.fromkeys(() if beside is None else (beside,))
         configs |= dict.fromkeys((first, *newer))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
     return [*map(ExtendSpec, configs), *map(UnpackSpec, unpacking), *map(CombineSpec, combines)]
@@ -227,22 +223,10 @@ def test_parts_of_a_fused_projection_give_the_same_bits(name):
     assert_close(call, want, want_lse)
 
 
-@pytest.mark.parametrize("name", ["int4_g4, unpacked", "int8_token_head, unpacked"])
-def test_parts_of_a_fused_projection_where_warps_unpack(name, beside):
-    test_parts_of_a_fused_projection_give_the_same_bits(name)
-
-
 def test_a_graph_of_queries_that_lie_apart_serves_other_lengths():
     name = "int8_token_head"
     other = fused(variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5))
     assert_a_graph_serves(fused(variant(name)), other)
-
-
-@pytest.mark.parametrize("name", [f"{name}, unpacked" for name in UNPACKED])
-def test_it_is_attention_where_its_own_warps_unpack(name):
-    """However few queries there are."""
-    with unpacking_beside():
-        test_it_is_attention(name)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +244,6 @@ def test_random_batches(name):
         lengths = [generator.choice([0, 1, 127, 128, 129, generator.randrange(1500)]) for _ in range(count)]
         q_lens = [generator.choice([0, 1, 2, 5, 33, generator.randrange(300)]) for _ in lengths]
         check(variant(name, q_lens, lengths, seed=seed))
-
-
-@pytest.mark.parametrize("name", ["int4_g4", "e4m3_tensor", "new tokens, all features", "int8_token_head", "window"])
-def test_random_batches_whose_launch_unpacks(name):
-    with unpacking_beside():
-        test_random_batches(f"{name}, unpacked")
 
 
 @pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
@@ -552,36 +530,17 @@ def test_many_launches_leave_the_counter_empty():
         assert torch.equal(call.run(), want)
 
 
-BESIDE = ("int4_g4, unpacked", "int8_token_head, unpacked", "pages of 16, unpacked")
+UNPACKING = ("int4_g4, unpacked", "int8_token_head, unpacked", "pages of 16, unpacked")
 
 
-@pytest.fixture
-def beside():
-    """Launches unpack the cache themselves."""
-    with unpacking_beside():
-        yield
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_a_graph_that_unpacks_serves_other_lengths(name, beside):
+@pytest.mark.parametrize("name", UNPACKING)
+def test_a_graph_that_unpacks_serves_other_lengths(name):
     other = variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5)
     assert_a_graph_serves(variant(name), other)
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_counts_unpacked_tiles_is_left_empty(name, beside):
-    """Other kernels of the stream use the same words, and so do launches with more and with fewer of them."""
-    calls = [variant(name), variant(name, [200], [3000]), variant(name, [1] * 40, [130] * 40)]
-    other = make_decode_call("int4_g4", (16000, 3), num_kv_heads=8, group=4, device=CUDA)
-    works = [*(call.run for call in calls), other.run]
-    wanted = [work() for work in works]
-    for _ in range(20):
-        for work, want in zip(works, wanted, strict=True):
-            assert torch.equal(work(), want)
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_launches_that_unpack_run_on_two_streams(name, beside):
+@pytest.mark.parametrize("name", UNPACKING)
+def test_launches_that_unpack_run_on_two_streams(name):
     calls = [variant(name), variant(name, [200, 3], [3000, 900], seed=1)]
     wanted = [call.run() for call in calls]
     torch.cuda.synchronize()
@@ -592,28 +551,6 @@ def test_launches_that_unpack_run_on_two_streams(name, beside):
                 found.append(call.run())
     torch.cuda.synchronize()
     assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(found))
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_one_cta_unpacks_all_that_it_waits_for(name, beside):
-    call = variant(name, num_splits=1)
-    assert torch.equal(call.run(sm_margin=131), call.run())
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_it_makes_no_difference_which_launch_unpacks(name):
-    """Bits and log-sum-exps are those over keys that a launch of its own has unpacked."""
-    calls = [variant(name), variant(name, num_splits=3), variant(name, window_size=33), variant(name, new=True)]
-    others = [call.run(return_lse=True) for call in calls]
-    with unpacking_beside():
-        mine = [call.run(return_lse=True) for call in calls]
-    for found, want in zip(mine, others, strict=True):
-        assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_numbers_that_cannot_be_are_not_waited_for(name, beside):
-    test_ends_and_lengths_that_cannot_be_do_no_harm(name)
 
 
 @pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked", "pages of 16, unpacked"])
@@ -637,16 +574,14 @@ def test_unpacking_changes_no_bit_where_rows_have_no_fp32_scales(name):
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", BESIDE)
-def test_the_last_cached_token_may_be_seen_by_no_query(name, own):
+@pytest.mark.parametrize("name", UNPACKING)
+def test_the_last_cached_token_may_be_seen_by_no_query(name):
     """Of a window of 1 beside new tokens: its tile is loaded, and what nobody has written may be NaN."""
     call = variant(name, new=True, window_size=1)
-    with unpacking_beside() if own else nullcontext():
-        for _ in range(2):
-            held = [torch.full((2**22,), torch.nan, device=CUDA) for _ in range(4)]
-            del held
-            check(call)
+    for _ in range(2):
+        held = [torch.full((2**22,), torch.nan, device=CUDA) for _ in range(4)]
+        del held
+        check(call)
 
 
 def test_the_memory_of_unpacked_keys_may_be_bounded():

@@ -54,7 +54,6 @@ ATTENTION = joined(
     arguments("address", "partials", "tile_scales"),
     arguments("int32", "num_ctas"),
 )
-BESIDE = (*arguments("tensor", "k_codes", "v_codes"), *arguments("int32", "table_pages"))
 UNPACK = joined(
     arguments("tensor", "k_cache", "v_cache", "k_rows", "v_rows", "cu_seqlens", "seq_lens"),
     arguments("address", "tile_scales", "block_table"),
@@ -68,7 +67,7 @@ COMBINE = joined(
 
 
 @functools.lru_cache(maxsize=256)
-def attention_arguments(features: Features, beside: bool = False) -> LaunchArguments:
-    """Of a variant of attention with these features; beside: that unpacks a cache beside its products."""
+def attention_arguments(features: Features) -> LaunchArguments:
+    """Of a variant of attention with these features."""
     options = (Argument(each.name, "address") for each in tensors_in(features))
-    return joined(ATTENTION.arguments, BESIDE if beside else (), options)
+    return joined(ATTENTION.arguments, options)

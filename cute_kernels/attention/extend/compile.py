@@ -13,7 +13,6 @@ from cute_kernels.attention.extend.policies import UnpackConfig
 from cute_kernels.attention.extend.schedule import (
     ExtendProblem,
     choose,
-    choose_beside,
     choose_key_rows,
     choose_unpacked,
     queries_to_unpack_for,
@@ -40,9 +39,7 @@ class ExtendSpec(KernelSpec):
     @property
     def _formats(self) -> tuple[str, ...]:
         """Names of those that decide the kernel."""
-        cache = self.config.unpacks
-        own = self.config.k_format, self.config.v_format
-        return own if cache is None else tuple(dict.fromkeys((*own, cache.k_format, cache.v_format)))
+        return self.config.k_format, self.config.v_format
 
     def policies(self) -> tuple[object, ...]:
         return *code_of("extend", *self._formats), *score_options.code_of(self.config.features)
@@ -99,10 +96,9 @@ def shipped_specs() -> list[KernelSpec]:
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
     many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
-    beside = [own for config in many if (own := choose_beside(config)) is not None]
     unpacked = [choose_unpacked(config) for config in many]
     few = [own for config in loading for own in choose_key_rows(config, mapped=True, tile_heads=2)]
-    attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
+    attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]
 
@@ -135,14 +131,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
         "out": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
     }
-    beside = config.unpacks is not None
-    if config.unpacks is not None:
-        codes = [cute.sym_int() for _ in range(3)]
-        for name, form in zip(("k_codes", "v_codes"), config.unpacks.formats, strict=True):
-            row, coded = form.row_elements(config.head_dim), form.is_coded
-            tensors[name] = _fake_cache(codes, cutlass.Uint8 if coded else dtype, row, 4 if coded else 16)
-    arguments = attention_arguments(config.features, beside)
-    return arguments.compile(ExtendKernel(config).launch, tensors, arch, *options)
+    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
 def _element_type(name: str) -> Any:

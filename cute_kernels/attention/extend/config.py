@@ -40,7 +40,6 @@ from cute_kernels.attention.extend.policies import (
     ProducerPipeline,
     Queries,
     RaggedKeys,
-    UnpackConfig,
     UnpackedKeys,
     cannot_multiply_fp8,
     cannot_read,
@@ -159,7 +158,7 @@ class ExtendConfig:
     @property
     def takes_table(self) -> bool:
         """Whether a launch finds pages."""
-        return self.page_tokens > 0 or (self.unpacks is not None and self.unpacks.page_tokens > 0)
+        return self.page_tokens > 0
 
     @property
     def ragged(self) -> bool:
@@ -173,11 +172,6 @@ class ExtendConfig:
     def fp8(self) -> Fp8Products | None:
         """How products of 8 bits are made; None for those of 16."""
         return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
-
-    @property
-    def unpacks(self) -> UnpackConfig | None:
-        """What producer warps that fill no tiles make of a cache meanwhile; None where its rows are there before."""
-        return self.keys.beside if isinstance(self.keys, UnpackedKeys) else None
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -221,11 +215,6 @@ class ExtendConfig:
         if self.decodes:
             return self.producer_warps
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
-
-    @property
-    def unpacking_warps(self) -> int:
-        """Producer warps that unpack a cache."""
-        return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
 
     @property
     def cache_types(self) -> tuple[str | None, str | None]:
@@ -324,8 +313,6 @@ class ExtendConfig:
         """Of a producer's and of a consumer's thread."""
         if self.fp8 is not None:
             return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
-        if self.unpacks is not None:
-            return REGISTERS["unpacks", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
@@ -397,7 +384,6 @@ class ExtendConfig:
         layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
         if self.fp8 is not None:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
-        layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
@@ -442,8 +428,6 @@ class ExtendConfig:
             return "ragged keys lie in 16 bits, token by token"
         if self.unpacked and not self.features.head_major:
             return "unpacked keys lie head by head"
-        if self.unpacks is not None and (reason := self._problem_of_unpacking(self.unpacks)) is not None:
-            return reason
         if self.fp8 is not None and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
             return reason
         if self.tree and (self.features.causal or self.features.window or self.features.alibi):
@@ -451,14 +435,6 @@ class ExtendConfig:
         if self.features.bias is not None:
             return "there is no additive bias"
         return self.limits.refuses(self.num_threads, self.smem_bytes)
-
-    def _problem_of_unpacking(self, cache: UnpackConfig) -> str | None:
-        """Why producer warps cannot unpack a cache beside the products, or None."""
-        if self.fp8 is not None:
-            return "what is unpacked beside the products becomes rows of 16 bits"
-        if self.columns > 128:
-            return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
-        return cache.can_implement()
 
     def _problem_of_key_rows(self) -> str | None:
         """Why keys cannot be rows of products, or None."""

@@ -16,7 +16,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.extend.beside import ProducerBeside, SourceBeside
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.decode import RowProducer
 from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
@@ -70,7 +69,7 @@ class ExtendKernel:
         source = Source(keys, values, pages, maps, given.tile_scales)
         self.kernel(
             shape,
-            source if config.unpacks is None else SourceBeside.of(source, given, config.unpacks),
+            source,
             Operands.of(given, config),
             Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
@@ -100,12 +99,6 @@ class ExtendKernel:
             cute.arch.setmaxregister_decrease(producing)
             if warp < MMA_WARPS + config.filling_warps:
                 self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
-            else:
-                if const_expr(config.unpacks is not None):
-                    unpacking = warp - (MMA_WARPS + config.filling_warps)
-                    self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
-            if const_expr(config.unpacks is not None):
-                self.producer.leave(source, lane)
         else:
             cute.arch.setmaxregister_increase(consuming)
             group = warp // WARPGROUP_WARPS
@@ -178,4 +171,4 @@ def _producer(config: ExtendConfig) -> RowProducer | TmaTileProducer | MixedProd
         return MixedProducer(config)
     if config.decodes:
         return RowProducer(config)
-    return TmaTileProducer(config) if config.unpacks is None else ProducerBeside(config)
+    return TmaTileProducer(config)

@@ -38,7 +38,6 @@ class ExtendMemory:
             of what each producer warp has decoded.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
-        drawn: two words, what warps that unpack have drawn, one after the other.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
     """
 
@@ -52,7 +51,6 @@ class ExtendMemory:
     scales: Int32
     query_scales: Int32
     slots: Int32
-    drawn: Int32
     full: cute.Pointer
     empty: cute.Pointer
     work_full: cute.Pointer
@@ -71,9 +69,6 @@ class ExtendMemory:
         scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
         query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
-        drawn = slots
-        if config.unpacks is not None:
-            drawn = smem.allocate(2 * 4, byte_alignment=8)
         barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
         count = 2 * config.num_stages
         return ExtendMemory(
@@ -87,7 +82,6 @@ class ExtendMemory:
             scales=Int32(scales.toint()),
             query_scales=Int32(query_scales.toint()),
             slots=Int32(slots.toint()),
-            drawn=Int32(drawn.toint()),
             full=barriers,
             empty=barriers + count,
             work_full=barriers + 2 * count,

@@ -19,13 +19,11 @@ from cute_kernels.attention.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
-    choose_beside,
     choose_fp8,
     choose_key_rows,
     choose_newer,
     choose_unpacked,
     heads_of_tile,
-    queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
 )
@@ -168,27 +166,10 @@ def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) ->
     return tuple(ways)
 
 
-def _unpacked_beside(call: ExtendCall, config: ExtendConfig) -> list[Way]:
-    """One launch that makes rows of 16 bits of the cache beside its products: for so many queries that these take
-    longer."""
-    least = _queries_to_unpack_beside(call, config)
-    if least is None:
-        return []
-    beside, (unpack, _) = choose_beside(config), choose_unpacked(config)
-    assert beside is not None
-    launches = UnpackedLaunches(None, unpack, _launch_of(call, beside))
-
-    def serves(num_queries: int, max_seq_len: int | None) -> bool:
-        # Words count tiles: also where more memory is asked for they are not of more than calls take by themselves.
-        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
-
-    return [Way(launches, serves)]
-
-
 def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """A launch that makes rows of 16 bits of the cache, and attention over them."""
-    least, beside = _queries_to_unpack_for(call, config), _queries_to_unpack_beside(call, config)
-    if least is None or (call.unpack is None and beside is not None and beside <= least):
+    least = _queries_to_unpack_for(call, config)
+    if least is None:
         return []
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
     fixed: dict[str, int | float] = {
@@ -217,15 +198,6 @@ def _queries_to_unpack_for(call: ExtendCall, config: ExtendConfig) -> int | None
     if call.num_splits is not None and any(config.tile_scales):
         return None
     return queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
-
-
-def _queries_to_unpack_beside(call: ExtendCall, config: ExtendConfig) -> int | None:
-    """How many queries a call must have for that to happen beside the products; None if it never does."""
-    least = _queries_to_unpack_for(call, config)
-    if least is None or call.fp8_products or choose_beside(config) is None:
-        return None
-    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
-    return None if enough is None else max(least, enough) if config.coded else enough
 
 
 def _table_pages(call: ExtendCall) -> int:
@@ -274,9 +246,9 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
 
 
 WaysOf = Callable[[ExtendCall, ExtendConfig], list[Way]]
-WAYS: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _key_rows, _as_it_lies)
+WAYS: tuple[WaysOf, ...] = (_unpacked, _key_rows, _as_it_lies)
 """What may serve calls of a configuration, in the order in which they are asked."""
-WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _as_it_lies)
+WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
 """Where the configuration is given: key rows are one."""
 
 
@@ -349,12 +321,9 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
     }
     if not config.unpacked:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
-    beside = config.unpacks is not None
-    if beside:
-        fixed |= {"table_pages": _table_pages(call)}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
-    return attention_arguments(config.features, beside).bound(
+    return attention_arguments(config.features).bound(
         load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 
@@ -371,10 +340,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
     few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
     specs += [ExtendSpec(own) for own in dict.fromkeys(few)]
-    least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
-    if least is not None and beside is not None:
-        specs.append(ExtendSpec(beside))
-    if least is not None and (beside is None or (queries_to_unpack_beside(config, 1, 1, None) or least) > least):
+    if queries_to_unpack_for(config, 1, 1, None) is not None:
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]
     return specs

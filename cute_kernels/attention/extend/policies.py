@@ -21,9 +21,7 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands, but for those of E4M3
 ROW_BYTES = 128  # of an operand's row in the 128-byte swizzle
 WORK_SLOTS = 2
-# Words of a launch's workspace: the counter of work tiles is the first; where a cache is unpacked beside the products,
-# see `extend.progress`, these and two for each block of a request's KV head.
-COUNTER_WORDS, CHUNK_WORD, LEAVING_WORD, TILE_WORDS_AT = 4, 1, 2, 4
+COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -32,7 +30,7 @@ TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
-REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192), ("unpacks", 4): (72, 216)}
+REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
 UNPACK_WARPS = 8  # of a CTA, which share a tile
 UNPACK_CTAS_PER_SM = 4
@@ -198,11 +196,6 @@ class UnpackConfig:
         return (f"_p{self.page_tokens}" if self.page_tokens else "") + ("_head_major" if self.head_major else "")
 
     @property
-    def what(self) -> str:
-        """The cache, in the name of a kernel that unpacks it beside its products."""
-        return joined(self.k_format, self.v_format) + self.layout
-
-    @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         formats = joined(self.k_format, self.v_format)
@@ -233,11 +226,9 @@ class UnpackedKeys:
     head, with zeros behind a request's last token up to the end of its tile.
 
     fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
-    beside: if given, what idle producer warps make them of, beside the products; else a launch of its own does before.
     """
 
     fp8: Fp8Products | None = None
-    beside: UnpackConfig | None = None
 
 
 Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys

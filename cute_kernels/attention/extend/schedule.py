@@ -39,11 +39,6 @@ TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95, 64: 0.975}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
-# What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
-UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
-# Of 16 bits beside the products, which they take power and memory from: so that 1024 queries pay for pages of 16 and
-# 2048 for pages of 64, an H200.
-MOVED_BESIDE_BYTES_PER_US = 6.8e6
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -198,14 +193,6 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     return unpack, attention
 
 
-def choose_beside(config: ExtendConfig) -> ExtendConfig | None:
-    """What serves the calls that ``config`` serves by one launch, whose idle producer warps unpack the cache; None
-    where nothing does."""
-    unpack, attention = choose_unpacked(config)
-    beside = replace(attention, keys=UnpackedKeys(beside=unpack))
-    return beside if beside.can_implement() is None else None
-
-
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     """As :func:`choose_unpacked`, for products of 8 bits."""
     unpack, attention = choose_unpacked(config)
@@ -240,32 +227,13 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
-    return _queries_that_pay(config, batch, group, window, UNPACKED_BYTES_PER_US)
-
-
-def _queries_that_pay(
-    config: ExtendConfig, batch: int, group: int, window: int | None, bytes_per_us: float
-) -> int | None:
-    """As :func:`queries_to_unpack_for`, at so many bytes read and written a us."""
     kinds: list[str | int] = [reader.scales for form in config.formats if (reader := form.extend) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
     if not rates or config.why_as_it_lies is not None:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
-    queries = math.ceil(moved / bytes_per_us / saved)
-    return None if window is not None and window < queries else queries * batch
-
-
-def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
-    """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
-    them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    readers = [reader for form in config.formats if (reader := form.extend) is not None]
-    if not readers:
-        return _queries_that_pay(config, batch, group, window, MOVED_BESIDE_BYTES_PER_US)
-    rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]
-    # Of a number of K or V: 2 FLOP for each query and head of its group.
-    queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
+    queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
     return None if window is not None and window < queries else queries * batch
 
 

@@ -20,15 +20,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 @dataclass(frozen=True)
 class UnpackedLaunches:
-    """Of a :class:`.ways.Way`: the cache is unpacked, before or while its rows are attended to.
+    """Of a :class:`.ways.Way`: the cache is unpacked before its rows are attended to.
 
     Attributes:
-        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name; None where
-            attention's own producer warps make them. config: what makes them.
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it is.
         attention: over them.
     """
 
-    send: Callable[..., Any] | None
+    send: Callable[..., Any]
     config: UnpackConfig
     attention: ExtendLaunch
 
@@ -69,26 +68,19 @@ class UnpackedLaunches:
         if any(config.tile_scales):
             words = TILE_SCALE_BYTES // 4
             scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
-        cache: dict[str, torch.Tensor] = {}
-        num_words = 0
-        if self.send is None:
-            cache = {"k_codes": k_cache, "v_codes": v_cache}
-            num_words = 2 * attention.batch * attention.num_kv_heads * (room // config.tile_tokens)
-        else:
-            table = options["block_table"] if config.page_tokens else None
-            self.send(
-                k_cache=k_cache,
-                v_cache=v_cache,
-                k_rows=k_rows,
-                v_rows=v_rows,
-                cu_seqlens=cu_seqlens_q,
-                seq_lens=lengths,
-                tile_scales=address_of(scales),
-                block_table=address_of(table),
-                total_q=q.shape[0],
-                max_seq_len=self.tokens(max_seq_len),
-                prefix_only=prefix_only,
-            )
+        self.send(
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_rows=k_rows,
+            v_rows=v_rows,
+            cu_seqlens=cu_seqlens_q,
+            seq_lens=lengths,
+            tile_scales=address_of(scales),
+            block_table=address_of(options["block_table"] if config.page_tokens else None),
+            total_q=q.shape[0],
+            max_seq_len=self.tokens(max_seq_len),
+            prefix_only=prefix_only,
+        )
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         attention.call(
             q,
@@ -101,5 +93,5 @@ class UnpackedLaunches:
             softmax_scale,
             options,
             prefix_only=prefix_only,
-            unpacked=Unpacked(self.tokens(max_seq_len), scales, cache, num_words),
+            unpacked=Unpacked(self.tokens(max_seq_len), scales),
         )

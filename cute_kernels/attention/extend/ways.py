@@ -5,7 +5,7 @@ A call's cache is read as it lies; or unpacked first, for many queries; or its k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,14 +25,10 @@ class Unpacked:
 
     Attributes:
         tokens: that a request may have. scales: tiles', if they have any.
-        cache: the caches that they are made of meanwhile, by name; none where they were made before.
-        words: of workspace that count tiles then.
     """
 
     tokens: int
     scales: torch.Tensor | None
-    cache: Mapping[str, torch.Tensor]
-    words: int = 0
 
 
 class Launches(Protocol):
@@ -120,10 +116,9 @@ class ExtendLaunch:
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * splits
         table = options["block_table"] if config.takes_table else None
         mask = options["tree_mask"] if config.tree else None
-        own, num_words = {}, COUNTER_WORDS
+        own = {}
         if unpacked is not None:
-            own = {"max_pages": unpacked.tokens, "tile_scales": address_of(unpacked.scales), **unpacked.cache}
-            num_words += unpacked.words
+            own = {"max_pages": unpacked.tokens, "tile_scales": address_of(unpacked.scales)}
         self.send(
             q=q,
             k_cache=k_cache,
@@ -134,7 +129,7 @@ class ExtendLaunch:
             lse=address_of(lse),
             other_out=address_of(other[0]),
             other_lse=address_of(other[1]),
-            counter=GPU.workspace(index, GPU.stream(index), num_words),
+            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
             prefix_only=prefix_only,
             softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
             block_table=address_of(table),
