@@ -20,8 +20,8 @@ from bench import model_accuracy, smollm2
 from bench.record import RESULTS, Recorder, load
 from bench.report import commit_of
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.vllm.kv_formats import BY_DTYPE, transform_for
-from cute_kernels.kv_cache.transforms import CacheTransform
 
 DTYPE = "int4_per_token_head"
 NAMES = ("vLLM's rows", "this package's rows", "without rotation")

@@ -160,6 +160,30 @@ def check_all_positive(name: str, values: torch.Tensor) -> None:
         raise ValueError(f"{name}: got {float(wrong[0])}, want positive finite numbers")
 
 
+def check_optional_positive(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless a number is None or positive and finite.
+
+    For softmax_scale because the kernel masks scores with -inf before it scales them: times zero or a negative number
+    that would count.
+    """
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, want None or a number")
+    if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
+        raise ValueError(f"{name}: got {value}, want None or a positive finite number")
+
+
+def check_optional_count(name: str, value: object, most: int | None = None) -> None:
+    """Raises ValueError unless ``value`` is None or an int from 1 (to ``most``)."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise ValueError(
+            f"{name}: got {value!r}, want None or an int {'of at least 1' if most is None else f'from 1 to {most}'}"
+        )
+
+
 def check_number(name: str, value: object, least: int | None = None) -> None:
     """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
 
@@ -234,6 +258,29 @@ def check_together(**tensors: Any) -> None:
     for name, tensor in others:
         if tensor.device != first.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {first.device}, where {speaker} is")
+
+
+def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError unless a tensor lies on ``device``, that of q."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where q is")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want a contiguous tensor"
+        )
+
+
+def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int, what: str) -> None:
+    """Raises TypeError or ValueError unless the tensor is a contiguous ``dtype`` [size]."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+    if tensor.shape != (size,):
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}], {what}")
+    check_contiguous(name, tensor)
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:

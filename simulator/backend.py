@@ -101,9 +101,9 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.attention import score_options
     from cute_kernels.device import numbers, ptx
     from cute_kernels.formats import kv as kv_formats
+    from cute_kernels.formats import scores as score_options
 
     found: list[tuple[Any, str, Any]] = []
     for module in (ptx, numbers):

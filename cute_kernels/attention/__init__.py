@@ -24,7 +24,7 @@ from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
-    from cute_kernels.kv_cache.transforms import CacheTransform
+    from cute_kernels.formats.kv.transforms import CacheTransform
 
 __all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
@@ -165,7 +165,7 @@ def decode_attention(
             them done by the append. Not together with q_shift.
         tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
             :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
-        score_options: tensors, by name, of options that :func:`cute_kernels.attention.score_options.register` has made
+        score_options: tensors, by name, of options that :func:`cute_kernels.formats.scores.register` has made
             known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the

@@ -26,7 +26,7 @@ request; seq_lens int32 [batch]. The others are addresses and numbers, which cos
                          position modulo 64
     tail_slots           int32 [batch]: which of these slots is a request's
 
-Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
+Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
 Merging states (`MERGE`): outs [..., num_heads, head_dim], lses fp32 [..., num_heads].
 """
@@ -36,7 +36,7 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.launch_arguments import Argument, LaunchArguments, arguments, joined
 
 BIAS_STRIDES = ("bias_stride_request", "bias_stride_query", "bias_stride_head", "bias_stride_key")

@@ -8,12 +8,23 @@ from typing import Any, TypedDict, cast
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_tensors, shape_of, strides_of
+from cute_kernels.arguments import (
+    check_apart,
+    check_contiguous,
+    check_flag,
+    check_optional_count,
+    check_optional_positive,
+    check_place,
+    check_tensors,
+    check_vector,
+    shape_of,
+    strides_of,
+)
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.score_options import SIZES, check_given, check_mapping
 from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.scores import SIZES, check_given, check_mapping
 from cute_kernels.names import CacheLayout, WindowSize
 
 
@@ -343,7 +354,7 @@ def make_call(
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(**tensors)
     for name, tensor in tensors.items():
-        checks.check_place(name, tensor, q.device)
+        check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
     blocks = _check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
@@ -352,22 +363,22 @@ def make_call(
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)
     checks.check_blocks(forms, blocks.tokens if block_table is not None else None)
-    checks.check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
+    check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     if sinks is not None:
-        checks.check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
+        check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
     if alibi_slopes is not None:
-        checks.check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
+        check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
     if q_shift is not None:
         checks.check_shift(q_shift, (batch, q_len, num_q_heads))
-    checks.check_positive("softmax_scale", softmax_scale)
-    checks.check_positive("softcap", softcap)
-    checks.check_causal(causal)
+    check_optional_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softcap", softcap)
+    check_flag("causal", causal)
     window = keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size
-    checks.check_count("window_size", window)
-    checks.check_count("num_splits", num_splits, checks.MAX_SPLITS)
+    check_optional_count("window_size", window)
+    check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
     if out is not None:
         checks.check_out(out, q, v_head_dim)
-        checks.check_contiguous("out", out)
+        check_contiguous("out", out)
         check_apart("out", out, {**{name: tensors[name] for name in tensors if name != "out"}, **(score_options or {})})
     max_seq_len = blocks.max_seq_len
     checks.check_tail(forms[0], k_tail, tail_slots, batch, (blocks.num_kv_heads, head_dim))

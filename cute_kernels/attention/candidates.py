@@ -21,9 +21,9 @@ from cute_kernels.attention.policies import (
     WarpMma,
 )
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.score_options import options_in
 from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
 from cute_kernels.formats.kv import KvFormat, format_of
+from cute_kernels.formats.scores import options_in
 from cute_kernels.runtime.composed import changed
 
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of

@@ -6,12 +6,10 @@ them together; :func:`cute_kernels.attention.call.check_device_values` is what w
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.arguments import check_contiguous, check_tensors, check_vector, overlaps, shape_of, strides_of
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -27,31 +25,6 @@ MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 
 PAGE_SIZES = range(16, 257, 16)
 WORD = 4  # bytes, of rows that carry their scales
 CACHES = ("k_cache", "v_cache")
-
-
-# -- any tensor --------------------------------------------------------------------------------------------------------
-
-
-def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raises ValueError unless a tensor lies where q does."""
-    if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where q is")
-
-
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want a contiguous tensor"
-        )
-
-
-def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int, what: str) -> None:
-    """Raises TypeError or ValueError unless the tensor is a contiguous ``dtype`` [size]."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
-    if tensor.shape != (size,):
-        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}], {what}")
-    check_contiguous(name, tensor)
 
 
 def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
@@ -283,35 +256,6 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
     strides = (0,) * (4 - bias.dim()) + bias.stride()
     batch, query, head, key = (0 if size == 1 else stride for size, stride in zip(padded, strides, strict=True))
     return batch, query, head, key
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless a number is None or positive and finite.
-
-    For softmax_scale because the kernel masks scores with -inf before it scales them: times zero or a negative number
-    that would count.
-    """
-    if value is None:
-        return
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}, want None or a number")
-    if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
-        raise ValueError(f"{name}: got {value}, want None or a positive finite number")
-
-
-def check_count(name: str, value: object, most: int | None = None) -> None:
-    """Raises ValueError unless ``value`` is None or an int from 1 (to ``most``)."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-        raise ValueError(
-            f"{name}: got {value!r}, want None or an int {'of at least 1' if most is None else f'from 1 to {most}'}"
-        )
-
-
-def check_causal(causal: object) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {causal!r}, want True or False")
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

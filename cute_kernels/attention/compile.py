@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.attention import score_options
 from cute_kernels.attention.arguments import arguments_of
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
@@ -14,6 +13,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
 

@@ -26,7 +26,7 @@ class Features:
         v_rotation: columns of the Hadamard blocks that the output is turned back by, up to `WIDEST_RESTORED`; or 1.
         v_factor: the output's columns are multiplied, by one number per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
-        terms: names of registered options (:mod:`cute_kernels.attention.score_options`), in order.
+        terms: names of registered options (:mod:`cute_kernels.formats.scores`), in order.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
         tail: keys are of a format in blocks, and the newest block's lie beside the cache.

@@ -30,10 +30,10 @@ from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, Give
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
-from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
+from cute_kernels.formats.scores import tensors_in
 
 if TYPE_CHECKING:
     from cute_kernels.kv_cache.step_rows import NewRows

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.score_terms import QueryColumn, ScoreState, ScoreTerms
 from cute_kernels.device import ptx
+from cute_kernels.formats.scores.terms import QueryColumn, ScoreState, ScoreTerms
 
 if TYPE_CHECKING:
     from cute_kernels.attention.place import Place, Roles

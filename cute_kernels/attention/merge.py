@@ -21,13 +21,12 @@ from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.policies import BLOCK_QUERIES
-from cute_kernels.attention.readers.common import load_float, load_floats
-from cute_kernels.attention.score_terms import load_shift
 from cute_kernels.device import ptx
-from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.cuda import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
+from cute_kernels.device.loads import load_float, load_floats
+from cute_kernels.formats.scores.terms import load_shift
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 COMBINE_BATCH = 4  # partial results that a thread loads at a time

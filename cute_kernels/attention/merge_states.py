@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_contiguous, check_tensors, shape_of
 from cute_kernels.attention.arguments import MERGE
-from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_given_tensors, check_tensors, check_together
+from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, check_together
 from cute_kernels.attention.call import (
     NO_OPTIONS,
     AttentionCall,
@@ -23,7 +23,6 @@ from cute_kernels.attention.checks import (
     check_formats,
     check_layout,
     check_out,
-    check_positive,
     check_query,
     head_dim_of_row,
 )
@@ -31,15 +30,15 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
-from cute_kernels.attention.score_options import flattened, restored
 from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 if TYPE_CHECKING:
     from cute_kernels.attention.extend.few_queries import FewQueriesPlan
-    from cute_kernels.kv_cache.transforms import CacheTransform
+    from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.runtime.workspace import EMPTY
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
@@ -55,7 +54,7 @@ def _key(
     few queries are told apart, not whether ``out`` is contiguous: compiled functions compare the strides of rows and
     their elements alone."""
     if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
+        check_optional_positive("softmax_scale", softmax_scale)
     return (
         q.shape,
         v_cache.shape,
@@ -204,7 +203,7 @@ def launch_splits(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
-    check_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softmax_scale", softmax_scale)
     call = _checked(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
     batch, q_len, heads, head_dim = call.out_shape
     if q_len != 1:
@@ -264,7 +263,7 @@ def reference(
 
 def checked_transform(transform: object) -> CacheTransform | None:
     """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
-    from cute_kernels.kv_cache.transforms import check_transform  # a room that builds on this one
+    from cute_kernels.formats.kv.transforms import check_transform  # a room that builds on this one
 
     check_transform("transform", transform)
     checked = cast("CacheTransform", transform)

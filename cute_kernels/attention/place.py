@@ -13,7 +13,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import Tiles
 from cute_kernels.attention.logits import FeatureValues
 from cute_kernels.attention.policies import BLOCK_QUERIES
-from cute_kernels.attention.score_terms import QueryColumn
+from cute_kernels.formats.scores.terms import QueryColumn
 
 if TYPE_CHECKING:
     from cute_kernels.attention.merge import Results

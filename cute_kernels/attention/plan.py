@@ -17,7 +17,7 @@ from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, head_blocks, make_schedule
-from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

@@ -26,7 +26,7 @@ import torch
 
 from cute_kernels import blocks
 from cute_kernels.attention.call import AttentionCall, CacheOperand, CallOptions, check_device_values, make_call
-from cute_kernels.attention.score_options import KeyBlock, options_in
+from cute_kernels.formats.scores import KeyBlock, options_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

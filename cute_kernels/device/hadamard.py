@@ -41,7 +41,7 @@ class Hadamard:
         """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
 
         Bit by bit from the lowest, then times 1 / sqrt(width): additions are those of
-        :func:`cute_kernels.kv_cache.transforms.rotated`, in its order, so that fp32 results are the same.
+        :func:`cute_kernels.formats.kv.transforms.rotated`, in its order, so that fp32 results are the same.
         """
         if self.width == 1:
             return

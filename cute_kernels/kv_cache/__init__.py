@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import bulk_ops, channel_blocks, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
@@ -26,7 +27,6 @@ from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
-from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import torch
 
 from cute_kernels import attention
 from cute_kernels.arguments import check_count, device_of
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache_checks import (
     check_max_seqs,
@@ -37,7 +38,6 @@ from cute_kernels.kv_cache.layer_constants import LayerConstants
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
 from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
-from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.names import CacheLayout, KvFormats
 
 if TYPE_CHECKING:

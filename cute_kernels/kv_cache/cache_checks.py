@@ -10,7 +10,7 @@ import torch
 from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.checks import check_readable
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
-from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.formats.kv.transforms import CacheTransform
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 

@@ -9,9 +9,9 @@ import torch
 from cute_kernels.arguments import check_apart, check_number, check_tensors, overlaps, shape_of, strides_of
 from cute_kernels.attention.checks import check_given_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAYOUTS = ("NHD", "HND")

@@ -10,7 +10,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 
 if TYPE_CHECKING:
-    from cute_kernels.kv_cache.transforms import CacheTransform
+    from cute_kernels.formats.kv.transforms import CacheTransform
 
 DTYPES = ("bf16", "fp16")  # of q, k and v
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from cute_kernels.arguments import check_all_positive, check_floating, device_of
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 FORMAT, VERSION = "cute_kernels.cache_constants", "1"
 _NAME = re.compile(r"layers\.(\d+)\.(k_center|k_factor|v_factor|k_scale|v_scale)")

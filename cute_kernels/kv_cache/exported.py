@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.formats.kv import KvFormat
-from cute_kernels.kv_cache.transforms import CacheTransform, key_of
+from cute_kernels.formats.kv.transforms import CacheTransform, key_of
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import torch
 
 from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transforms
 from cute_kernels.kv_cache.cache_checks import checked_scale
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.exported import layer_key
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transforms
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 

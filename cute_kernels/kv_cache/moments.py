@@ -18,7 +18,7 @@ import torch
 from cute_kernels import blocks
 from cute_kernels.arguments import check_floating, check_positive, shape_of
 from cute_kernels.formats.kv import KvFormat
-from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform
+from cute_kernels.formats.kv.transforms import GREATEST_FACTOR, CacheTransform
 
 _LEAST_SHARE = 1e-6  # of a block's mean row or column, that a dead channel's counts for: it gets a finite factor
 _SCORES = 1 << 25  # of attention weights, [heads, queries, keys], at a time

@@ -10,11 +10,11 @@ from torch.compiler import is_compiling
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.kv import WAITING
+from cute_kernels.formats.kv.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
 from cute_kernels.kv_cache.plan import AppendPlan, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
-from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher

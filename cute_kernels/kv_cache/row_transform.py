@@ -1,6 +1,6 @@
 """A cache transform on a team's rows, after RoPE: centre, factor and rotation of k and v, and q's side of them.
 
-What each does is said in :mod:`cute_kernels.kv_cache.transforms`; here it happens in registers, between RoPE and the
+What each does is said in :mod:`cute_kernels.formats.kv.transforms`; here it happens in registers, between RoPE and the
 quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
 come from the L2 cache. A row's are asked for when the row is, or when the row before has met its own.
 """

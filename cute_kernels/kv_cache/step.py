@@ -9,10 +9,10 @@ import torch
 from cute_kernels.attention.call import ScoreOptions, options_of
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
 if TYPE_CHECKING:

@@ -15,21 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_given_tensors, check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
-from cute_kernels.attention.checks import check_out, check_positive, head_dim_of_row
+from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
-from cute_kernels.kv_cache import plan as append_plan
-from cute_kernels.kv_cache import step_plan
-from cute_kernels.kv_cache.call import AppendCall, check_append
-from cute_kernels.kv_cache.reference import append_kv_reference
-from cute_kernels.kv_cache.rope import Rope, rope_of
-from cute_kernels.kv_cache.transforms import (
+from cute_kernels.formats.kv.transforms import (
     PART_NAMES,
     TRANSFORM_SCHEMA,
     CacheTransform,
@@ -37,6 +32,11 @@ from cute_kernels.kv_cache.transforms import (
     named_parts_of,
     transform_of,
 )
+from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache import step_plan
+from cute_kernels.kv_cache.call import AppendCall, check_append
+from cute_kernels.kv_cache.reference import append_kv_reference
+from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
@@ -149,7 +149,7 @@ def _key(step: Step) -> tuple[Any, ...]:
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
+        check_optional_positive("softmax_scale", softmax_scale)
     return (
         q.shape,
         k.shape,
@@ -314,7 +314,7 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 def reference(step: Step) -> tuple[torch.Tensor, Any]:
     """A step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
     softmax_scale, out = step.softmax_scale, step.out
-    check_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softmax_scale", softmax_scale)
     append, attention = make_calls(step)
     _check_values(append, attention)
     rotated = append_kv_reference(append)

@@ -26,8 +26,8 @@ from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.plans import ALIGNMENT
 
 if TYPE_CHECKING:
+    from cute_kernels.formats.kv.transforms import CacheTransform
     from cute_kernels.kv_cache.step_ops import Step
-    from cute_kernels.kv_cache.transforms import CacheTransform
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_count
-from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.formats.kv.transforms import CacheTransform
 
 SIGNS_SEED = 0x9E3779B9  # of vLLM's generator, on the CPU
 

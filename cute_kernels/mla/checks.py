@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
-from cute_kernels.attention.checks import check_causal, check_contiguous, check_place, check_vector
+from cute_kernels.arguments import check_contiguous, check_flag, check_place, check_tensors, check_vector, shape_of
 from cute_kernels.mla.formats import V_DIM, MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -33,7 +32,7 @@ def dense_problem(
     form = _form_of(kv_format)
     tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
     _check_together(**tensors)
-    check_causal(causal)
+    check_flag("causal", causal)
     batch, q_len, num_heads, head_dim = _check_query(q, form)
     if q_len > MAX_Q_LEN:
         raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")

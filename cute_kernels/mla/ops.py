@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.attention.checks import check_positive
+from cute_kernels.arguments import check_optional_positive
 from cute_kernels.mla import checks
 from cute_kernels.mla.arguments import EXTRA
 from cute_kernels.mla.formats import V_DIM
@@ -116,7 +116,7 @@ def _dense_here(
     causal: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softmax_scale", softmax_scale)
     problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
     _check_out(problem, out, q=q, cache=cache, block_table=block_table, seq_lens=seq_lens)
     result, lse = mla_decode_reference(
@@ -234,7 +234,7 @@ def _sparse_here(
     with_max: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softmax_scale", softmax_scale)
     options: dict[str, Any] = {"kv_format": kv_format, **extras._asdict()}
     problem = checks.sparse_problem(q, cache, indices, **options)
     _check_out(problem, out, q=q, cache=cache, indices=indices, **extras._asdict())
@@ -261,7 +261,7 @@ def _index_of(problem: DenseProblem | SparseProblem) -> int:
 def _scale_of(problem: DenseProblem | SparseProblem, softmax_scale: float | None) -> float:
     if softmax_scale is None:
         return problem.head_dim**-0.5
-    check_positive("softmax_scale", softmax_scale)
+    check_optional_positive("softmax_scale", softmax_scale)
     return float(softmax_scale)
 
 

@@ -20,9 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.device.lanes import lane_prefix, lane_sum, over_lanes
 from cute_kernels.mla.config import (
     BLOCK_HEADS,

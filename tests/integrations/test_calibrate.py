@@ -10,11 +10,11 @@ import torch
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv.transforms import key_of
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
 from cute_kernels.integrations.transformers.fit import _Layer, _Recorded
 from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
-from cute_kernels.kv_cache.transforms import key_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.llamas import small_llama
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import dequantize_kv, quantize_kv
+from cute_kernels.formats.kv.transforms import parts_of
 from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.ops import reference
 from cute_kernels.kv_cache.reference import shaped_scale
-from cute_kernels.kv_cache.transforms import parts_of
 from cute_kernels.names import KvFormatName
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
 from tests.kv_cache.transformed import make_transform, with_transform

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.constants import CacheConstants, ConstantsError, constants_of
-from cute_kernels.kv_cache.transforms import CacheTransform
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.formats.kv import format_of
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transforms, key_of, rotated
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transforms, key_of, rotated
 
 GROUP = 3
 SHAPES = [(2, 64, 64), (1, 80, 128), (3, 128, 96), (2, 192, 128), (1, 256, 256)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cute_kernels.kv_cache.transforms import rotated
+from cute_kernels.formats.kv.transforms import rotated
 from cute_kernels.kv_cache.vllm_rows import vllm_transform
 from layouts.kv import ZeroPointRow
 

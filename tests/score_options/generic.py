@@ -28,9 +28,9 @@ from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
-from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 from cute_kernels.runtime import KernelSpec, native
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.wanted import record_of, spec_of

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cute_kernels.device.loads import load_float
+
 pytest.importorskip("cutlass", reason="the option's device code is written in nvidia-cutlass-dsl")
 
 from cutlass import Int64
 
-from cute_kernels.attention.readers.common import load_float
-from cute_kernels.attention.score_options import KeyBlock, OptionTensor, ScoreOption, register
-from cute_kernels.attention.score_terms import ScoreTerm
+from cute_kernels.formats.scores import KeyBlock, OptionTensor, ScoreOption, register
+from cute_kernels.formats.scores.terms import ScoreTerm
 from tests.attention.cases import make_call
 from tests.score_options.generic import ScoreOptionTests, expected, extended, with_option
 

@@ -12,7 +12,7 @@ from cute_kernels.attention.assignment import Assigner
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
 from cute_kernels.attention.extend.work import Worker
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.score_terms import ScoreTerms
+from cute_kernels.formats.scores.terms import ScoreTerms
 from simulator import PlainThread, stand_in
 from tests.score_options.test_nearby import REACH
 

@@ -19,9 +19,9 @@ from cute_kernels.attention.extend.call import write_own
 from cute_kernels.attention.extend.mixed import mixed_attention
 from cute_kernels.attention.extend.transformed import inputs_of, results_of
 from cute_kernels.attention.extend.tree import pack_tree_mask
-from cute_kernels.attention.score_options import check_mapping
 from cute_kernels.formats.kv import format_pair
-from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def extend_attention(
             tokens a request may have, num_kv_heads and head_dim, however many queries there are. docs/extend.md says
             what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
         score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
-            :func:`cute_kernels.attention.score_options.register` has made known; without a size of q_len. Not with
+            :func:`cute_kernels.formats.scores.register` has made known; without a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous, in memory that no other argument has.

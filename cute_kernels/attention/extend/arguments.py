@@ -22,7 +22,7 @@ caller less than tensors:
     tile_scales          of unpacked keys, as :class:`.unpack.UnpackTarget` has them
     num_ctas             that are launched, at most as many as there are work tiles
 
-Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
+Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
 num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.unpack.UnpackSizes` and
@@ -37,7 +37,7 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.launch_arguments import Argument, LaunchArguments, arguments, joined
 
 ATTENTION = joined(

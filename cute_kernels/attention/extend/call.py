@@ -7,16 +7,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.arguments import (
+    check_apart,
+    check_contiguous,
+    check_optional_count,
+    check_optional_positive,
+    check_place,
+    check_tensors,
+    check_vector,
+    overlaps,
+    shape_of,
+    strides_of,
+)
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.extend.config import MAX_SPLITS
 from cute_kernels.attention.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.score_options import tensors_of
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.kv import names as format_names
+from cute_kernels.formats.scores import tensors_of
 from cute_kernels.names import CacheLayout
 from cute_kernels.runtime.plans import ALIGNMENT
 
@@ -185,20 +196,20 @@ def make_call(
     if unpack is True:
         _check_unpack(forms)
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
+    check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch = seq_lens.shape[0]
-    checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
-    checks.check_count("window_size", window_size)
-    checks.check_positive("softcap", softcap)
-    checks.check_count("num_splits", num_splits, MAX_SPLITS)
+    check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    check_optional_count("window_size", window_size)
+    check_optional_positive("softcap", softcap)
+    check_optional_count("num_splits", num_splits, MAX_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
     if unpack is not None and type(unpack) is not bool:
         raise TypeError(f"unpack: got {unpack!r}, want None, True or False")
-    checks.check_count("max_seq_len", max_seq_len)
+    check_optional_count("max_seq_len", max_seq_len)
     _check_fp8(fp8_products, forms, q.shape[2], unpack)
     base = attention_call.make_call(
         q.new_empty((batch, 1, *q.shape[1:])),
@@ -224,8 +235,8 @@ def make_call(
         raise ValueError(f"v_cache: got rows of head_dim {base.v.head_dim}, want {q.shape[2]}, that of q")
     if out is not None:
         check_out(out, q)
-        checks.check_place("out", out, q.device)
-        checks.check_contiguous("out", out)
+        check_place("out", out, q.device)
+        check_contiguous("out", out)
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         read |= {"block_table": block_table, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "new_k": new_k}
         read |= {"alibi_slopes": alibi_slopes, "new_v": new_v, "tree_mask": tree_mask, **(score_options or {})}
@@ -289,7 +300,7 @@ def _check_score_options(names: tuple[str, ...], **others: object) -> None:
 
 def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
     check_tensors(tree_mask=mask)
-    checks.check_place("tree_mask", mask, q.device)
+    check_place("tree_mask", mask, q.device)
     if mask.dtype != torch.int32:
         raise TypeError(
             f"tree_mask: got dtype {mask.dtype}, want torch.int32: 32 new tokens a word, see pack_tree_mask"
@@ -298,7 +309,7 @@ def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) 
         raise ValueError(
             f"tree_mask: got shape {shape_of(mask)}, want [{q.shape[0]}, words]: a row for each query of q"
         )
-    checks.check_contiguous("tree_mask", mask)
+    check_contiguous("tree_mask", mask)
     for name, value in positional.items():
         if value is not None:
             raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
@@ -315,7 +326,7 @@ def _check_new(
         raise ValueError(f"{name}: got None, want a tensor, as the other of new_k and new_v is one")
     for name, tensor in (("new_k", new_k), ("new_v", new_v)):
         check_tensors(**{name: tensor})
-        checks.check_place(name, tensor, q.device)
+        check_place(name, tensor, q.device)
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {q.dtype}, that of q")
         wanted = [q.shape[0], num_kv_heads, q.shape[2]]

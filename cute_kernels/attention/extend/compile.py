@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.attention import score_options
 from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.policies import UnpackConfig
@@ -18,6 +17,7 @@ from cute_kernels.attention.extend.schedule import (
     queries_to_unpack_for,
 )
 from cute_kernels.attention.features import Features
+from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
 

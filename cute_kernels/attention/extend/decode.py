@@ -24,13 +24,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.loads import load_word_below
 from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.attention.extend.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.device.loads import load_word_below
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import KvFormat, load_code
@@ -147,7 +147,7 @@ class CodedRows:
     """K or V: which words are whose, and how a warp's rows of a tile come.
 
     looks_first: whether rows that are all there are loaded by code of their own, without a look at each. around:
-    whether other warps read at the same time what lies around a row, see :func:`.loads.load_word_below`.
+    whether other warps read at the same time what lies around a row, see `cute_kernels.device.loads.load_word_below`.
     """
 
     def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):

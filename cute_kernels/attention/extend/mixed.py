@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_apart, check_tensors, shape_of
-from cute_kernels.attention import checks, decode_attention
+from cute_kernels.arguments import check_apart, check_contiguous, check_place, check_tensors, check_vector, shape_of
+from cute_kernels.attention import decode_attention
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.extend.call import check_out, check_query
 from cute_kernels.attention.extend.schedule import decode_sms
@@ -73,8 +73,8 @@ def mixed_attention(
         out = torch.empty_like(q)
     else:
         check_out(out, q)
-        checks.check_place("out", out, q.device)
-        checks.check_contiguous("out", out)
+        check_place("out", out, q.device)
+        check_contiguous("out", out)
         if arguments.DEBUG or not q.is_cuda:  # each part's own is checked with it
             check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
@@ -155,7 +155,7 @@ def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, 
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch, queries = seq_lens.shape[0], q.shape[0]
-    checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     if type(num_decodes) is not int or not 0 <= num_decodes <= min(batch, queries):
         raise ValueError(f"num_decodes: got {num_decodes!r}, want a number of requests from 0 to {min(batch, queries)}")
     if cu_seqlens_q.device.type == "cpu":

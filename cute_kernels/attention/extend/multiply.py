@@ -29,14 +29,15 @@ from cute_kernels.attention.extend.policies import (
 from cute_kernels.attention.extend.products import Fp8Products, HalfProducts
 from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
 from cute_kernels.attention.extend.results import ResultWriter
-from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
+from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, rescale
 from cute_kernels.attention.extend.two_level import TwoLevelSums
 from cute_kernels.attention.extend.work import END, Work, Worker
-from cute_kernels.attention.score_options import tensors_in
-from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.loads import load_float
 from cute_kernels.device.ring import advance
+from cute_kernels.formats.scores import tensors_in
+from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3

@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import needs_dispatch
-from cute_kernels.attention.checks import check_count, check_positive
+from cute_kernels.arguments import check_optional_count, check_optional_positive, needs_dispatch
 from cute_kernels.attention.extend.call import (
     MAX_ROWS,
     ExtendCall,
@@ -22,8 +21,8 @@ from cute_kernels.attention.extend.call import (
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import ExtendPlan, check_alignment, make_plan
 from cute_kernels.attention.extend.reference import attention_of
-from cute_kernels.attention.score_options import flattened, restored
 from cute_kernels.formats.kv import format_pair
+from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
@@ -59,9 +58,9 @@ def _key(
     """What decides a plan; options: complete ones, see `DEFAULTS`. Not how many queries there are, nor how long
     requests are at most: both change from step to step, but for whether there are any."""
     if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
+        check_optional_positive("softmax_scale", softmax_scale)
     if options["max_seq_len"] is not None:
-        check_count("max_seq_len", options["max_seq_len"])
+        check_optional_count("max_seq_len", options["max_seq_len"])
     return (
         q.shape[1:],
         q.shape[0] == 0,

@@ -31,7 +31,7 @@ from cute_kernels.attention.extend.unpacked import UnpackedLaunches
 from cute_kernels.attention.extend.ways import ExtendLaunch, Launches, Way
 from cute_kernels.attention.plan import check_columns
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_place, check_tensors, check_vector, shape_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.extend import ops
@@ -105,8 +105,8 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> Ex
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")
     batch = cu_seqlens_k.shape[0] - 1
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.check_place(name, ends, q.device)
-        checks.check_vector(name, ends, torch.int32, batch + 1, "the batch and one")
+        check_place(name, ends, q.device)
+        check_vector(name, ends, torch.int32, batch + 1, "the batch and one")
     for name, rows in (("k", k), ("v", v)):
         if rows.dim() != 3:
             raise ValueError(f"{name}: got {rows.dim()} dimensions, want 3: [total_k, num_kv_heads, head_dim]")

@@ -12,9 +12,10 @@ from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.elements import of_name
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
 from cute_kernels.attention.extend.queries import WARP_ROWS, query_row
-from cute_kernels.attention.extend.softmax import ROW_LANES, load_float, row_of
+from cute_kernels.attention.extend.softmax import ROW_LANES, row_of
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum, transpose_quad
+from cute_kernels.device.loads import load_float
 from cute_kernels.device.wgmma_tiles import sum_place
 
 

@@ -16,14 +16,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.loads import load_word_below
 from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES
 from cute_kernels.attention.extend.powers import powers_in
-from cute_kernels.attention.score_terms import ScoreState, ScoreTerms
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.loads import load_word_below
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.formats.scores.terms import ScoreState, ScoreTerms
 
 LOWEST = -1.0e30  # stands for -inf in references
 RESCALE_SLACK = 8.0  # powers of 2
@@ -210,8 +210,3 @@ def rescale(sums, factors, count: cutlass.Constexpr):
     if needed:
         for i in cutlass.range_constexpr(count):
             sums[i] = sums[i] * factors[row_of(i)]
-
-
-def load_float(address: Int64) -> Float32:
-    """One fp32 of read-only global memory."""
-    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_tensors
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 
 class Inputs(NamedTuple):

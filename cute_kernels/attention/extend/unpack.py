@@ -28,7 +28,6 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend import fp8
 from cute_kernels.attention.extend.decode import CodedRows, Places, RowRuns, RowShape
-from cute_kernels.attention.extend.loads import load_piece_below, store_below
 from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.attention.extend.policies import (
     ELEMENT_BYTES,
@@ -39,12 +38,13 @@ from cute_kernels.attention.extend.policies import (
 )
 from cute_kernels.attention.extend.powers import exponent_beside, power_of_2
 from cute_kernels.attention.extend.work import tokens_of
-from cute_kernels.attention.score_terms import WindowTerm
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.device.loads import load_piece_below, store_below
 from cute_kernels.device.types import RegisterTensor, extents
+from cute_kernels.formats.scores.terms import WindowTerm
 
 PIECE_BYTES = 16
 TOPS_BYTES = 4 * UNPACK_WARPS  # of shared memory: what a CTA's warps tell each other of a tile

@@ -18,11 +18,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import ptx
-from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.cuda import EMPTY_WORD
+from cute_kernels.formats.scores.terms import ScoreTerms
 
 END = -1  # the request of a slot that says that there is no more work
 SPLIT_SHIFT = 16  # a KV head's number and a split's share a word

@@ -21,10 +21,11 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, ValueReader, load_float, load_floats
+from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, ValueReader
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.attention.readers.swizzled import SwizzledLoads
 from cute_kernels.device import ptx
+from cute_kernels.device.loads import load_float, load_floats
 from cute_kernels.formats.kv import KvFormat
 from layouts.kv.swizzled_tile import LOAD_CHUNKS
 

@@ -262,16 +262,6 @@ def _vector_offset(index: int) -> int:
     return index * WARP_THREADS * QUERY_VECTOR_BYTES
 
 
-def load_float(address: Int64) -> Float32:
-    """One fp32 of read-only global memory."""
-    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)
-
-
-def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
-    """2 or 4 neighbouring fp32 of read-only global memory."""
-    return [word.bitcast(Float32) for word in ptx.load_global_words(address, offset, count)]
-
-
 def _products(values, factors) -> list[Any]:
     return [value * factor for value, factor in zip(values, factors, strict=True)]
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.transformers.cache_options import (
     FormatOfLayers,
     Scales,
@@ -33,7 +34,6 @@ from cute_kernels.integrations.transformers.latents import (
     CachedLatents,
     format_of_latents,
 )
-from cute_kernels.kv_cache.transforms import CacheTransform
 
 _ZERO_IS_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) < Version("5.18")

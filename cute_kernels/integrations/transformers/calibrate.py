@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from cute_kernels import __version__
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache_options import formats_of_layer
 from cute_kernels.integrations.transformers.known_code import cache_argument
@@ -21,7 +22,6 @@ from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
 from cute_kernels.kv_cache.moments import Moments, can_rotate, group_of
-from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.model_layers import compiled_from
 
 Batch: TypeAlias = "Mapping[str, Any] | torch.Tensor"

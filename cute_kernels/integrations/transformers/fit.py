@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 
 from cute_kernels.arguments import check_count, check_positive
 from cute_kernels.formats.kv import KvFormat, format_of
+from cute_kernels.formats.kv.transforms import GREATEST_FACTOR, CacheTransform, rotated
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache_options import formats_of_layer
 from cute_kernels.integrations.transformers.calibrate import Batch, Seen, attending, inputs_of, watch
 from cute_kernels.kv_cache.constants import CacheConstants
-from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
 from cute_kernels.model_layers import compiled_from
 from cute_kernels.runtime.captures import graph_of
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from cute_kernels.attention.features import WIDEST_RESTORED
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, kv_formats
 from cute_kernels.kv_cache.config import other_rotation, row_transform_of
 from cute_kernels.kv_cache.constants import CacheConstants
-from cute_kernels.kv_cache.transforms import CacheTransform
 
 
 def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.vllm import environment
-from cute_kernels.kv_cache.transforms import CacheTransform
 
 BY_DTYPE = {
     "fp8": "e4m3_tensor",

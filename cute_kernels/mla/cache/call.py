@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_tensors, shape_of
-from cute_kernels.attention.checks import check_vector
+from cute_kernels.arguments import check_apart, check_tensors, check_vector, shape_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.checks import cache_shape
 from cute_kernels.mla.formats import MlaFormat, format_of

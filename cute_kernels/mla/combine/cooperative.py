@@ -15,8 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.cuda import EMPTY_WORD
+from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.combine.output import WARP_ROWS, exists_sink, scale_of_some

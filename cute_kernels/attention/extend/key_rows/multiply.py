@@ -24,7 +24,6 @@ from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKEN
 from cute_kernels.attention.extend.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
 from cute_kernels.attention.extend.key_rows.queries import QueryWriter
 from cute_kernels.attention.extend.key_rows.results import KeyRowsResults, sum_index
-from cute_kernels.attention.extend.loads import load_word_below
 from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
 from cute_kernels.attention.extend.policies import (
@@ -36,14 +35,15 @@ from cute_kernels.attention.extend.policies import (
     has_head_scale,
 )
 from cute_kernels.attention.extend.queries import query_row
-from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
+from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK
 from cute_kernels.attention.extend.work import END, Worker
-from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.loads import load_float, load_word_below
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import Index, RegisterTensor
+from cute_kernels.formats.scores.terms import ScoreTerms
 
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale

@@ -20,10 +20,10 @@ from cute_kernels.attention.extend.key_rows.queries import sync_consumers, sync_
 from cute_kernels.attention.extend.multiply import WARPGROUP_THREADS
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, has_head_scale
 from cute_kernels.attention.extend.queries import query_row
-from cute_kernels.attention.extend.softmax import load_float
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_sum
+from cute_kernels.device.loads import load_float
 
 PARTIAL_BYTES = 4  # of a number of a split's partial result
 NOWHERE = -1  # the number of a row that the request does not have

@@ -1,14 +1,26 @@
-"""Loads and stores of words that may not exist."""
+"""Loads of fp32, and loads and stores of words that may not exist."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.device import ptx
 from cute_kernels.device.ptx import struct_of
+
+
+def load_float(address: Int64) -> Float32:
+    """One fp32 of read-only global memory."""
+    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)
+
+
+def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
+    """2 or 4 neighbouring fp32 of read-only global memory."""
+    return [word.bitcast(Float32) for word in ptx.load_global_words(address, offset, count)]
 
 
 @dsl_user_op

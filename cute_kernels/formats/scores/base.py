@@ -1,0 +1,115 @@
+"""What a score option is: it changes attention's scores between q K^T and the softmax.
+
+An option says its part of a kernel's name, the tensors that a call gives it, what it does to scores in the reference,
+and where its device code is: a class like those of :mod:`.terms`, named as "module:attribute" and imported when a
+kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cute_kernels.arguments import check_contiguous, check_place, check_tensors, shape_of
+
+TERMS = "cute_kernels.formats.scores.terms"
+"""Module of the device code of those that ship."""
+
+SIZES = ("batch", "q_len", "num_q_heads", "num_kv_heads", "head_dim", "max_seq_len")
+ALIGNMENT = 4  # bytes, of a tensor's start
+
+
+@dataclass(frozen=True)
+class OptionTensor:
+    """A tensor that a call gives an option; its address is an argument of the launch.
+
+    Attributes:
+        name: of the key in ``score_options``, and of the launch's argument.
+        shape: numbers, and names of `SIZES`; contiguous.
+        dtype: of its elements.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+    def shape_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """In a call of ``sizes``."""
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+
+    def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:
+        """Raises TypeError or ValueError unless ``tensor`` is what a call of ``sizes`` wants; names what came."""
+        check_tensors(**{self.name: tensor})
+        check_place(self.name, tensor, q.device)
+        wanted = self.shape_of(sizes)
+        if tuple(tensor.shape) != wanted:
+            names = ", ".join(map(str, self.shape))
+            raise ValueError(f"{self.name}: got shape {shape_of(tensor)}, want {wanted}, [{names}]")
+        if tensor.dtype != self.dtype:
+            raise TypeError(f"{self.name}: got {tensor.dtype}, want {self.dtype}")
+        check_contiguous(self.name, tensor)
+        if past := tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{self.name}: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, "
+                f"want it aligned to {ALIGNMENT} bytes"
+            )
+
+
+@dataclass(frozen=True)
+class KeyBlock:
+    """The scores that the reference computes at a time: of all queries, for some keys.
+
+    Attributes:
+        call: whose queries they are, as `cute_kernels.attention.call.AttentionCall` has it.
+        keys_at: int64 [tokens]: positions of the keys.
+        query_positions: int64 [batch, q_len]: where the queries stand in their requests.
+    """
+
+    call: Any
+    keys_at: torch.Tensor
+    query_positions: torch.Tensor
+
+    @property
+    def distances(self) -> torch.Tensor:
+        """int64 [batch, q_len, 1, 1, tokens]: from each query on to each key."""
+        return (self.keys_at - self.query_positions[:, :, None])[:, :, None, None, :]
+
+    def by_head(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[num_q_heads] as [num_kv_heads, group, 1] that meets scores."""
+        return values.to(dtype).reshape(self.call.num_kv_heads, self.call.group, 1)
+
+
+class ScoreOption(ABC):
+    """One option. A subclass is registered as it is: it has no state.
+
+    Attributes:
+        name: part of kernels' names, and what it is registered by; an identifier.
+        term: place of its device code.
+        tensors: those that a call gives in ``score_options``; none of options that have keywords of their own.
+        fits_four_blocks: whether a warp that carries four blocks of queries has registers for it: it keeps nothing
+            that depends on the query.
+    """
+
+    name: ClassVar[str]
+    term: ClassVar[str]
+    tensors: ClassVar[tuple[OptionTensor, ...]] = ()
+    fits_four_blocks: ClassVar[bool] = False
+
+    def is_in(self, features: Any) -> bool:
+        """Whether a compiled variant, with these `cute_kernels.attention.features.Features`, has it."""
+        return self.name in features.terms
+
+    @abstractmethod
+    def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:
+        """Scores [batch, q_len, num_kv_heads, group, tokens] in natural units, as it makes them."""
+
+    def sample(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Tensors of a call of ``sizes`` for tests, on the generator's device: standard normal."""
+        shapes = {tensor.name: tensor.shape_of(sizes) for tensor in self.tensors}
+        return {
+            name: torch.randn(shape, generator=generator, device=generator.device) for name, shape in shapes.items()
+        }

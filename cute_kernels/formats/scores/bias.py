@@ -1,0 +1,26 @@
+"""An additive bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+
+
+class Bias(ScoreOption):
+    """A number of each request, query, head and key."""
+
+    name, term = "bias", f"{TERMS}:BiasTerm"
+
+    def is_in(self, features: Any) -> bool:
+        return features.bias is not None
+
+    def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:
+        call = block.call
+        if call.bias is None:
+            return scores
+        full = call.bias.tensor.expand(call.batch, call.q_len, call.num_q_heads, call.max_seq_len)
+        part = full[..., block.keys_at].to(scores.dtype)
+        return scores + part.unflatten(2, (call.num_kv_heads, call.group))

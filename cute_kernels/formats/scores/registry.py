@@ -1,0 +1,127 @@
+"""Score options by name: those that ship, and those that `register` has added from any file.
+
+`decode_attention` and `extend_attention` have keywords for those that ship; calls name others in ``score_options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from cute_kernels.formats.scores.alibi import Alibi
+from cute_kernels.formats.scores.base import SIZES, OptionTensor, ScoreOption
+from cute_kernels.formats.scores.bias import Bias
+from cute_kernels.formats.scores.shift import Shift
+from cute_kernels.formats.scores.sinks import Sinks
+from cute_kernels.formats.scores.soft_cap import SoftCap
+from cute_kernels.formats.scores.window import Window
+
+OPTIONS: tuple[ScoreOption, ...] = (Shift(), SoftCap(), Alibi(), Sinks(), Bias(), Window())
+"""Those that ship, in the order in which scores meet them."""
+
+_registered: dict[str, ScoreOption] = {}
+
+
+def register(option: ScoreOption) -> ScoreOption:
+    """Makes an option known by its name and its tensors' names; returns it. Its class again changes nothing.
+
+    Raises:
+        ValueError: its name, or a tensor's, is no identifier or another option's, or a tensor has an unknown size.
+    """
+    if type(_registered.get(option.name)) is type(option):
+        return _registered[option.name]
+    taken = {each.name for each in known()} | {tensor.name for each in known() for tensor in each.tensors}
+    for name in dict.fromkeys((option.name, *(tensor.name for tensor in option.tensors))):
+        if not name.isidentifier() or name in taken:
+            raise ValueError(f"name: got {name!r}, want an identifier that no option and no option's tensor has")
+    for size in (size for tensor in option.tensors for size in tensor.shape):
+        if isinstance(size, str) and size not in SIZES:
+            raise ValueError(f"shape: got {size!r}, want a number or one of {', '.join(SIZES)}")
+    _registered[option.name] = option
+    return option
+
+
+def known() -> tuple[ScoreOption, ...]:
+    """All options, in the order in which scores meet them."""
+    return (*OPTIONS, *_registered.values())
+
+
+def options_in(features: Any) -> list[ScoreOption]:
+    """Those that a compiled variant has, in order; ValueError names one that is not registered."""
+    for name in features.terms:
+        if name not in _registered:
+            raise ValueError(f"score_options: got {name!r}, want one of {', '.join(_registered)}")
+    return [option for option in known() if option.is_in(features)]
+
+
+def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
+    """Those that calls give registered options."""
+    return [tensor for name in names for tensor in _registered[name].tensors]
+
+
+def tensors_in(features: Any) -> list[OptionTensor]:
+    """Those that a launch of a variant takes the addresses of, in order."""
+    return [tensor for option in options_in(features) for tensor in option.tensors]
+
+
+def check_mapping(given: object) -> None:
+    """Raises TypeError unless ``score_options`` are a mapping."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"score_options: got {type(given).__name__}, want a mapping from tensors' names to tensors")
+
+
+def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The options that a call's ``score_options`` ask for, by name and in order.
+
+    Raises:
+        TypeError, ValueError: it is no mapping, names a tensor that no option has, lacks one of an option's, or a
+            tensor is not what its option wants.
+    """
+    check_mapping(given)
+    wanted = [tensor.name for option in _registered.values() for tensor in option.tensors]
+    for name in given:
+        if name not in wanted:
+            raise ValueError(f"score_options: got {name!r}, want {' or '.join(map(repr, wanted)) or 'none'}")
+    options = [option for option in _registered.values() if any(tensor.name in given for tensor in option.tensors)]
+    for option in options:
+        for tensor in option.tensors:
+            if tensor.name not in given:
+                raise ValueError(f"score_options: got no {tensor.name!r}, which {option.name!r} wants")
+            tensor.check(given[tensor.name], q, sizes)
+    return tuple(option.name for option in options)
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call as a registered operator takes them: names and tensors of ``score_options`` side by side."""
+    given = dict(options)
+    tensors = given.pop("score_options", None)
+    if tensors:
+        given |= {"score_names": ",".join(tensors), "score_tensors": list(tensors.values())}
+    return given
+
+
+def restored(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flattened` was made of; without ``score_options`` where there are none."""
+    given = dict(options)
+    names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
+    if tensors is not None:
+        given["score_options"] = dict(zip(names.split(","), tensors, strict=True))
+    return given
+
+
+def modules_of(features: Any = None) -> tuple[str, ...]:
+    """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
+    return tuple(name for name in _term_modules(features) if name.partition(".")[0] != __name__.partition(".")[0])
+
+
+def _term_modules(features: Any = None) -> tuple[str, ...]:
+    options = known() if features is None else options_in(features)
+    return tuple(dict.fromkeys(option.term.partition(":")[0] for option in options))
+
+
+def code_of(features: Any) -> tuple[object, ...]:
+    """What decides how a variant's options change scores: the options, and the places of their device code."""
+    options = tuple(options_in(features))
+    return *options, *(option.term for option in options)

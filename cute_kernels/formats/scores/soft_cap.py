@@ -1,0 +1,23 @@
+"""Scores that stay below a cap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+
+
+class SoftCap(ScoreOption):
+    """cap * tanh(score / cap)."""
+
+    name, term = "soft_cap", f"{TERMS}:SoftCapTerm"
+    fits_four_blocks = True
+
+    def is_in(self, features: Any) -> bool:
+        return features.soft_cap
+
+    def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:
+        cap = block.call.soft_cap
+        return scores if cap is None else cap * torch.tanh(scores / cap)
