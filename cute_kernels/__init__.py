@@ -5,8 +5,7 @@ from cute_kernels import (
     _weight_importers,  # noqa: F401  # gives PackedWeight its from_...
 )
 from cute_kernels._version import __version__
-from cute_kernels.attention import decode_attention, merge_states
-from cute_kernels.attention.extend import append_and_extend, extend_attention, mixed_attention, pack_tree_mask
+from cute_kernels.attention import decode_attention, extend_attention, merge_states, mixed_attention, pack_tree_mask
 from cute_kernels.gemm import (
     NormedRows,
     PackedWeight,
@@ -38,6 +37,7 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
+from cute_kernels.kv_cache.append_and_extend import append_and_extend
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla.cache import append_mla, quantize_mla_kv
 from cute_kernels.models import quantize_model

@@ -315,7 +315,7 @@ class DecodeConfig:
         return (
             self.k.problem(self.q_dtype)
             or self.v.problem(self.q_dtype)
-            or self.mainloop.problem(self)
+            or self.mainloop.problem(self.k, self.v)
             or self.features.problem(self.v_head_dim)
             or self._problem_of_maps()
             or self._problem_of_blocks()

@@ -11,7 +11,7 @@ and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: th
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -23,10 +23,22 @@ from cute_kernels.attention.barriers import await_ready
 from cute_kernels.attention.config import PRODUCER_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
-from cute_kernels.attention.logits import FeatureValues, Logits, Tail
+from cute_kernels.attention.logits import Logits
 from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop
-from cute_kernels.attention.merge import Merger, Results
-from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, GivenScales, Place, QueryRows, Roles, Work
+from cute_kernels.attention.merge import Merger
+from cute_kernels.attention.place import (
+    RECIPROCAL_BITS,
+    Cta,
+    DecodeSizes,
+    FeatureValues,
+    GivenScales,
+    Place,
+    QueryRows,
+    Results,
+    Roles,
+    Tail,
+    Work,
+)
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
@@ -34,9 +46,6 @@ from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.formats.scores import tensors_in
-
-if TYPE_CHECKING:
-    from cute_kernels.kv_cache.step_rows import NewRows
 
 
 class DecodeKernel:
@@ -46,9 +55,9 @@ class DecodeKernel:
         :class:`cute_kernels.kv_cache.step_rows.NewRows`); None where they are there, or another launch makes them.
     """
 
-    def __init__(self, config: DecodeConfig, rows: "NewRows | None" = None):
+    def __init__(self, config: DecodeConfig, rows: Any = None):
         self.config = config
-        self.appends, self.rows = rows is not None, cast("NewRows", rows)
+        self.appends, self.rows = rows is not None, rows
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
         self.filler = RingFiller(config, self.copier, writes_rows=self.appends)

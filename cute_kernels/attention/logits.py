@@ -6,49 +6,14 @@ in powers of two (times log2 e), since the softmax uses exp2 alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.place import FeatureValues, Place, Roles
 from cute_kernels.device import ptx
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState, ScoreTerms
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.place import Place, Roles
-
-
-@dataclass(frozen=True)
-class FeatureValues:
-    """Run-time values of the features that a variant has.
-
-    window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
-    [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
-    Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
-    transformed. tensors: addresses of the tensors of registered options, by name.
-    """
-
-    window: Int32
-    soft_cap: Float32
-    sinks: Int64
-    alibi_slopes: Int64
-    bias: Int64
-    bias_strides: tuple[Int64, Int64, Int64, Int64]
-    shift: Int64 | None = None
-    out_factor: Int64 | None = None
-    tensors: dict[str, Int64] = field(default_factory=dict)
-    tail: Tail | None = None
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Addresses of the keys that wait for their block to be full, and of which slot is a request's."""
-
-    rows: Int64
-    slots: Int64
 
 
 class Logits:

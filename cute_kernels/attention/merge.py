@@ -34,23 +34,6 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 
 @dataclass(frozen=True)
-class Results:
-    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
-
-    shifts: address of the queries' shifts and the softmax's scale; out_factor: that of the output's factors; None where
-    there is no such feature.
-    """
-
-    out: Int64
-    lse: Int64
-    workspace: Int64
-    mode: Int32
-    sinks: Int64
-    shifts: tuple[Int64, Float32] | None = None
-    out_factor: Int64 | None = None
-
-
-@dataclass(frozen=True)
 class Share:
     """The vectors of its row that a combiner puts together, and how its threads divide the work; run-time integers."""
 

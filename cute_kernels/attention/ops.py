@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -27,18 +27,16 @@ from cute_kernels.attention.checks import (
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.extend import few_queries
 from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.extend.few_queries import FewQueriesPlan
-    from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.runtime.workspace import EMPTY
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
@@ -119,14 +117,10 @@ def _checked(
     return call
 
 
-def _plan_of(call: AttentionCall) -> DecodePlan | FewQueriesPlan | None:
+def _plan_of(call: AttentionCall) -> DecodePlan | few_queries.FewQueriesPlan | None:
     if not (call.k.cache.numel() and call.max_seq_len and call.batch):
         return None
-    few = None
-    if call.q_len > 1 and call.k.form.is_coded:
-        from cute_kernels.attention.extend import few_queries  # whose kernel is built on this room
-
-        few = few_queries.plan_of(call)
+    few = few_queries.plan_of(call) if call.q_len > 1 and call.k.form.is_coded else None
     return make_plan(call) if few is None else few
 
 
@@ -263,8 +257,6 @@ def reference(
 
 def checked_transform(transform: object) -> CacheTransform | None:
     """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
-    from cute_kernels.formats.kv.transforms import check_transform  # a room that builds on this one
-
     check_transform("transform", transform)
     checked = cast("CacheTransform", transform)
     return None if checked.kind is None else checked

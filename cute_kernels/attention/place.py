@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -11,15 +11,57 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import Tiles
-from cute_kernels.attention.logits import FeatureValues
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.formats.scores.terms import QueryColumn
 
-if TYPE_CHECKING:
-    from cute_kernels.attention.merge import Results
-    from cute_kernels.kv_cache.step_rows import NewRowOperands
-
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Addresses of the keys that wait for their block to be full, and of which slot is a request's."""
+
+    rows: Int64
+    slots: Int64
+
+
+@dataclass(frozen=True)
+class FeatureValues:
+    """Run-time values of the features that a variant has.
+
+    window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
+    [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
+    Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
+    transformed. tensors: addresses of the tensors of registered options, by name.
+    """
+
+    window: Int32
+    soft_cap: Float32
+    sinks: Int64
+    alibi_slopes: Int64
+    bias: Int64
+    bias_strides: tuple[Int64, Int64, Int64, Int64]
+    shift: Int64 | None = None
+    out_factor: Int64 | None = None
+    tensors: dict[str, Int64] = field(default_factory=dict)
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
+
+    shifts: address of the queries' shifts and the softmax's scale; out_factor: that of the output's factors; None where
+    there is no such feature.
+    """
+
+    out: Int64
+    lse: Int64
+    workspace: Int64
+    mode: Int32
+    sinks: Int64
+    shifts: tuple[Int64, Float32] | None = None
+    out_factor: Int64 | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +118,7 @@ class Cta:
     barriers: cute.Pointer
     warp: Int32
     lane: Int32
-    new: tuple[NewRowOperands, Int32] | None = None  # of a kernel that makes newest rows; where its queries are
+    new: tuple[Any, Int32] | None = None  # what a kernel makes newest rows of; where its queries are
 
 
 @dataclass(frozen=True)

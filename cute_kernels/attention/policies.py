@@ -4,15 +4,12 @@ kernel's name, and why a configuration cannot have it. No GPU types here."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from cute_kernels.attention.tiles import cannot_read, copies_of, kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.config import DecodeConfig
 
 BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
 MAX_BLOCKS_PER_WARP = 4
@@ -105,8 +102,8 @@ class WarpMma:
         """Shared memory beside the ring: queries."""
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
-    def problem(self, config: DecodeConfig) -> str | None:
-        """Why a configuration cannot have it, or None."""
+    def problem(self, k: CacheLoad, v: CacheLoad) -> str | None:
+        """Why it cannot multiply what ``k`` and ``v`` bring, or None."""
         if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         return None
@@ -162,12 +159,12 @@ class WarpgroupMma:
         """Shared memory beside the ring: queries, and what the warps of a warpgroup exchange."""
         return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
 
-    def problem(self, config: DecodeConfig) -> str | None:
-        """Why a configuration cannot have it, or None."""
-        if not all(form.decode and form.decode.warpgroups for form in config.formats):
-            return f"warpgroups of {joined(config.k.format, config.v.format)} caches, not of 'int4_g1'"
-        if config.head_dims != (self.head_dim, self.head_dim):
-            return f"warpgroups of head_dim {config.head_dim}, v_head_dim {config.v_head_dim}, not of {self.head_dim}"
+    def problem(self, k: CacheLoad, v: CacheLoad) -> str | None:
+        """Why it cannot multiply what ``k`` and ``v`` bring, or None."""
+        if not all(load.form.decode and load.form.decode.warpgroups for load in (k, v)):
+            return f"warpgroups of {joined(k.format, v.format)} caches, not of 'int4_g1'"
+        if (k.head_dim, v.head_dim) != (self.head_dim, self.head_dim):
+            return f"warpgroups of head_dim {k.head_dim}, v_head_dim {v.head_dim}, not of {self.head_dim}"
         return None
 
 

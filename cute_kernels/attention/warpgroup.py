@@ -35,6 +35,7 @@ from cute_kernels.attention.config import PAIR_BYTES
 from cute_kernels.attention.mainloop import RESCALE_SLACK, UnitTiles
 from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.policies import BLOCK_QUERIES, EXCHANGE_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES, WarpgroupMma
+from cute_kernels.attention.readers.common import Warpgroup
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -66,39 +67,6 @@ class Rows:
     lines: Sequence[tuple[Float32, Float32 | None]]
     headers: list[list[Uint32]]
     sums: RegisterTensor[Float32]
-
-
-@dataclass(frozen=True)
-class Warpgroup:
-    """A warp's place among those that it multiplies with; run-time values.
-
-    Attributes:
-        number: of the warpgroup.
-        warp: of the warpgroup's.
-        lane: of the warp's.
-        exchange: shared address of what its warps tell each other.
-        probabilities: shared address of two places for a tile's probabilities.
-        offset: register tensor of one number, bytes from there to the place of the next tile's.
-    """
-
-    number: Int32
-    warp: Int32
-    lane: Int32
-    exchange: Int32
-    probabilities: Int32
-    offset: RegisterTensor[Int32]
-
-    def operand(self):
-        """Shared address of the next tile's probabilities."""
-        return self.probabilities + self.offset[0]
-
-    def last_operand(self, size: int):
-        """Shared address of the last tile's; ``size``: bytes of a place."""
-        return self.probabilities + (size - self.offset[0])
-
-    def go_on(self, size: int):
-        """What was the next tile is the last one."""
-        self.offset[0] = size - self.offset[0]
 
 
 class WarpgroupMainloop:

@@ -21,8 +21,9 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.mainloop import LOWEST, WarpState
 from cute_kernels.attention.policies import WarpgroupMma, WarpMma
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.readers.common import Warpgroup
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
+from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import wgmma
 from cute_kernels.formats.kv import format_of
 from layouts import banks

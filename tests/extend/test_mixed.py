@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_extend, extend_attention
-from cute_kernels.attention.extend import mixed, mixed_attention
+from cute_kernels.attention import mixed, mixed_attention
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.runtime.gpu import standing_in
 from tests.extend.cases import make_call, writable

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from cute_kernels import append_kv, decode_attention
-from cute_kernels.attention.extend import mixed_attention, ops
+from cute_kernels.attention import mixed_attention
+from cute_kernels.attention.extend import ops
 from cute_kernels.attention.extend.call import make_call as check_call
 from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig

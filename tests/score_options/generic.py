@@ -24,9 +24,9 @@ from cute_kernels.attention.extend.reference import extend_attention_reference
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
 from cute_kernels.attention.extend.softmax import Rows, Softmax, row_of
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.logits import FeatureValues, Logits
+from cute_kernels.attention.logits import Logits
 from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
-from cute_kernels.attention.place import RECIPROCAL_BITS, Place, Roles
+from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption

@@ -14,9 +14,7 @@ import torch
 
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.extend import ops
-from cute_kernels.attention.extend.appended import append_and_extend
 from cute_kernels.attention.extend.call import write_own
-from cute_kernels.attention.extend.mixed import mixed_attention
 from cute_kernels.attention.extend.transformed import inputs_of, results_of
 from cute_kernels.attention.extend.tree import pack_tree_mask
 from cute_kernels.formats.kv import format_pair
@@ -27,7 +25,7 @@ from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["append_and_extend", "extend_attention", "mixed_attention", "pack_tree_mask"]
+__all__ = ["extend_attention", "pack_tree_mask"]
 
 
 class AppendedOptions(TypedDict, total=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,14 +16,44 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.types import RegisterTensor
 
-if TYPE_CHECKING:
-    from cute_kernels.attention.warpgroup import Warpgroup
-
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
 MIN_SCORE_SCALE = 2.0**-126
 
 assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are query heads 2t and 2t + 1
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """A warp's place among those that it multiplies with; run-time values.
+
+    Attributes:
+        number: of the warpgroup.
+        warp: of the warpgroup's.
+        lane: of the warp's.
+        exchange: shared address of what its warps tell each other.
+        probabilities: shared address of two places for a tile's probabilities.
+        offset: register tensor of one number, bytes from there to the place of the next tile's.
+    """
+
+    number: Int32
+    warp: Int32
+    lane: Int32
+    exchange: Int32
+    probabilities: Int32
+    offset: RegisterTensor[Int32]
+
+    def operand(self):
+        """Shared address of the next tile's probabilities."""
+        return self.probabilities + self.offset[0]
+
+    def last_operand(self, size: int):
+        """Shared address of the last tile's; ``size``: bytes of a place."""
+        return self.probabilities + (size - self.offset[0])
+
+    def go_on(self, size: int):
+        """What was the next tile is the last one."""
+        self.offset[0] = size - self.offset[0]
 
 
 class State:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 
 from cute_kernels.formats.kv import FORMATS, format_of, format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.integrations.transformers.latents import LATENT_FORMATS
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
-from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""

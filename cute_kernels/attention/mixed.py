@@ -14,8 +14,9 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_apart, check_contiguous, check_place, check_tensors, check_vector, shape_of
-from cute_kernels.attention import decode_attention
 from cute_kernels.attention.call import keys_seen
+from cute_kernels.attention.decode import decode_attention
+from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend.call import check_out, check_query
 from cute_kernels.attention.extend.schedule import decode_sms
 from cute_kernels.formats.kv import format_of, format_pair
@@ -61,8 +62,6 @@ def mixed_attention(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
-    from cute_kernels.attention.extend import extend_attention
-
     for name in options:
         if name not in OF_BOTH + OF_EXTEND:  # before anything is launched
             known = ", ".join(OF_BOTH + OF_EXTEND)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of, strides_of
-from cute_kernels.attention.extend.mixed import side_by_side
+from cute_kernels.attention.extend import extend_attention
+from cute_kernels.attention.mixed import side_by_side
 from cute_kernels.kv_cache import append_kv
 from cute_kernels.names import KvFormats
 
@@ -84,8 +85,6 @@ def append_and_extend(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
-    from cute_kernels.attention.extend import extend_attention
-
     check_tensors(q=q, new_k=new_k, new_v=new_v, k_cache=k_cache, v_cache=v_cache)
     for name, rows in (("new_k", new_k), ("new_v", new_v)):
         _check_heads(name, rows)

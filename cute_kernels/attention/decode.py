@@ -1,0 +1,272 @@
+"""Decode attention: one to 16 queries of each request, the newest of its cached tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from cute_kernels.arguments import check_count, check_tensors
+from cute_kernels.attention import ops
+from cute_kernels.attention.call import CallOptions, options_of, with_score_options
+from cute_kernels.attention.checks import MAX_SPLITS
+from cute_kernels.attention.extend.tree import attend_to_trees
+from cute_kernels.attention.reference import decode_attention_splits_reference
+from cute_kernels.deprecated import current_values, takes_old_names
+from cute_kernels.formats.kv import format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Never, Unpack
+
+
+class DecodeOptions(CallOptions, total=False):
+    """What a plain call leaves alone."""
+
+    tree_mask: torch.Tensor | None
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+    **options: Unpack[DecodeOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = ...,
+    **options: Unpack[DecodeOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: bool = ...,
+    out: torch.Tensor | None = ...,
+    **options: Unpack[DecodeOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@takes_old_names
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    block_table: torch.Tensor | None = None,
+    cache_layout: CacheLayout = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: WindowSize | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    tree_mask: torch.Tensor | None = None,
+    score_options: Mapping[str, torch.Tensor] | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    **old: Never,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
+
+    Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
+    and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), or softmax_scale *
+    (q . k + q_shift), then capped, then biased by position and by ``attn_bias``, then masked, in this order.
+
+    Args:
+        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256. It
+            may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples of 16
+            bytes.
+        k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but for their rows:
+            V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV head h //
+            (num_q_heads // num_kv_heads). Rows are contiguous and do not overlap; other strides are free, so K and V
+            may be views of one tensor, such as ``kv[:, 0]`` and ``kv[:, 1]`` of [num_pages, 2, ...]. Strides are
+            multiples of 16 bytes, or of 4 in formats whose rows carry their scales. Of these, caches are slower whose
+            tokens do not touch (in HND: the tokens of a head), and slower still whose strides are no multiples of 16.
+        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
+            read on the device: one captured CUDA graph serves changing lengths.
+        kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's; "int4", "int8" and "fp8"
+            stand for the recommended ones. A "bf16" or "fp16" cache wants q in its dtype.
+        block_table: int32 [batch, max_pages], columns side by side, any stride of rows: token t of request b is row
+            t % page_size of page block_table[b, t // page_size]. Entries of pages without a token that some query sees
+            may hold anything.
+        cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
+            page_size, row].
+        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
+            on multiples of 16 bytes). Positive and finite; values are checked as lengths are.
+        softmax_scale: a positive number, default head_dim ** -0.5.
+        causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
+        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them, as
+            transformers counts its sliding_window. Or FlashAttention's (left, 0): left keys before the query's own, so
+            window_size = left + 1; (-1, 0) and (-1, -1) are no window.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
+        alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
+        attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
+            block table), added to the scores; -inf masks.
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with
+            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks, score_options and
+            the log-sum-exp differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where
+            that has a part for V.
+        k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: row p % 64
+            is the key at position p of those that wait for their block of 32 tokens to be full, as `append_kv` writes
+            them. Pages hold a multiple of 32 tokens then.
+        tail_slots: int32 [batch], which of these slots is a request's. Read on the device, and not looked at there.
+        transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the
+            result that over V before the transform. By PyTorch's operations, a dozen launches: `append_and_decode` has
+            them done by the append. Not together with q_shift.
+        tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
+            :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
+        score_options: tensors, by name, of options that :func:`cute_kernels.formats.scores.register` has made
+            known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
+        num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
+            :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
+            batch.
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: where to write the result, contiguous, in memory that no other argument has.
+
+    Returns:
+        out [batch, q_len, num_q_heads, head_dim of V] in q's dtype; with ``return_lse`` also fp32 [batch, q_len,
+        num_q_heads], natural log. A query that sees no key gives out 0 and lse -inf: so do those of a request of length
+        0, and the first q_len - seq_lens[b] of a shorter one than q_len. Softmax and accumulation are fp32. Equal
+        inputs give bitwise equal outputs.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
+            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
+            message names the request and the position.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    if old:
+        window_size, softcap, attn_bias = current_values(
+            "decode_attention",
+            old,
+            window_size=("window", window_size),
+            softcap=("soft_cap", softcap),
+            attn_bias=("bias", attn_bias),
+        )
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    if tree_mask is not None:
+        if score_options:
+            raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
+        if k_tail is not None or tail_slots is not None:
+            raise ValueError("k_tail: got one with a tree_mask, want None: extend attention reads no such cache")
+        result, lse = attend_to_trees(
+            q,
+            k_cache,
+            v_cache,
+            seq_lens,
+            tree_mask,
+            kv_format=kv_format,
+            block_table=block_table,
+            cache_layout=cache_layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            attn_bias=attn_bias,
+            q_shift=q_shift,
+            transform=transform,
+            num_splits=num_splits,
+            out=out,
+        )
+        return (result, lse) if return_lse else result
+    if transform is not None and (transform := ops.checked_transform(transform)) is not None:
+        sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
+        caches = k_cache, v_cache
+        q, q_shift = ops.transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
+    options = options_of(
+        block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
+        q_shift, k_tail, tail_slots,
+    )  # fmt: skip
+    if score_options:
+        options = with_score_options(options, score_options)
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
+    result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+    if transform is not None and transform.changes_values:
+        result = ops.restore(transform, result, out)
+    return (result, lse) if return_lse else result
+
+
+def decode_attention_splits(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormatName,
+    num_splits: int,
+    softmax_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`decode_attention` with fixed splits, and what each split contributes.
+
+    Args:
+        q: [batch, 1, num_q_heads, head_dim]: one query a request.
+        k_cache, v_cache, seq_lens, kv_format, softmax_scale: as for `decode_attention`, without a block table.
+        num_splits: 1 to 65535.
+
+    Returns (out, split_out fp32 [batch, num_splits, num_q_heads, head_dim], split_max and split_sum fp32 [batch,
+    num_splits, num_q_heads]): out is the average of split_out weighted by split_sum * exp(split_max). split_max is in
+    natural units of the scaled scores; on a GPU it is the reference that the exponentials were taken against, which may
+    lie above or below the greatest score (split_sum is relative to it), and splits take turns tile by tile. A split
+    without tokens has split_out 0, split_max -inf, split_sum 0.
+
+    Raises: as `decode_attention`.
+    """
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    check_count("num_splits", num_splits, 1, MAX_SPLITS)
+    if q.is_cuda:
+        return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
+    out, split_out, split_max, split_sum = decode_attention_splits_reference(
+        q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, softmax_scale=softmax_scale
+    )
+    return out.to(q.dtype), split_out, split_max, split_sum
