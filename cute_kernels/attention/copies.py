@@ -17,6 +17,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.device.types import Index
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
@@ -59,10 +60,10 @@ class TileCopier:
         """What the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
-    def open(self, source, ring, full, place, pager) -> Tiles:
+    def open(self, source, ring, pipeline, place, pager) -> Tiles:
         """This CTA's part of the caches and its ring."""
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
-        return Tiles(ring.toint(), full, opened, place.shape.max_seq_len, pager)
+        return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pager)
 
     def enter(self, tiles, request) -> Tiles:
         """``tiles`` for copies of one request's tokens."""
@@ -82,7 +83,7 @@ class TileCopier:
         request: Int32,
         token: Int32,
         length: Int32,
-        stage: Int32,
+        state: PipelineState,
         producer: Int32,
         lane: Int32,
         page,
@@ -94,14 +95,14 @@ class TileCopier:
         them for this tile.
         """
         config = self.config
-        barrier = tiles.full + stage
+        stage, barrier = state.stage, tiles.pipeline.full_barrier(state)
         # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
         tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
         if const_expr(self.counted):
             if (producer == 0) & (lane == 0):
                 # Bytes may land before: the count may run below zero until this arrival.
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
+                tiles.pipeline.producer_expect(state, self._arriving_bytes(tokens))
         if const_expr(len(self.bulk) > 0):
             self._copy_runs(tiles, token, tokens, stage, barrier, producer, lane, page, place)
         if const_expr(len(self.tensor_maps) > 0):
@@ -239,7 +240,7 @@ class Tiles:
     """Where a CTA's tiles come from and go to; run-time values."""
 
     ring: Int32  # shared-memory address
-    full: cute.Pointer  # barriers of the stages
+    pipeline: Pipeline
     opened: tuple[RowSource | RowMapSource | TensorMapSource, ...]  # of K and of V
     max_seq_len: Int32
     pager: Pager

@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import TileCopier
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState, fence_init
 
 
 class RingFiller:
@@ -65,7 +65,7 @@ class RingFiller:
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         if const_expr(not self.writes_rows):  # else they were while the launch before was running
-            self.init_barriers(tiles.full, 0, first, producer, lane)
+            self.init_barriers(tiles.pipeline, 0, first, producer, lane)
         sync_producers(config)
         if const_expr(config.early_tiles > 0):
             if early:
@@ -73,39 +73,36 @@ class RingFiller:
                     (pages[0], pages[1]) if pages is not None else self.copier.find_pages(tiles, row, token, lane)
                 )
                 entered = self.copier.enter(tiles, row)
-                self.copier.copy_tile(
-                    entered, row, token, tiles.max_seq_len, Int32(0), producer, lane, page, place
-                )  # fmt: skip
+                begin = tiles.pipeline.producer_state()
+                self.copier.copy_tile(entered, row, token, tiles.max_seq_len, begin, producer, lane, page, place)
         if const_expr(not self.writes_rows):
-            self.init_barriers(tiles.full, first, 2 * config.num_stages, producer, lane)
+            self.init_barriers(tiles.pipeline, first, 2 * config.num_stages, producer, lane)
         announce_ready(config)
 
     @cute.jit
-    def init_barriers(self, barriers, begin: int, end: int, producer, lane):
+    def init_barriers(self, pipeline, begin: int, end: int, producer, lane):
         """Initialises some of the barriers: those of full stages, then those of empty ones."""
         if const_expr(begin < end):
             if producer == 0:
                 if lane == 0:
                     for i in cutlass.range_constexpr(begin, end):
-                        full = i < self.config.num_stages
-                        arrivals = self.copier.arrivals if full else self.config.num_warps
-                        cute.arch.mbarrier_init(barriers + i, arrivals)
-                    cute.arch.mbarrier_init_fence()
+                        arrivals = pipeline.fills if i < pipeline.num_stages else pipeline.releases
+                        cute.arch.mbarrier_init(pipeline.full + i, arrivals)
+                    fence_init()
                 cute.arch.sync_warp()
 
     @cute.jit
-    def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, known):
-        """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
+    def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known):
+        """Keeps the pipeline full for one unit; ``issued`` of its tiles are on their way.
 
-        stage, phase: of the ring's place that the consumer warps read first. known: whether ``pages``, if any,
-        are those of this unit's tiles.
+        state: of the consumer warps. known: whether ``pages``, if any, are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane
         producer = cta.warp - config.num_warps
         tiles = self.copier.enter(cta.tiles, work.request)
-        empty = cta.barriers + config.num_stages
+        pipeline = cta.pipeline
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        phase = phase ^ 1  # nothing waits on the first round
+        state = PipelineState(state.stage, state.phase ^ 1)  # nothing waits on the first round
         if const_expr(config.after_append and "word" in config.copies):
             # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
             cute.arch.griddepcontrol_wait()
@@ -124,24 +121,24 @@ class RingFiller:
                 if const_expr(config.awaits_length and i == 1):
                     self.find_pages(tiles, work.request, first, stride, pages, lane)
                 if (issued <= i) & (token < work.length):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    pipeline.producer_acquire(state)
                     self.await_append(work, token)
                     self.copier.copy_tile(
-                        tiles, work.request, token, work.length, stage, producer, lane, pages[2 * i], pages[2 * i + 1]
+                        tiles, work.request, token, work.length, state, producer, lane, pages[2 * i], pages[2 * i + 1]
                     )
                 token = token + stride
-                stage, phase = advance(stage, phase, config.num_stages)
+                state = pipeline.next(state)
             page, place = pages[2 * config.num_stages], pages[2 * config.num_stages + 1]
         elif issued > 0:
             token = token + stride
-            stage, phase = advance(stage, phase, config.num_stages)
+            state = pipeline.next(state)
         while token < work.length:
-            cute.arch.mbarrier_wait(empty + stage, phase)
+            pipeline.producer_acquire(state)
             self.await_append(work, token)
-            self.copier.copy_tile(tiles, work.request, token, work.length, stage, producer, lane, page, place)
+            self.copier.copy_tile(tiles, work.request, token, work.length, state, producer, lane, page, place)
             token = token + stride
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
-            stage, phase = advance(stage, phase, config.num_stages)
+            state = pipeline.next(state)
         self.copier.drain()
         self.let_next_begin()
 

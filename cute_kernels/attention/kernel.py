@@ -44,7 +44,7 @@ from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
 from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.scores import tensors_in
 
 
@@ -167,19 +167,21 @@ class DecodeKernel:
         if const_expr(self.appends):
             rotated = Int32(smem.allocate(self.rows.shared_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
+        empty = barriers + config.num_stages
+        pipeline = Pipeline(barriers, empty, config.num_stages, self.copier.arrivals, config.num_warps)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
         query_part = head_block - head_part * shape.query_groups
         place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
         roles = self.roles(warp, place.first_row)
-        tiles = self.copier.open(source, ring, barriers, place, pager)
+        tiles = self.copier.open(source, ring, pipeline, place, pager)
         seen = self.terms.reach(features, shape.q_len)
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
         own = (new, rotated) if const_expr(self.appends) else None
-        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, barriers, warp, lane, own)
+        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, pipeline, warp, lane, own)
         if const_expr(self.appends):
             if warp == config.num_warps:
-                self.filler.init_barriers(barriers, 0, 2 * config.num_stages, Int32(0), lane)
+                self.filler.init_barriers(pipeline, 0, 2 * config.num_stages, Int32(0), lane)
             # Lengths and pages may be results of launches that this wait is the first for.
             cute.arch.griddepcontrol_wait()
         if const_expr(config.units):
@@ -230,28 +232,28 @@ class DecodeKernel:
     @cute.jit
     def process_expected(self, cta, work, q, query, early, pages, expected):
         """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
-        stage, phase, issued = Int32(0), Int32(0), Int32(0)
+        state, issued = cta.pipeline.consumer_state(), Int32(0)
         expected = expected & (work.first_tile == 0)
         if const_expr(self.config.early_tiles > 0):
             if early:
                 if expected & (work.length > 0):
                     issued = Int32(1)
                 else:
-                    self.pass_over(cta.barriers, cta.warp, cta.lane)
-                    stage, phase = advance(stage, phase, self.config.num_stages)
+                    self.pass_over(cta.pipeline, cta.warp, cta.lane)
+                    state = cta.pipeline.next(state)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
-                self.attend_unit(cta, work, q, query, stage, phase)
+                self.attend_unit(cta, work, q, query, state)
             else:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.filling_warps:
                     # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
                     known = expected & (work.num_parts == cute.arch.grid_dim()[0])
-                    self.filler.fill(cta, work, stage, phase, issued, pages, known)
+                    self.filler.fill(cta, work, state, issued, pages, known)
 
     @cute.jit
-    def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
+    def attend_unit(self, cta, work, q, query, state: PipelineState):
         """Attention of one unit; ``query`` is None where nobody has asked for queries yet."""
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
@@ -262,7 +264,7 @@ class DecodeKernel:
                 # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
                 cute.arch.griddepcontrol_wait()
             query = self.fetch_query(cta, work.place, q, work.request)
-        self.mainloop.attend_tiles(cta, work, query, stage, phase)
+        self.mainloop.attend_tiles(cta, work, query, state)
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
@@ -332,13 +334,14 @@ class DecodeKernel:
         return addresses
 
     @cute.jit
-    def pass_over(self, barriers, warp, lane):
+    def pass_over(self, pipeline, warp, lane):
         """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
         if warp < self.config.num_warps:
-            cute.arch.mbarrier_wait(barriers, 0)
+            first = PipelineState(0, 0)
+            pipeline.consumer_wait(first)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
+                pipeline.consumer_release(first)
 
 
 def _leaves(words):

@@ -19,7 +19,7 @@ from cute_kernels.attention.readers.common import State, query_vectors, store_ve
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
@@ -69,43 +69,42 @@ class UnitTiles:
         return WarpState(keys, values, _Softmax(self.config.columns), logits)
 
     def begin(self, cta, work, query, place_queries):
-        """(what a warp keeps, empty barriers, first token of its first tile, tokens from one tile to its next)."""
+        """(what a warp keeps, first token of its first tile, tokens from one tile to its next)."""
         config = self.config
         if config.lends_registers:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        return self.open_state(cta, work, query, place_queries), empty, token, stride
+        return self.open_state(cta, work, query, place_queries), token, stride
 
     @cute.jit
-    def recentre(self, state, stage: Int32, phase: Int32):
+    def recentre(self, state, tile: PipelineState):
         """Every other time round the ring: often enough, and without a counter of its own; not at the first tile."""
-        if (stage == self.config.num_stages - 1) & (phase == 1):
+        if (tile.stage == self.config.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
     @cute.jit
-    def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
+    def await_tile(self, cta, work, token: Int32, tile: PipelineState):
         """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
         config, warp, lane = self.config, cta.warp, cta.lane
-        cute.arch.mbarrier_wait(cta.barriers + stage, phase)
+        cta.pipeline.consumer_wait(tile)
         if token + config.tile_tokens > work.length:
             # The request's last tile: the rows behind its end must not count, whatever they hold.
-            self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+            self.copier.clear_rows(cta.tiles, tile.stage, work.length - token, warp * WARP_THREADS + lane)
             sync_consumers(config)
         seen = self.logits.terms.reach(cta.features, work.place.shape.q_len)
         if const_expr(seen is not None):
             hidden = work.length - seen - token
             if hidden > 0:
                 # Rows that no query sees may be anything too, and their pages gone.
-                self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)
+                self.copier.clear_first_rows(cta.tiles, tile.stage, hidden, warp * WARP_THREADS + lane)
                 sync_consumers(config)
 
     @cute.jit
-    def give_back(self, cta, empty, stage: Int32):
-        """The warp is done with the tile in ``stage``."""
+    def give_back(self, cta, tile: PipelineState):
+        """The warp is done with a tile."""
         cute.arch.sync_warp()
         if cta.lane == 0:
-            cute.arch.mbarrier_arrive(empty + stage)
+            cta.pipeline.consumer_release(tile)
 
 
 class WarpMainloop:
@@ -117,25 +116,25 @@ class WarpMainloop:
         self.unit, self.merger = unit, merger
 
     @cute.jit
-    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
-        """One unit; ``stage`` and ``phase`` are the ring's position."""
+    def attend_tiles(self, cta, work, query, tile: PipelineState):
+        """One unit, whose first tile is ``tile``."""
         config = self.config
-        state, empty, token, stride = self.unit.begin(cta, work, query, self.place_queries)
+        state, token, stride = self.unit.begin(cta, work, query, self.place_queries)
         slice_offset = cta.roles.slice_index * config.slice_tokens
         self.ask(state, token + slice_offset)
         while token < work.length:
-            self.unit.await_tile(cta, work, token, stage, phase)
+            self.unit.await_tile(cta, work, token, tile)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + slice_offset
-            addresses = self.copier.stage_addresses(cta.tiles, stage)
+            addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 last = block == config.blocks_per_slice - 1
                 next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
-            self.unit.recentre(state, stage, phase)
-            self.unit.give_back(cta, empty, stage)
+            self.unit.recentre(state, tile)
+            self.unit.give_back(cta, tile)
             token = token + stride
-            stage, phase = advance(stage, phase, config.num_stages)
+            tile = cta.pipeline.next(tile)
         self.finish(cta, work, state)
 
     def finish(self, cta, work, state):

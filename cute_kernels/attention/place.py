@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import Tiles
 from cute_kernels.attention.policies import BLOCK_QUERIES
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.scores.terms import QueryColumn
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
@@ -115,7 +116,7 @@ class Cta:
     softmax_scale: Float32
     ring: cute.Pointer
     queries: Int32  # address of shared memory, where the configuration shares them
-    barriers: cute.Pointer
+    pipeline: Pipeline
     warp: Int32
     lane: Int32
     new: tuple[Any, Int32] | None = None  # what a kernel makes newest rows of; where its queries are

@@ -40,7 +40,7 @@ from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import RegisterTensor
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
@@ -109,29 +109,31 @@ class WarpgroupMainloop:
             ptx.store_shared_zero16(place, offset)
 
     @cute.jit
-    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
+    def attend_tiles(self, cta, work, query, tile: PipelineState):
         """As `WarpMainloop` has it, but that the values of a tile are multiplied in the turn of the next one."""
         config = self.config
-        state, empty, token, stride = self.unit.begin(cta, work, query, self.place_queries)
+        state, token, stride = self.unit.begin(cta, work, query, self.place_queries)
         number = state.keys.warpgroup.number
         self.give_first_turn(number)
-        before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
+        before = tile  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
         while token < work.length:
             # All consumer warps meet where rows are cleared: before the warpgroups take turns.
-            self.unit.await_tile(cta, work, token, stage, phase)
+            self.unit.await_tile(cta, work, token, tile)
             await_turn(number)
-            self.start_products(cta, state, before)
+            self.start_products(cta, state, before.stage)
             if token > work.first_token(config):
-                self.unit.give_back(cta, empty, before)
+                self.unit.give_back(cta, before)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + cta.roles.slice_index * config.slice_tokens
-            self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token, token + stride)
-            self.unit.recentre(state, stage, phase)
+            self.attend(
+                state, self.copier.stage_addresses(cta.tiles, tile.stage), 0, masked, first_token, token + stride
+            )
+            self.unit.recentre(state, tile)
             token = token + stride
-            before = stage
-            stage, phase = advance(stage, phase, config.num_stages)
+            before = tile
+            tile = cta.pipeline.next(tile)
         if token > work.first_token(config):
-            self.start_products(cta, state, before)
+            self.start_products(cta, state, before.stage)
             self.value_reader.wait_for(state.values, [], 0)
         self.finish(cta, work, state)
 

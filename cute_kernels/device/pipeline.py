@@ -20,7 +20,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import numbers
 
@@ -117,6 +119,10 @@ class Pipeline:
         """Waits until the stage is full."""
         cute.arch.mbarrier_wait(self.full + state.stage, state.phase)
 
+    def has_filled(self, state: PipelineState) -> Boolean:
+        """Whether the stage is full. No thread is suspended; the answer takes as long as an MMA."""
+        return _has_completed(self.full + state.stage, state.phase)
+
     def consumer_release(self, state: PipelineState) -> None:
         """Arrives at the stage's empty barrier, when the warp has read it; one lane, or lanes up to ``multicast``."""
         barrier = self.empty + state.stage
@@ -164,3 +170,10 @@ class Barrier:
 def fence_init() -> None:
     """Makes new barriers known to copies and to the cluster; the thread that has made them."""
     cute.arch.mbarrier_init_fence()
+
+
+@dsl_user_op
+def _has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
+    """Whether a phase of an mbarrier is over, without a wait, unlike `mbarrier_try_wait`."""
+    address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
+    return Boolean(nvvm.mbarrier_wait_parity(address, parity, nvvm.MBarrierWaitKind.TEST, loc=loc, ip=ip))

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.pipeline import PipelineState
+
 pytest.importorskip("cutlass")
 
 
@@ -362,7 +364,6 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
     """Also where all warps meet in the last tile; every tile is given back once, when its values have been read."""
     barriers, events = NamedBarriers(), []
     turns_of = {
-        "advance": lambda stage, phase, count: ((stage + 1) % count, phase),
         "await_turn": lambda number: barriers.sync(f"turn {number}"),
         "pass_turn": lambda number: barriers.arrive(f"turn {1 - number}"),
     }
@@ -373,7 +374,7 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
     def run(number: int) -> None:
         reader = SimpleNamespace(wait_for=lambda *_: events.append((number, "end")))
 
-        def await_tile(cta, work, token, stage, phase):
+        def await_tile(cta, work, token, tile):
             if token + TOKENS >= work.length:
                 barriers.sync("attending")
 
@@ -389,13 +390,12 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
                     SimpleNamespace(
                         keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
                     ),
-                    100,
                     0,
                     TOKENS,
                 ),
                 await_tile=await_tile,
                 recentre=lambda *_: None,
-                give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
+                give_back=lambda cta, tile: events.append((number, "back", tile.stage)),
             ),
             place_queries=None,
             start_products=lambda cta, state, stage: events.append((number, "values", stage)),
@@ -405,8 +405,9 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
             finish=lambda *_: None,
         )
         kernel.give_first_turn = WarpgroupMainloop.give_first_turn.__get__(kernel)
-        cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
-        WarpgroupMainloop.attend_tiles(kernel, cta, work, None, stage, 0)
+        pipeline = SimpleNamespace(next=lambda tile: PipelineState((tile.stage + 1) % 4, tile.phase))
+        cta = SimpleNamespace(pipeline=pipeline, tiles=None, roles=SimpleNamespace(slice_index=0))
+        WarpgroupMainloop.attend_tiles(kernel, cta, work, None, PipelineState(stage, 0))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.pipeline import PipelineState
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend.key_rows import codes, multiply
@@ -118,15 +120,13 @@ class Block:
             source: Any = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
             work: Any = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
             self.source = source
-            producer = RawRowProducer(config)
+            producer, first = RawRowProducer(config), PipelineState(Int32(0), Int32(1))
             for warp in range(config.producer_warps):
                 places = producer.runs.make()
                 producer.runs.ask(places, source, work, block, Int32(warp % producer.of_head))
                 for tile in producer.tiles:
                     tile.by_tma = False  # tensor maps bring the same bytes: tests/gpu/test_key_rows.py
-                    tile.copy(
-                        source, work, self.memory, Int32(FIRST), places, block, Int32(0), Int32(warp), Int32(LANES)
-                    )
+                    tile.copy(source, work, self.memory, Int32(FIRST), places, block, first, Int32(warp), Int32(LANES))
 
     def head(self, group: int) -> int:
         """A warpgroup's."""

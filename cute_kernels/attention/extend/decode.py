@@ -17,6 +17,7 @@ shift.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cutlass
@@ -27,11 +28,12 @@ from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.attention.extend.powers import exponent_beside, power_of_2, word_of
+from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.loads import load_word_below
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import KvFormat, load_code
 
@@ -328,27 +330,42 @@ class TileWriter:
 
 
 class RowProducer:
-    """The producer warps of a cache of codes."""
+    """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
+
+    Where K or V is of 16 bits, the first warp of its half asks for tiles as in :mod:`.tma_tiles`. Consumers want V's
+    powers of 2 with K's tile: where V's rows have scales and K is not decoded, all of K's warps look at them, each at
+    those of the rows that one of V's warps decodes.
+    """
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.runs = config, RowRuns(config)
+        self.config, self.runs, self.copier = config, RowRuns(config), TmaTileProducer(config)
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """No tensor maps."""
+        """On the host: a tensor map of what is in 16 bits; None for codes."""
+        if all(self.config.decoded):
+            return None
+        caches = enumerate((k_cache, v_cache))
+        return tuple(None if self.config.decoded[i] else self.copier.make_map(i, cache) for i, cache in caches)
 
     @cute.jit
-    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
-        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, state: PipelineState):
+        """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
         given = (source, work, span, first_valid, memory)
         if warp < self.config.tile_warps:
-            stage, phase = self.fill_tiles(KEYS, *given, warp, lane, stage, phase)
+            state = self.fill_tiles(KEYS, *given, warp, lane, state)
         else:
-            stage, phase = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, stage, phase)
-        return stage, phase
+            state = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, state)
+        return state
+
+    def fill_tiles(self, operand: int, *given):
+        """K's or V's."""
+        if self.config.decoded[operand]:
+            return self.decode_tiles(operand, *given)
+        return self.copier.fill_by(partial(self.copy_tile, operand), *given)
 
     @cute.jit
-    def fill_tiles(
+    def decode_tiles(
         self,
         operand: cutlass.Constexpr,
         source,
@@ -358,10 +375,9 @@ class RowProducer:
         memory,
         warp: Int32,
         lane: Int32,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
     ):
-        """K's or V's; warp: of those that do."""
+        """K's or V's codes; warp: of those that have them."""
         held, places = self.writers[operand].rows.make(), self.runs.make()
         value_scales = cute.make_rmem_tensor(max(self.config.scale_words[VALUES], 1), Uint32)
         # Not what it is made of: registers are scarce.
@@ -376,9 +392,9 @@ class RowProducer:
                     value_scales, places, source, work, first_valid, block, warp, lane
                 )
             self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
-            self.publish(self.writers[operand], held, value_scales, memory, place, warp, lane, stage, phase)
-            stage, phase = advance(stage, phase, self.config.num_stages)
-        return stage, phase
+            self.publish(self.writers[operand], held, value_scales, memory, place, warp, lane, state)
+            state = memory.pipelines[operand].next(state)
+        return state
 
     @cute.jit
     def publish(
@@ -390,14 +406,51 @@ class RowProducer:
         place: Int32,
         warp: Int32,
         lane: Int32,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
     ):
         """Writes a warp's rows of a tile when it is free, and says so."""
-        number = memory.barrier(writer.operand, stage)
-        cute.arch.mbarrier_wait(memory.empty + number, phase)
-        writer.store(held, value_scales, memory, stage, place, warp, lane)
+        pipeline = memory.pipelines[writer.operand]
+        pipeline.producer_acquire(state)
+        writer.store(held, value_scales, memory, state.stage, place, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.full + number)
+            pipeline.producer_commit(state)
+
+    @cute.jit
+    def copy_tile(
+        self,
+        operand: cutlass.Constexpr,
+        source,
+        work,
+        memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        warp: Int32,
+        lane: Int32,
+        state: PipelineState,
+    ):
+        """One of 16 bits. warp: of those that have K's or V's."""
+        if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
+            self.tell_powers(source, work, first_valid, memory, block, warp, lane, state)
+        if warp == 0:
+            self.copier.copy(operand, source, work, memory, block, first_valid, found, place, lane, state)
+
+    @cute.jit
+    def tell_powers(
+        self, source, work, first_valid, memory, block: Int32, warp: Int32, lane: Int32, state: PipelineState
+    ):
+        """With K's tile, once it is free, what the rows of V that are the warp's are to be multiplied with. The first
+        warp says with the copy that it has."""
+        writer = self.writers[VALUES]
+        places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)
+        self.runs.ask(places, source, work, block, warp)
+        writer.rows.load_scales(scales, places, source, work, first_valid, block, warp, lane)
+        memory.pipelines[KEYS].producer_acquire(state)
+        exponent = writer.exponent_of(scales, self.config.scale_words[VALUES])
+        writer.tell(word_of(Int32(0), exponent), memory.scales_of(KEYS, state.stage) + warp * 4, lane)
+        cute.arch.sync_warp()
+        if (lane == 0) & (warp > 0):
+            memory.pipelines[KEYS].producer_commit(state)

@@ -22,14 +22,13 @@ from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
 from cute_kernels.attention.extend.key_rows.memory import KeyRowsMemory
 from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.attention.extend.memory import ExtendMemory, Pages, Rows, Source
-from cute_kernels.attention.extend.mixed_tiles import MixedProducer
 from cute_kernels.attention.extend.multiply import Consumer, Features, Operands
-from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS
+from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
 from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
 from cute_kernels.attention.extend.work import END, ExtendSizes, Lengths, Work
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import extents
 
 
@@ -113,25 +112,25 @@ class ExtendKernel:
         """All work tiles of the CTA; the first producer warp finds them and tells the others."""
         if const_expr(self.config.key_rows is not None):
             self.producer.prefetch_maps(source)
-        stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(0)
+        state, slot = memory.pipelines[0].producer_state(), memory.work.consumer_state()
         tile, running = Int32(cute.arch.block_idx()[0]), Int32(1)
         while running != 0:
             if warp == 0:
-                tile = self.publish(shape, lengths, memory, tile, slot, slot_phase ^ 1, lane)
-            work = self.consumer.receive(memory, slot, slot_phase, lane)
-            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+                tile = self.publish(shape, lengths, memory, tile, PipelineState(slot.stage, slot.phase ^ 1), lane)
+            work = self.consumer.receive(memory, slot, lane)
+            slot = memory.work.next(slot)
             if work.request == END:
                 running = Int32(0)
             else:
                 span = self.worker.span(shape, work)
                 first_valid = self.worker.first_valid(shape, work)
-                stage, phase = self.producer.fill(source, work, span, first_valid, memory, warp, lane, stage, phase)
+                state = self.producer.fill(source, work, span, first_valid, memory, warp, lane, state)
                 # Not before: who draws early has two work tiles where others have none.
                 if warp == 0:
                     tile = self.worker.draw(shape, lengths.counter, lane)
 
     @cute.jit
-    def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
+    def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
         """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
@@ -147,13 +146,13 @@ class ExtendKernel:
                     found = Int32(1)
                 else:
                     tile = self.worker.draw(shape, lengths.counter, lane)
-        cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
+        memory.work.producer_acquire(slot)
         if lane == 0:
             words = Work(request, part, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
-            address = memory.slots + slot * 32
+            address = memory.slots + slot.stage * WORK_BYTES
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address, 16, words[4:])
-            cute.arch.mbarrier_arrive(memory.work_full + slot)
+            memory.work.producer_commit(slot)
         cute.arch.sync_warp()
         return tile
 
@@ -162,13 +161,5 @@ def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
     """Shared memory, what fills it and what multiplies."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    return ExtendMemory, _producer(config), Consumer(config)
-
-
-def _producer(config: ExtendConfig) -> RowProducer | TmaTileProducer | MixedProducer:
-    """What fills tiles of queries' keys and values."""
-    if config.mixed:
-        return MixedProducer(config)
-    if config.decodes:
-        return RowProducer(config)
-    return TmaTileProducer(config)
+    producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
+    return ExtendMemory, producer, Consumer(config)

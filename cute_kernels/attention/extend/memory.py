@@ -23,6 +23,7 @@ from cute_kernels.attention.extend.policies import (
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.pipeline import Pipeline, fence_init
 
 KEYS, VALUES = 0, 1
 
@@ -38,7 +39,7 @@ class ExtendMemory:
             of what each producer warp has decoded.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
-        full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
+        pipelines: of K's tiles and of V's, which producer warps fill and all consumer warps empty. work: of the slots.
     """
 
     config: ExtendConfig
@@ -51,10 +52,8 @@ class ExtendMemory:
     scales: Int32
     query_scales: Int32
     slots: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
-    work_full: cute.Pointer
-    work_empty: cute.Pointer
+    pipelines: tuple[Pipeline, Pipeline]
+    work: Pipeline
 
     @staticmethod
     def allocate(config: ExtendConfig) -> ExtendMemory:
@@ -70,7 +69,7 @@ class ExtendMemory:
         query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
         barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
-        count = 2 * config.num_stages
+        stages, readers = config.num_stages, MMA_WARPS + config.filling_warps
         return ExtendMemory(
             config=config,
             tile_pointer=tiles,
@@ -82,29 +81,26 @@ class ExtendMemory:
             scales=Int32(scales.toint()),
             query_scales=Int32(query_scales.toint()),
             slots=Int32(slots.toint()),
-            full=barriers,
-            empty=barriers + count,
-            work_full=barriers + 2 * count,
-            work_empty=barriers + (2 * count + WORK_SLOTS),
+            pipelines=(
+                Pipeline(barriers, barriers + 2 * stages, stages, config.tile_fillers[KEYS], MMA_WARPS),
+                Pipeline(barriers + stages, barriers + 3 * stages, stages, config.tile_fillers[VALUES], MMA_WARPS),
+            ),
+            work=Pipeline(barriers + 4 * stages, barriers + (4 * stages + WORK_SLOTS), WORK_SLOTS, 1, readers),
         )
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
-        for i in range(2 * self.config.num_stages):
-            cute.arch.mbarrier_init(self.full + i, self.config.tile_fillers[i // self.config.num_stages])
-            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
-        for i in range(WORK_SLOTS):
-            cute.arch.mbarrier_init(self.work_full + i, 1)
-            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + self.config.filling_warps)
-        cute.arch.mbarrier_init_fence()
+        for pipeline in (*self.pipelines, self.work):
+            pipeline.init()
+        fence_init()
 
-    def barrier(self, operand: int, stage):
-        """Number of a tile among the barriers."""
+    def number(self, operand: int, stage):
+        """Number of a tile among K's, then V's."""
         return operand * self.config.num_stages + stage
 
     def tile(self, operand: int, stage):
         """Byte offset of a tile."""
-        return self.barrier(operand, stage) * self.config.tile_room
+        return self.number(operand, stage) * self.config.tile_room
 
     def write_ones(self, lane) -> None:
         """Behind the tiles of V's transpose, by a warp before anybody reads them."""
@@ -116,7 +112,7 @@ class ExtendMemory:
 
     def scales_of(self, operand: int, stage):
         """Address of the scales of a tile's rows."""
-        return self.scales + self.barrier(operand, stage) * self.config.scale_bytes
+        return self.scales + self.number(operand, stage) * self.config.scale_bytes
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from cute_kernels.attention.extend.policies import (
     MMA_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
-    WORK_SLOTS,
+    WORK_BYTES,
     has_head_scale,
 )
 from cute_kernels.attention.extend.products import Fp8Products, HalfProducts
@@ -35,7 +35,7 @@ from cute_kernels.attention.extend.work import END, Work, Worker
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.loads import load_float
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.formats.scores import tensors_in
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
@@ -113,25 +113,23 @@ class Consumer:
         if const_expr(self.config.ping_pong):
             if group == 1:
                 self.pass_turn(group)
-        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        work = self.receive(memory, slot, slot_phase, lane)
+        state, slot = memory.pipelines[KEYS].consumer_state(), memory.work.consumer_state()
+        work = self.receive(memory, slot, lane)
         self.ask_queries(shape, operands, work, memory, group, warp, lane)
         while work.request != END:
-            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
-            work, stage, phase = self.attend(
-                shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage, phase
-            )
+            slot = memory.work.next(slot)
+            work, state = self.attend(shape, operands, features, work, memory, group, warp, lane, slot, state)
 
     @cute.jit
-    def receive(self, memory, slot: Int32, phase: Int32, lane: Int32):
+    def receive(self, memory, slot: PipelineState, lane: Int32):
         """The next work tile."""
-        cute.arch.mbarrier_wait(memory.work_full + slot, phase)
-        address = memory.slots + slot * 32
+        memory.work.consumer_wait(slot)
+        address = memory.slots + slot.stage * WORK_BYTES
         words = [*ptx.load_shared_vector(address, 0, 4), *ptx.load_shared_vector(address, 16, 4)]
         work = Work.of_words(words)
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.work_empty + slot)
+            memory.work.consumer_release(slot)
         return work
 
     @cute.jit
@@ -142,10 +140,8 @@ class Consumer:
             self.loader.ask(shape, work, operands.q, tile, first_row, warp, lane)
 
     @cute.jit
-    def attend(
-        self, shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage: Int32, phase: Int32
-    ):
-        """One work tile, whose queries are on their way; (the next one, the ring's next stage and phase)."""
+    def attend(self, shape, operands, features, work, memory, group, warp, lane, slot, state: PipelineState):
+        """One work tile, whose queries are on their way; (the next one, the next state of K's and V's pipelines)."""
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
@@ -158,78 +154,76 @@ class Consumer:
         packed = cute.make_rmem_tensor(self.products.packed_words, Uint32)
         factors = cute.make_rmem_tensor(2, Float32)
         if span.begin < span.end:
-            self.begin(features, work, span, rows, packed, factors, memory, group, lane, stage, phase)
+            self.begin(features, work, span, rows, packed, factors, memory, group, lane, state)
         for i in cutlass.range(span.begin + 1, span.end, 1, unroll=1):
-            following = advance(stage, phase, self.config.num_stages)
+            following = memory.pipelines[KEYS].next(state)
             block = span.end - 1 - (i - span.begin)
-            self.go_on(features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
-            stage, phase = following
+            self.go_on(features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
+            state = following
         # Nobody reads these queries any more.
         self.sync_warpgroup(group)
-        after = self.receive(memory, slot, slot_phase, lane)
+        after = self.receive(memory, slot, lane)
         self.ask_queries(shape, operands, after, memory, group, warp, lane)
         if span.begin < span.end:
-            self.finish(rows, sums, packed, factors, memory, lane, stage, phase)
-            stage, phase = advance(stage, phase, self.config.num_stages)
+            self.finish(rows, sums, packed, factors, memory, lane, state)
+            state = memory.pipelines[KEYS].next(state)
         self.writer.write(shape, operands, features, work, rows, sums, group, warp, lane)
-        return after, stage, phase
+        return after, state
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def begin(self, features, work, span, rows, packed, factors, memory, group, lane, stage, phase) -> None:
+    def begin(self, features, work, span, rows, packed, factors, memory, group, lane, state) -> None:
         """Probabilities of the first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
-        self.score(scores, memory, group, stage, phase)
-        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, stage))
-        values = self.finish_scores(scores, memory, stage, lane, 0)
+        self.score(scores, memory, group, state)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, state.stage))
+        values = self.finish_scores(scores, memory, state, lane, 0)
         factors.fill(0.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, span.end - 1)
         self.products.pack(values, packed)
 
-    def go_on(
-        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
-    ) -> None:
-        """Adds the values of the block before, in ``stage``, and makes probabilities of the next one."""
+    def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
+        """Adds the values of the block before, in the state's stage, and makes probabilities of the next one."""
         if self.two_level is not None:
-            given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
+            given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
             self.two_level.go_on(*given)
             return
-        next_stage, next_phase = advance(stage, phase, self.config.num_stages)
+        following = memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.await_turn(group)
-        self.score(scores, memory, group, next_stage, next_phase)
-        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, next_stage))
-        self.add_values(sums, packed, memory, stage, phase)
+        self.score(scores, memory, group, following)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
+        self.add_values(sums, packed, memory, state)
         wgmma_tiles.commit()
         self.pass_turn(group)
-        values = self.finish_scores(scores, memory, next_stage, lane, 1)
+        values = self.finish_scores(scores, memory, following, lane, 1)
         factors.fill(1.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, block)
-        self.finish_values(sums, memory, stage, lane)
+        self.finish_values(sums, memory, state, lane)
         rescale(sums, factors, self.config.columns // 2)
         self.products.pack(values, packed)
 
-    def finish(self, rows, sums, packed, factors, memory, lane, stage, phase) -> None:
+    def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
         """Adds the values of the last block."""
         if self.two_level is not None:
-            self.two_level.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+            self.two_level.finish(rows, sums, packed, factors, memory, lane, state)
             return
-        self.add_values(sums, packed, memory, stage, phase)
+        self.add_values(sums, packed, memory, state)
         wgmma_tiles.commit()
-        self.finish_values(sums, memory, stage, lane)
+        self.finish_values(sums, memory, state, lane)
 
-    def score(self, scores, memory, group, stage, phase) -> None:
+    def score(self, scores, memory, group, state) -> None:
         """Issues the scores of a block, which it waits for."""
-        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-        self.products.score(scores, memory, group, stage)
+        memory.pipelines[KEYS].consumer_wait(state)
+        self.products.score(scores, memory, group, state.stage)
         wgmma_tiles.commit()
 
-    def add_values(self, sums, packed, memory, stage, phase) -> None:
+    def add_values(self, sums, packed, memory, state) -> None:
         """Issues sums += probabilities times the values of a block, to be committed."""
-        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-        self.products.multiply_values(sums, packed, memory, stage)
+        memory.pipelines[VALUES].consumer_wait(state)
+        self.products.multiply_values(sums, packed, memory, state.stage)
 
-    def finish_scores(self, scores, memory, stage, lane, pending: int) -> Any:
+    def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
         """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
@@ -237,17 +231,17 @@ class Consumer:
         values = cute.make_rmem_tensor(count, Float32)
         for i in range(count):
             values[i] = found[i]
-        self.release(memory, KEYS, stage, lane)
+        self.release(memory.pipelines[KEYS], state, lane)
         return values
 
-    def finish_values(self, sums, memory, stage, lane) -> None:
+    def finish_values(self, sums, memory, state, lane) -> None:
         """Waits for the sums of values; see :meth:`finish_scores`."""
         count = self.config.columns // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
         for i in range(count):
             sums[i] = found[i]
-        self.release(memory, VALUES, stage, lane)
+        self.release(memory.pipelines[VALUES], state, lane)
 
     @cute.jit
     def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
@@ -263,11 +257,11 @@ class Consumer:
             self.softmax.weigh(values, rows, factors, tile)
 
     @cute.jit
-    def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
+    def release(self, pipeline, state: PipelineState, lane: Int32):
         """A warp is done with a tile."""
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.empty + memory.barrier(operand, stage))
+            pipeline.consumer_release(state)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

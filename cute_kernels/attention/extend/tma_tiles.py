@@ -17,7 +17,7 @@ from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 
 MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
 
@@ -49,7 +49,7 @@ class TmaTileProducer:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
     def fill(self, *given):
-        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
         return self.fill_by(self.copy_warps, *given)
 
     @cute.jit
@@ -63,18 +63,17 @@ class TmaTileProducer:
         memory,
         warp: Int32,
         lane: Int32,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
     ):
         """The same, by what copies a block's tiles: called as `copy_warps` is."""
         found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
-            copy(source, work, memory, block, first_valid, found, place, warp, lane, stage, phase)
-            stage, phase = advance(stage, phase, self.config.num_stages)
+            copy(source, work, memory, block, first_valid, found, place, warp, lane, state)
+            state = memory.pipelines[KEYS].next(state)
             found, place = next_found, next_place
-        return stage, phase
+        return state
 
     @cute.jit
     def copy_warps(
@@ -88,18 +87,17 @@ class TmaTileProducer:
         place: Int32,
         warp: Int32,
         lane: Int32,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
     ):
         """A block's tiles, K's and V's: one warp both, or each of two warps its own."""
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
-                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, state)
         else:
             if warp == KEYS:
-                self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+                self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, state)
             else:
-                self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+                self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, state)
 
     @cute.jit
     def copy(
@@ -113,23 +111,22 @@ class TmaTileProducer:
         found: Int32,
         place: Int32,
         lane: Int32,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
     ):
         """Fills a tile when it is free."""
         first = block * self.config.tile_tokens
-        number = memory.barrier(operand, stage)
-        cute.arch.mbarrier_wait(memory.empty + number, phase)
+        pipeline = memory.pipelines[operand]
+        pipeline.producer_acquire(state)
         if const_expr(self.config.unpacked):  # whole tiles, whatever their request's length
-            self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+            self.copy_tma_tiles(source, work, memory, operand, state, found, place)
         else:
             whole = (first >= first_valid) & (first + self.config.tile_tokens <= work.kv_stop)
             if whole:
-                self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+                self.copy_tma_tiles(source, work, memory, operand, state, found, place)
             else:
-                self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
+                self.copy_rows(source, work, memory, operand, state.stage, first, first_valid, found, place, lane)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(memory.full + number)
+                    pipeline.producer_commit(state)
 
     def locate(self, source, work, block, lane):
         """(block of the cache, place in it) of a lane's TMA tile of a block of tokens."""
@@ -147,18 +144,18 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_tma_tiles(
-        self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32
+        self, source, work, memory, operand: cutlass.Constexpr, state: PipelineState, found: Int32, place: Int32
     ):
         """Asks for a whole tile."""
-        barrier = memory.full + memory.barrier(operand, stage)
+        pipeline, stage = memory.pipelines[operand], state.stage
         scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
+            barrier = pipeline.producer_expect(state, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
             if const_expr(scaled):
                 tile = place // self.config.tile_tokens
                 address = source.tile_scales + (self.first_tile(source, work) + tile) * TILE_SCALE_BYTES
                 smem = memory.scales_of(operand, stage)
-                ptx.bulk_copy_to_shared(smem, address, Int32(TILE_SCALE_BYTES), Int32(barrier.toint()))
+                ptx.bulk_copy_to_shared(smem, address, Int32(TILE_SCALE_BYTES), barrier)
         atom, view = source.maps[operand]
         if const_expr(self.config.ragged):
             view = cute.domain_offset((work.kv_start, 0, 0, 0), view)
@@ -177,7 +174,9 @@ class TmaTileProducer:
                     cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.types[operand]), 0, 2),
                     cute.group_modes(tma_tiles, 0, 2),
                 )
-                cute.copy(atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=barrier)
+                cute.copy(
+                    atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=pipeline.full_barrier(state)
+                )
 
     @cute.jit
     def copy_rows(

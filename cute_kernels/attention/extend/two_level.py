@@ -12,7 +12,7 @@ cores busy meanwhile.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -22,70 +22,66 @@ from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.products import Fp8Products
 from cute_kernels.attention.extend.softmax import row_of
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
-from cute_kernels.device.ring import advance
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.extend.multiply import Consumer
 
 
 class TwoLevelSums:
     """How the consumer of a configuration goes from block to block; arguments as `multiply.Consumer`'s have them."""
 
-    def __init__(self, config: ExtendConfig, consumer: Consumer):
+    def __init__(self, config: ExtendConfig, consumer: Any):
         assert config.fp8 is not None
         self.config, self.consumer, self.products = config, consumer, Fp8Products(config)
         self.go_on = self.go_on_behind if config.fp8.behind else self.go_on_in_turn
 
     def go_on_behind(
-        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
         """Scores and the values of the block before; the softmax behind the latter."""
-        consumer, following = self.consumer, advance(stage, phase, self.config.num_stages)
+        consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         consumer.await_turn(group)
-        consumer.score(scores, memory, group, *following)
-        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following[0]))
-        part = self.multiply(packed, memory, stage, phase)
+        consumer.score(scores, memory, group, following)
+        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
+        part = self.multiply(packed, memory, state)
         consumer.pass_turn(group)
-        values = consumer.finish_scores(scores, memory, following[0], lane, 1)
+        values = consumer.finish_scores(scores, memory, following, lane, 1)
         next_factors = cute.make_rmem_tensor(2, Float32)
         next_factors.fill(1.0)
         consumer.weigh(features, work, span, rows, values, next_factors, tile, lane, block)
-        self.add(rows, sums, part, factors, memory, stage, lane)
+        self.add(rows, sums, part, factors, memory, state, lane)
         for row in range(2):
             factors[row] = next_factors[row]
         self.products.pack(values, packed)
 
     def go_on_in_turn(
-        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
         """The values of the block before, then scores, then their softmax."""
-        consumer, following = self.consumer, advance(stage, phase, self.config.num_stages)
+        consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         consumer.await_turn(group)
-        self.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+        self.finish(rows, sums, packed, factors, memory, lane, state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
-        consumer.score(scores, memory, group, *following)
+        consumer.score(scores, memory, group, following)
         consumer.pass_turn(group)
-        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following[0]))
-        values = consumer.finish_scores(scores, memory, following[0], lane, 0)
+        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
+        values = consumer.finish_scores(scores, memory, following, lane, 0)
         factors.fill(1.0)
         consumer.weigh(features, work, span, rows, values, factors, tile, lane, block)
         self.products.pack(values, packed)
 
-    def finish(self, rows, sums, packed, factors, memory, lane, stage, phase) -> None:
+    def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
         """Adds the values of the block that ``packed`` is of."""
-        part = self.multiply(packed, memory, stage, phase)
-        self.add(rows, sums, part, factors, memory, stage, lane)
+        part = self.multiply(packed, memory, state)
+        self.add(rows, sums, part, factors, memory, state, lane)
 
-    def multiply(self, packed, memory, stage, phase) -> Any:
+    def multiply(self, packed, memory, state) -> Any:
         """Accumulators of a block's values, on their way."""
-        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        memory.pipelines[VALUES].consumer_wait(state)
         part = self.products.make_part()
-        self.products.multiply_values(part, packed, memory, stage)
+        self.products.multiply_values(part, packed, memory, state.stage)
         wgmma_tiles.commit()
         return part
 
-    def add(self, rows, sums, part, factors, memory, stage, lane) -> None:
+    def add(self, rows, sums, part, factors, memory, state, lane) -> None:
         """Waits for a block's accumulators and adds them to the sums of all blocks, those of ones to the totals."""
         wgmma_tiles.wait()
         for i, value in enumerate(wgmma.wait_all([part[i] for i in range(self.products.rows // 2)])):
@@ -94,4 +90,4 @@ class TwoLevelSums:
                 sums[i] = ptx.fma(sums[i], factors[row], value)
             elif i % 2 == 0:
                 rows.totals[row] = ptx.fma(rows.totals[row], factors[row], value)
-        self.consumer.release(memory, VALUES, stage, lane)
+        self.consumer.release(memory.pipelines[VALUES], state, lane)

@@ -25,7 +25,7 @@ from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import GROUP_TOKENS, MMA_WARPGROUPS
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.formats.kv import KvFormat
 
 
@@ -108,9 +108,11 @@ class TileRows:
             numbers.copy_async(tile + number * CHUNK_BYTES, address, count)
 
     @cute.jit
-    def copy(self, source, work, memory, first_valid, places: Places, block: Int32, stage: Int32, warp: Int32, lane):
+    def copy(
+        self, source, work, memory, first_valid, places: Places, block: Int32, state: PipelineState, warp: Int32, lane
+    ):
         """Asks for a warp's rows of a block."""
-        rows = source.rows(self.operand)
+        rows, stage = source.rows(self.operand), state.stage
         head = work.head * self.tuples + warp // self.of_head
         bases = self.runs.bases(source, rows, places, head)
         first = block * self.tokens + warp % self.of_head * self.warp_rows
@@ -119,7 +121,7 @@ class TileRows:
         headers = memory.header(self.operand, stage) + 4 * (warp * self.warp_rows)
         if const_expr(self.by_tma):
             if (low <= 0) & (high >= self.warp_rows):
-                self.copy_tma_tiles(source, head, memory, places, stage, warp)
+                self.copy_tma_tiles(source, head, memory, places, state, warp)
             elif const_expr(self.rows.headed):
                 self.copy_headed_rows(bases, rows.token_bytes, tile, low, high, lane)
             else:
@@ -167,7 +169,7 @@ class TileRows:
         view = cute.make_tensor(pointer, layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, length))
 
-    def copy_tma_tiles(self, source, head, memory, places: Places, stage, warp) -> None:
+    def copy_tma_tiles(self, source, head, memory, places: Places, state: PipelineState, warp) -> None:
         """A warp's whole rows, a run of them a TMA tile."""
         atom, view = source.maps[self.operand]
         shape, heads = (self.runs.rows, self.rows.row_bytes), [head]
@@ -177,8 +179,8 @@ class TileRows:
             first_word = (head * self.cache_bytes & ~(CHUNK_BYTES - 1)) >> 2
             view, heads = cute.domain_offset((0, cute.assume(first_word, divby=CHUNK_BYTES // 4), 0), view), []
         tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
-        barrier = memory.full + stage
-        first = memory.tile_offset(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
+        barrier = memory.tile_pipeline.full_barrier(state)
+        first = memory.tile_offset(self.operand, state.stage) + warp * (self.warp_rows * self.rows.row_bytes)
         with cute.arch.elect_one():
             cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
         for run in range(self.runs.count):
@@ -267,19 +269,19 @@ class RawRowProducer:
             cpasync.prefetch_descriptor(atom)
 
     @cute.jit
-    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
-        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, state: PipelineState):
+        """Fills the tiles of a work tile, the last block first; the next state of their pipeline."""
         places, following = self.runs.make(), self.runs.make()
         self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp % self.of_head)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp % self.of_head)
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            memory.tile_pipeline.producer_acquire(state)
             for operand in cutlass.range_constexpr(2):
-                self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
-                numbers.arrive_when_copied(Int32((memory.full + stage).toint()))
+                self.tiles[operand].copy(source, work, memory, first_valid, places, block, state, warp, lane)
+                numbers.arrive_when_copied(memory.tile_pipeline.full_address(state))
             for run in cutlass.range_constexpr(self.runs.count):
                 places.entries[run] = following.entries[run]
                 places.places[run] = following.places[run]
-            stage, phase = advance(stage, phase, self.config.num_stages)
-        return stage, phase
+            state = memory.tile_pipeline.next(state)
+        return state

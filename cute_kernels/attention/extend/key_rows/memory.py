@@ -6,23 +6,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
-from cutlass._mlir.dialects import llvm, nvvm
+from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.pipeline import Pipeline, PipelineState, fence_init
 
 TOP_BYTES = 4 * MMA_WARPS
-
-
-@dsl_user_op
-def has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
-    """Whether a phase of an mbarrier is over. No thread is suspended, unlike by `mbarrier_try_wait`."""
-    kind = nvvm.MBarrierWaitKind.TEST
-    address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
-    return Boolean(nvvm.mbarrier_wait_parity(address, parity, kind, loc=loc, ip=ip))
 
 
 def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
@@ -35,9 +28,9 @@ def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def arrive_if(condition, barrier: cute.Pointer, *, loc=None, ip=None) -> None:
-    """Arrives at an mbarrier."""
-    address = barrier.toint(loc=loc, ip=ip)
+def release_if(condition, pipeline: Pipeline, state: PipelineState, *, loc=None, ip=None) -> None:
+    """`Pipeline.consumer_release` by lanes whose condition is not 0."""
+    address = (pipeline.empty + state.stage).toint(loc=loc, ip=ip)
     _if(condition, "mbarrier.arrive.shared::cta.b64 _, [$1];", [address], loc=loc, ip=ip)
 
 
@@ -67,8 +60,8 @@ class KeyRowsMemory:
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries; then a word for each warpgroup, see `flag`.
-        slots, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
-        full, empty: by stage, of K's tile and V's together: a consumer waits once a block, and arrives once.
+        slots, work: as `extend.memory.ExtendMemory` has them.
+        tile_pipeline: of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
 
     config: ExtendConfig
@@ -80,10 +73,8 @@ class KeyRowsMemory:
     told: Int32
     tops: Int32
     slots: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
-    work_full: cute.Pointer
-    work_empty: cute.Pointer
+    tile_pipeline: Pipeline
+    work: Pipeline
 
     @staticmethod
     def allocate(config: ExtendConfig) -> KeyRowsMemory:
@@ -102,7 +93,9 @@ class KeyRowsMemory:
             )
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
-        stages = config.num_stages
+        # Every lane of a producer warp arrives for K's tile and for V's, when what it has asked for has come.
+        stages, fillers = config.num_stages, 2 * config.producer_warps * WARP_THREADS
+        readers = MMA_WARPS + config.filling_warps
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)
         return KeyRowsMemory(
             config=config,
@@ -114,26 +107,20 @@ class KeyRowsMemory:
             told=told,
             tops=tops,
             slots=slots,
-            full=barriers,
-            empty=barriers + stages,
-            work_full=barriers + 2 * stages,
-            work_empty=barriers + (2 * stages + WORK_SLOTS),
+            tile_pipeline=Pipeline(barriers, barriers + stages, stages, fillers, MMA_WARPS),
+            work=Pipeline(barriers + 2 * stages, barriers + (2 * stages + WORK_SLOTS), WORK_SLOTS, 1, readers),
         )
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
-        config = self.config
-        for i in range(config.num_stages):
-            cute.arch.mbarrier_init(self.full + i, 2 * config.producer_warps * WARP_THREADS)
-            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
-        for i in range(WORK_SLOTS):
-            cute.arch.mbarrier_init(self.work_full + i, 1)
-            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + config.filling_warps)
-        cute.arch.mbarrier_init_fence()
+        self.tile_pipeline.init()
+        self.work.init()
+        fence_init()
 
-    def has_arrived(self, stage, phase) -> Boolean:
-        """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
-        return has_completed(self.full + stage, phase)
+    @property
+    def pipelines(self) -> tuple[Pipeline, Pipeline]:
+        """Of K and of V, as `ExtendMemory` has them."""
+        return self.tile_pipeline, self.tile_pipeline
 
     def flag(self, group):
         """Address of whether a warp of a warpgroup has probabilities that are too large, 0 or 1."""

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
-from cute_kernels.attention.extend.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
+from cute_kernels.attention.extend.key_rows.memory import release_if, store_matrix_x2, store_word_if
 from cute_kernels.attention.extend.key_rows.queries import QueryWriter
 from cute_kernels.attention.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.attention.extend.memory import KEYS, VALUES
@@ -31,7 +31,6 @@ from cute_kernels.attention.extend.policies import (
     MMA_THREADS,
     SLAB_COLUMNS,
     WARPGROUP_WARPS,
-    WORK_SLOTS,
     has_head_scale,
 )
 from cute_kernels.attention.extend.queries import query_row
@@ -41,7 +40,7 @@ from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.loads import load_float, load_word_below
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.formats.scores.terms import ScoreTerms
 
@@ -76,15 +75,14 @@ class Ahead:
 
     Attributes:
         codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
-        stage, phase: of the ring, of its tiles.
+        state: of the pipeline, of its tiles.
         missing: whether there is such a block, and its tiles had not arrived when asked.
         source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
         start: where there the lane's keys lie.
     """
 
     codes: RegisterTensor[Uint32]
-    stage: Int32
-    phase: Int32
+    state: PipelineState
     missing: Boolean
     source: Int32
     start: Int32
@@ -112,7 +110,7 @@ class Lane:
 class KeyRowsConsumer:
     """What the consumer warps do."""
 
-    receive = Consumer.receive
+    receive, release = Consumer.receive, Consumer.release
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -132,15 +130,15 @@ class KeyRowsConsumer:
         """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
         if group == 1:
             self.pass_turn(group)
-        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
         start = self.with_probabilities(self.place_of(group, warp, lane, magic_of(shape.batch, lane)), memory)
-        work = self.receive(memory, slot, slot_phase, lane)
+        work = self.receive(memory, slot, lane)
         while work.request != END:
-            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            slot = memory.work.next(slot)
             work = work.of_head(self.heads, group)
             place = self.shifted(start, source, work)
-            stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
-            work = self.receive(memory, slot, slot_phase, lane)
+            state = self.attend(shape, operands, features, work, memory, place, state)
+            work = self.receive(memory, slot, lane)
 
     def place_of(self, group, warp, lane, magic) -> Lane:
         matrix, row = lane // 8, lane % 8
@@ -184,41 +182,44 @@ class KeyRowsConsumer:
         )
 
     @cute.jit
-    def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
-        """One work tile; the ring's next stage and phase."""
+    def attend(self, shape, operands, features, work, memory, place, state: PipelineState):
+        """One work tile; the pipeline's next state."""
+        pipeline = memory.tile_pipeline
         span = self.worker.span(shape, work)
         from_fp16 = self.queries.write(shape, operands, work, memory, place.group, place.warp, place.lane)
         scale = self.score_scale(operands, work, from_fp16)
         sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
         queries = wgmma.descriptor(cute.arch.make_warp_uniform(self.queries.tile(memory, place.group)))
-        before = stage  # where the last values lie; none yet: some, times probabilities of zero
+        before = state  # where the last values lie; none yet: some, times probabilities of zero
         if span.begin < span.end:
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.fetch_keys(memory, place, codes, stage)
+            pipeline.consumer_wait(state)
+            self.fetch_keys(memory, place, codes, state.stage)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             keys = self.make_keys(place, codes)
-            values = self.fetch_values(memory, place, before)
+            values = self.fetch_values(memory, place, before.stage)
             masked = self.masked_word(features, work, span, block)
             self.await_turn(place.group)
             dots = self.start_scores(queries, keys)
             self.add_values(memory, sums, place, values)
             self.pass_turn(place.group)
             done = cutlass.select_((place.lane == 0) & (i > span.begin), Int32(1), Int32(0))
-            arrive_if(done, memory.empty + before)
-            before = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
-            ahead = self.look_ahead(memory, place, codes, i + 1 < span.end, stage, phase, before)
-            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead, masked)
+            release_if(done, pipeline, before)
+            before = state
+            state = pipeline.next(state)
+            ahead = self.look_ahead(memory, place, codes, i + 1 < span.end, state, before.stage)
+            self.weigh(
+                shape, features, work, span, memory, sums, place, scale, dots, block, before.stage, ahead, masked
+            )
         if span.begin < span.end:
-            self.add_values(memory, sums, place, self.fetch_values(memory, place, before))
-            self.release(memory, before, place.lane)
+            self.add_values(memory, sums, place, self.fetch_values(memory, place, before.stage))
+            self.release(pipeline, before, place.lane)
             self.wait_for(sums, [])
         # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
         here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
         self.results.write(shape, operands, features, work, memory, sums, here)
-        return stage, phase
+        return state
 
     def score_scale(self, operands, work, from_fp16):
         """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
@@ -273,11 +274,11 @@ class KeyRowsConsumer:
         """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
         return self.keys.key_words + self.keys.key_header_words
 
-    def look_ahead(self, memory, place, codes, more, stage, phase, current) -> Ahead:
+    def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
         """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
-        missing = more & ~memory.has_arrived(stage, phase)
-        source = cutlass.select_(more, stage, current)
-        return Ahead(codes, stage, phase, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
+        missing = more & ~memory.tile_pipeline.has_filled(state)
+        source = cutlass.select_(more, state.stage, current)
+        return Ahead(codes, state, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
 
     def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
         """Loads the codes of the warp's 16 tokens, and their headers."""
@@ -351,13 +352,6 @@ class KeyRowsConsumer:
     def _set(self, sums, values) -> None:
         for place, value in enumerate(values):
             sums.values[place] = value
-
-    @cute.jit
-    def release(self, memory, stage: Int32, lane: Int32):
-        """A warp is done with a block's tiles."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(memory.empty + stage)
 
     # -- softmax ------------------------------------------------------------------------------------------------------
 
@@ -460,7 +454,7 @@ class KeyRowsConsumer:
             self.write_probabilities(sums, totals, target, s, lines, value_scales, bounds)
             again = self.any_of_warpgroup(memory, place)
         if ahead.missing:
-            cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
+            memory.tile_pipeline.consumer_wait(ahead.state)
         self.fetch_keys(memory, place, ahead.codes, ahead.source, ahead.start)
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
