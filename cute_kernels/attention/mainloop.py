@@ -13,26 +13,15 @@ from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.config import CONSUMER_REGISTERS, DecodeConfig
 from cute_kernels.attention.copies import TileCopier
 from cute_kernels.attention.logits import Logits, LogitState
-from cute_kernels.attention.merge import LOWEST, Merger
+from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers.common import State, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.pipeline import PipelineState
+from cute_kernels.device.softmax import COLUMN_LANES, OnlineSoftmax
 from layouts.kv.tile import BLOCK_TOKENS, block_token
-
-RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
-
-
-class _Softmax:
-    """Running maximum (log2 units) and sum per column of a lane; the sum is over the lane's own tokens."""
-
-    def __init__(self, columns: int):
-        self.maximum = cute.make_rmem_tensor(columns, Float32)
-        self.total = cute.make_rmem_tensor(columns, Float32)
-        self.maximum.fill(LOWEST)
-        self.total.fill(0.0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class WarpState:
 
     keys: State
     values: State
-    softmax: _Softmax
+    softmax: OnlineSoftmax
     logits: LogitState
 
 
@@ -66,7 +55,7 @@ class UnitTiles:
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(cta.lane, roles.head, roles.slice_index, v_scale, keys)
         logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
-        return WarpState(keys, values, _Softmax(self.config.columns), logits)
+        return WarpState(keys, values, OnlineSoftmax.make(self.config.columns), logits)
 
     def begin(self, cta, work, query, place_queries):
         """(what a warp keeps, first token of its first tile, tokens from one tile to its next)."""
@@ -211,8 +200,8 @@ class WarpMainloop:
         """Exponentials of a token's logits, by column, added to the softmax sums."""
         row = []
         for column, score in enumerate(scores):
-            p = ptx.exp2(ptx.fma(score, scale, -state.softmax.maximum[column]))
-            state.softmax.total[column] = state.softmax.total[column] + p
+            p = ptx.exp2(ptx.fma(score, scale, -state.softmax.references[column]))
+            state.softmax.totals[column] = state.softmax.totals[column] + p
             row.append(p)
         return row
 
@@ -225,22 +214,16 @@ class WarpMainloop:
         for column in cutlass.range_constexpr(columns):
             bounds = [_bound(s[columns * j + column], scale, log_scales[j]) for j in range(4)]
             block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
-        exceeds = block_max[0] > state.softmax.maximum[0] + RESCALE_SLACK
+        exceeds = state.softmax.exceeds(0, block_max[0])
         for column in cutlass.range_constexpr(1, columns):
-            exceeds = exceeds | (block_max[column] > state.softmax.maximum[column] + RESCALE_SLACK)
+            exceeds = exceeds | state.softmax.exceeds(column, block_max[column])
         if cute.arch.vote_any_sync(exceeds):
             self.raise_maximum(state, block_max)
 
     def raise_maximum(self, state, block_max):
         """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
-        softmax = state.softmax
-        factors = []
-        for column in range(self.config.columns):
-            raised = ptx.fmax(lane_max(block_max[column], (4, 8, 16)), softmax.maximum[column])
-            factor = ptx.exp2(softmax.maximum[column] - raised)
-            softmax.maximum[column] = raised
-            softmax.total[column] = softmax.total[column] * factor
-            factors.append(factor)
+        softmax, columns = state.softmax, range(self.config.columns)
+        factors = [softmax.raise_to(column, lane_max(block_max[column], COLUMN_LANES)) for column in columns]
         self.value_reader.rescale(state.values, factors)
 
 

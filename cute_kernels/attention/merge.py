@@ -26,9 +26,9 @@ from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.loads import load_float, load_floats
+from cute_kernels.device.softmax import COLUMN_LANES, LOWEST, weights_of
 from cute_kernels.formats.scores.terms import load_shift
 
-LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
 GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values, aligned to vectors
 
@@ -125,7 +125,7 @@ class Merger:
     def publish_warp(self, state, address, warp, lane, slice_index):
         """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
         columns, softmax = range(self.config.columns), state.softmax
-        totals = [lane_sum(softmax.total[column], (4, 8, 16)) for column in columns]
+        totals = [lane_sum(softmax.totals[column], COLUMN_LANES) for column in columns]
         values = self.value_reader.outputs(state.values)
         sync_consumers(self.config)  # every warp has read its last tile
         row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
@@ -136,7 +136,7 @@ class Merger:
         if lane < 4:
             stats = self.stats_address(address, row) + slice_index * PAIR_BYTES
             for column in columns:
-                pair = [softmax.maximum[column], totals[column]]
+                pair = [softmax.references[column], totals[column]]
                 ptx.store_shared(stats, self.config.num_merged * PAIR_BYTES * _row_of(column), pair)
 
     def merge_slices(self, address, index):
@@ -368,13 +368,10 @@ def _floats(words):
 
 def _merge(pairs, vectors):
     """Sum of softmax partials: (maximum, sum) pairs and their unnormalised outputs, in order, to one of each."""
-    maximum = pairs[0][0]
-    for pair in pairs[1:]:
-        maximum = ptx.fmax(maximum, pair[0])
+    maximum, weights = weights_of([reference for reference, _ in pairs])
     total = Float32(0.0)
     value = [Float32(0.0)] * len(vectors[0])
-    for (its_maximum, its_total), vector in zip(pairs, vectors, strict=True):
-        weight = ptx.exp2(its_maximum - maximum)
+    for (_, its_total), vector, weight in zip(pairs, vectors, weights, strict=True):
         total = total + weight * its_total
         value = [v + weight * part for v, part in zip(value, vector, strict=True)]
     return maximum, total, value

@@ -32,7 +32,7 @@ from cute_kernels.attention.barriers import (
     sync_warpgroup,
 )
 from cute_kernels.attention.config import PAIR_BYTES
-from cute_kernels.attention.mainloop import RESCALE_SLACK, UnitTiles
+from cute_kernels.attention.mainloop import UnitTiles
 from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.policies import BLOCK_QUERIES, EXCHANGE_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES, WarpgroupMma
 from cute_kernels.attention.readers.common import Warpgroup
@@ -41,6 +41,7 @@ from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.pipeline import PipelineState
+from cute_kernels.device.softmax import COLUMN_LANES, RESCALE_SLACK
 from cute_kernels.device.types import RegisterTensor
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
@@ -207,7 +208,7 @@ class WarpgroupMainloop:
             again = any_of_warpgroup(warpgroup.number, Int32(0))
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):
-            state.softmax.total[column] = state.softmax.total[column] + sums[column]
+            state.softmax.totals[column] = state.softmax.totals[column] + sums[column]
             state.values.shift_sums[column] = sums[columns + column]
         warpgroup.go_on(WarpgroupMma.probability_bytes)
 
@@ -219,7 +220,7 @@ class WarpgroupMainloop:
         """
         columns, sums = self.config.columns, rows.sums
         logits = [
-            [self.logit(rows, totals, j, column, -state.softmax.maximum[column]) for column in range(columns)]
+            [self.logit(rows, totals, j, column, -state.softmax.references[column]) for column in range(columns)]
             for j in range(HALF_ROWS)
         ]
         if is_raised:  # a NaN stays one
@@ -261,16 +262,9 @@ class WarpgroupMainloop:
                 for (rows, j), log_scale in zip(places, log_scales, strict=True)
             ]
             largest = ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3]))
-            maxima.append(lane_max(largest, (4, 8, 16)))
-        factors = []
-        for column, heard in enumerate(self.tell(warpgroup, state.keys.t, maxima, 1)):
-            raised = softmax.maximum[column]
-            for words in heard:
-                raised = ptx.fmax(raised, words[0])
-            factor = ptx.exp2(softmax.maximum[column] - raised)
-            softmax.maximum[column] = raised
-            softmax.total[column] = softmax.total[column] * factor
-            factors.append(factor)
+            maxima.append(lane_max(largest, COLUMN_LANES))
+        told = self.tell(warpgroup, state.keys.t, maxima, 1)
+        factors = [softmax.raise_to(column, *(words[0] for words in heard)) for column, heard in enumerate(told)]
         self.value_reader.rescale(state.values, factors)
 
     def tell(self, warpgroup, t, values, count: int):
@@ -305,10 +299,10 @@ class WarpgroupMainloop:
         columns, values, softmax = self.config.columns, state.values, state.softmax
         own = []
         for column in range(columns):
-            for value in (softmax.total[column], values.shift_sums[column]):
-                own.append(lane_sum(value, (4, 8, 16)))
+            for value in (softmax.totals[column], values.shift_sums[column]):
+                own.append(lane_sum(value, COLUMN_LANES))
         for column, heard in enumerate(self.tell(state.keys.warpgroup, state.keys.t, own, 2)):
-            for index, target in enumerate((softmax.total, values.shift_sums)):
+            for index, target in enumerate((softmax.totals, values.shift_sums)):
                 total = (heard[0][index] + heard[1][index]) + (heard[2][index] + heard[3][index])
                 target[column] = cutlass.select_(state.keys.g == 0, total, Float32(0.0))
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Float32, Int32
 
+from cute_kernels.device.softmax import RESCALE_SLACK
 from cute_kernels.device.types import extents
 from cute_kernels.mla.arguments import CHOSEN, EXTRA
 from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
 from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource
 from cute_kernels.mla.loads.tma_tiles import TmaTileMap
-from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import MlaSizes, Results
 
 

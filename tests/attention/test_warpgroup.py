@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from cute_kernels.device.pipeline import PipelineState
+from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
 
 pytest.importorskip("cutlass")
 
 
 from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.mainloop import LOWEST, WarpState
+from cute_kernels.attention.mainloop import WarpState
 from cute_kernels.attention.policies import WarpgroupMma, WarpMma
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.readers.common import Warpgroup
@@ -176,9 +177,9 @@ class Rig:
         exchange = Int32(self.query_start + WarpgroupMma.exchange_offset + 1024 * GROUP)
         keys.warpgroup = Warpgroup(Int32(GROUP), Int32(index), Int32(LANES), exchange, first, offset)
         self.kernel.clear_probabilities(keys.warpgroup)
-        softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
-        softmax.maximum.fill(LOWEST)
-        return WarpState(keys, values, stand_in(softmax), stand_in(None))
+        softmax: Any = OnlineSoftmax(stand_in(Registers(8, Float32)), stand_in(Registers(8, Float32)))
+        softmax.references.fill(LOWEST)
+        return WarpState(keys, values, softmax, stand_in(None))
 
     def tokens(self, index: int, j: int) -> np.ndarray:
         """Of the warpgroup, of each lane."""
@@ -224,12 +225,12 @@ class Rig:
                     self.sums.recentre(state.values)
             self.kernel.start_products(cta, state, 0)
             self.kernel.join(state)
-            totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
+            totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.totals]
             for column, first, run in self.sums.outputs(state.values):
                 for i, value in enumerate(run):
                     out[COLUMNS[column], np.asarray(first) + i] = value / totals[column]
             for column, total in enumerate(totals):
-                lse[index, COLUMNS[column]] = np.asarray(state.softmax.maximum[column]) + np.log2(total)
+                lse[index, COLUMNS[column]] = np.asarray(state.softmax.references[column]) + np.log2(total)
 
         with ThreadPoolExecutor(WARPS) as pool:
             list(pool.map(work, range(WARPS)))

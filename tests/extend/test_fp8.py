@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend import fp8, queries
@@ -17,7 +19,7 @@ from cute_kernels.attention.extend.compile import CAUSAL_PAGES
 from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
 from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_fp8
-from cute_kernels.attention.extend.softmax import LOWEST, Rows, Softmax
+from cute_kernels.attention.extend.softmax import Rows, Softmax
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.wgmma_tiles import sum_place
 from simulator import LANES, Float32, Int32, Meanings, Uint32, Warp, running, stand_in
@@ -168,7 +170,7 @@ def test_the_greatest_probability_is_two_to_the_eighth_and_none_is_more():
     config = config_of("bf16")
     softmax, generator = Softmax(config), np.random.default_rng(0)
     state, references, totals = (stand_in(value) for value in (None, [Float32(LOWEST)] * 2, [Float32(0.0)] * 2))
-    rows = Rows([], [stand_in(Float32(0.25))] * 2, state, [], references, totals)
+    rows = Rows([], [stand_in(Float32(0.25))] * 2, state, [], OnlineSoftmax(references, totals))
     factors, highest = [Float32(0.0)] * 2, np.full((2, 8), -np.inf)
     with running(Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
         for step in range(5):

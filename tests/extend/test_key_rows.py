@@ -277,7 +277,7 @@ def test_probabilities_lie_as_products_read_them(name):
     logits = np.random.default_rng(0).uniform(-6, 4, (64, 8 * consumer.blocks)).astype(np.float32)
     factors = np.random.default_rng(1).uniform(0.5, 2, 64).astype(np.float32)
     with running(Altered(block.machine, modules=OWN)):
-        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(0.0)] * columns))
+        sums: Any = stand_in(SimpleNamespace(softmax=SimpleNamespace(references=[Float32(0.0)] * columns)))
         for warp in range(4):
             place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), MAGIC)
             rows = [16 * warp + G + 8 * j for j in range(2)]
@@ -325,7 +325,7 @@ def test_no_logit_exceeds_a_raised_reference(name):
             for column, j in indices:
                 own = consumer.logit(None, s[warp], lines, column, j, start=bounds[warp][j])
                 highest[column] = np.maximum(highest[column], np.asarray(own).reshape(8, 4).max(0))
-        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(own[T]) for own in highest]))
+        sums: Any = stand_in(SimpleNamespace(softmax=SimpleNamespace(references=[Float32(own[T]) for own in highest])))
         exceeding = []
         for limits in ([None] * 4, bounds):
             for warp in warps:

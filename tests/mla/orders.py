@@ -13,7 +13,7 @@ from typing import Any
 from cute_kernels.device import wgmma, wgmma_tiles
 from cute_kernels.mla.combine.consumers import PersistentConsumers
 from cute_kernels.mla.config import CONSUMER_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.mainloops import products, softmax, softmax_steps
+from cute_kernels.mla.mainloops import delayed_pv, products, serial, softmax, softmax_steps, stepped
 from cute_kernels.mla.mainloops.weights import STEPS
 from simulator import Meanings, PlainThread, Scheduler, running
 
@@ -116,7 +116,7 @@ class Machine:
             wgmma_tiles: tiles,
             wgmma: {"wait_all": self.wait_all},
             products.Rows: {"make": staticmethod(self.rows)},
-            softmax: {"rescale": self.rescale},
+            **{module: {"rescale": self.rescale} for module in (delayed_pv, serial, stepped)},
             softmax_steps: {"begin": self.rescale, "weigh_step": _nothing, "add_totals": _nothing},
         }
         plain = PlainThread(modules).meanings()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.softmax import RESCALE_SLACK
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
@@ -27,7 +29,6 @@ from cute_kernels.mla.few_heads.config import (
     WARP_TOKENS,
     FewHeadsConfig,
 )
-from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
 from layouts import banks
 from layouts.kv.mla import MlaFp8
 from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in

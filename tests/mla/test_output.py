@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from cutlass import BFloat16
 
+from cute_kernels.device.softmax import RESCALE_SLACK
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
@@ -112,7 +114,7 @@ def assert_softmax_of(blocks, maxima, totals, acc, exact: bool) -> None:
         assert not exact or np.array_equal(top, every.max(1)[own])
 
 
-@pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
+@pytest.mark.parametrize("slack", [RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(run_on, slack):
     """Weights, accumulators and factors of several blocks add up to the softmax, whatever the lazy maximum does.
 

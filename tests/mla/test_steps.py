@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_kernels.device.softmax import RESCALE_SLACK
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
@@ -53,7 +55,7 @@ class Voting(Warp):
         return self.votes[-1]
 
 
-@pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
+@pytest.mark.parametrize("slack", [RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(run_on, slack):
     """Weights, accumulators and factors of several blocks add up to the softmax, whatever the lazy maximum does, which
     the warp raises where one of its lanes has to.

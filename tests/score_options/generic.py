@@ -22,12 +22,13 @@ from cute_kernels.attention.extend.arguments import attention_arguments
 from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec
 from cute_kernels.attention.extend.reference import extend_attention_reference
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
-from cute_kernels.attention.extend.softmax import Rows, Softmax, row_of
+from cute_kernels.attention.extend.softmax import Rows, Softmax
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.logits import Logits
-from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
+from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
@@ -210,7 +211,7 @@ class ScoreOptionTests:
         queries = [QueryColumn(Int32(rows[i] // GROUP), Int32(rows[i] % GROUP)) for i in range(2)]
         softmax.terms.open(state, SimpleNamespace(request=Int32(0)), queries, Float32(SOFTMAX_SCALE))
         scale = [Float32(SOFTMAX_SCALE * LOG2_E)] * 2
-        held = Rows(state.positions, scale, state, [], stand_in(None), stand_in(None))
+        held = Rows(state.positions, scale, state, [], stand_in(None))
         given = np.random.default_rng(3).standard_normal((softmax.count, len(LANES))).astype(np.float32)
         scores = Registers(softmax.count, Float32)
         for i in range(softmax.count):
@@ -343,14 +344,16 @@ def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int,
     mainloop = WarpMainloop(unit, stand_in(None))
     roles = Roles(Int32(0), Int32(0), Int32(config.num_slices - 1))
     logits = mainloop.logits.open(values, work, roles, rig.key_state.t, Float32(SOFTMAX_SCALE))
-    softmax = SimpleNamespace(maximum=Registers(config.columns, Float32), total=Registers(config.columns, Float32))
-    softmax.maximum.fill(LOWEST)
-    softmax.total.fill(0.0)
-    state = WarpState(rig.key_state, rig.value_state, stand_in(softmax), logits)
+    softmax: Any = OnlineSoftmax(*(stand_in(Registers(config.columns, Float32)) for _ in range(2)))
+    softmax.references.fill(LOWEST)
+    softmax.totals.fill(0.0)
+    state = WarpState(rig.key_state, rig.value_state, softmax, logits)
     mainloop.attend(state, (Int32(0), rig.value_address), rig.block, False, Int32(first), Int32(first + BLOCK_TOKENS))
     totals = np.zeros(config.warp_queries)
     for column in range(config.columns):
-        np.add.at(totals, np.broadcast_to(heads_of(column), LANES.shape), np.asarray(softmax.total[column], np.float64))
+        np.add.at(
+            totals, np.broadcast_to(heads_of(column), LANES.shape), np.asarray(softmax.totals[column], np.float64)
+        )
     return (rig.outputs() / totals[:, None])[: GROUP * q_len]
 
 

@@ -12,11 +12,11 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.attention.extend.config import CombineConfig
 from cute_kernels.attention.extend.elements import of_name
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES
-from cute_kernels.attention.extend.softmax import LOWEST
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.loads import load_float
+from cute_kernels.device.softmax import LOWEST
 from cute_kernels.device.types import extents
 
 ALL_LANES = (1, 2, 4, 8, 16)

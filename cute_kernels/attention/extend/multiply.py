@@ -29,13 +29,14 @@ from cute_kernels.attention.extend.policies import (
 from cute_kernels.attention.extend.products import Fp8Products, HalfProducts
 from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
 from cute_kernels.attention.extend.results import ResultWriter
-from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, rescale
+from cute_kernels.attention.extend.softmax import Rows, Softmax
 from cute_kernels.attention.extend.two_level import TwoLevelSums
 from cute_kernels.attention.extend.work import END, Work, Worker
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.pipeline import PipelineState
+from cute_kernels.device.softmax import MIN_SCORE_SCALE, OnlineSoftmax, rescale
 from cute_kernels.formats.scores import tensors_in
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
@@ -289,10 +290,7 @@ class Consumer:
         state = ScoreState()
         state.values, state.length, state.positions = features, span.last_position + 1, positions
         self.softmax.terms.open(state, work, queries, operands.softmax_scale)
-        references, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        references.fill(LOWEST)
-        totals.fill(0.0)
-        return Rows(positions, scales, state, masks, references, totals)
+        return Rows(positions, scales, state, masks, OnlineSoftmax.make(2))
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

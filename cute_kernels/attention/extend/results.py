@@ -12,10 +12,10 @@ from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.elements import of_name
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
 from cute_kernels.attention.extend.queries import WARP_ROWS, query_row
-from cute_kernels.attention.extend.softmax import ROW_LANES, row_of
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum, transpose_quad
 from cute_kernels.device.loads import load_float
+from cute_kernels.device.softmax import ROW_LANES, row_of, weights_of
 from cute_kernels.device.wgmma_tiles import sum_place
 
 
@@ -37,8 +37,8 @@ class ResultWriter:
             row = work.first_row + group * WARPGROUP_ROWS + warp * WARP_ROWS + lane // 4 + 8 * i
             exists = row < work.num_rows
             number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            total = lane_sum(rows.totals[i], ROW_LANES)
-            reference = rows.references[i]
+            total = lane_sum(rows.online.totals[i], ROW_LANES)
+            reference = rows.online.references[i]
             if const_expr(self.config.merges):
                 self.write_row(operands, features, work, number, head, exists, reference, total, sums, unit, lane, i)
             else:
@@ -122,8 +122,7 @@ class ResultWriter:
         """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
         and the other's values times their weight, of the thread's columns in order."""
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
-        common = ptx.fmax(reference, other)
-        own, weight = ptx.exp2(reference - common), ptx.exp2(other - common)
+        common, (own, weight) = weights_of([reference, other])
         row_bytes = self.config.head_dim * ELEMENT_BYTES
         address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
         words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]

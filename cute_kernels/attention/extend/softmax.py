@@ -1,8 +1,6 @@
 """Online softmax over the accumulators of a 64-row product: two rows a thread, four threads a row.
 
-References are in powers of 2, and may fall behind the greatest logit by a factor of 2**8 before sums are rescaled
-(FlashAttention-4, Zadouri et al. 2026). Where V's rows have scales, the reference also bounds probability times scale,
-which is what fp16 has to hold.
+Where V's rows have scales, the reference also bounds probability times scale, which is what fp16 has to hold.
 """
 
 from __future__ import annotations
@@ -21,19 +19,9 @@ from cute_kernels.attention.extend.powers import powers_in
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.loads import load_word_below
-from cute_kernels.device.types import RegisterTensor
+from cute_kernels.device.softmax import MIN_SCORE_SCALE, RESCALE_SLACK, ROW_LANES, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores.terms import ScoreState, ScoreTerms
-
-LOWEST = -1.0e30  # stands for -inf in references
-RESCALE_SLACK = 8.0  # powers of 2
-MIN_SCORE_SCALE = 2.0**-126
-ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
-
-
-def row_of(index: int) -> int:
-    """Which of a thread's two rows its ``index``-th accumulator belongs to."""
-    return sum_place(index)[0] // 8
 
 
 @dataclass(frozen=True)
@@ -45,15 +33,14 @@ class Rows:
         scales: from scores to powers of 2.
         state: what score options know and keep of them.
         masks: their rows of the tree's mask; none without.
-        references, totals: rmem fp32 [2].
+        online: references and totals.
     """
 
     positions: list[Int32]
     scales: list[Float32]
     state: ScoreState
     masks: list[Int64]
-    references: RegisterTensor[Float32]
-    totals: RegisterTensor[Float32]
+    online: OnlineSoftmax
 
 
 @dataclass(frozen=True)
@@ -182,15 +169,11 @@ class Softmax:
         which earlier sums shrink. Adds totals, unless products do."""
         scales = self.scales_in(tile)
         for row in range(2):
-            highest, before = self.highest(scores, rows, scales, row), rows.references[row]
-            reached = highest - self.headroom if self.headroom else highest
-            reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
-            rows.references[row] = reference
-            factors[row] = ptx.exp2(before - reference)
+            factors[row] = rows.online.follow(row, self.highest(scores, rows, scales, row), self.headroom)
         for row in range(2):
             totals = []
             for run, scale in enumerate(scales):
-                factor, shift = self.factor(rows, scale, row), -rows.references[row]
+                factor, shift = self.factor(rows, scale, row), -rows.online.references[row]
                 if self.tile_scales[1]:
                     shift = shift + scale.value_log
                 parts = [Float32(0.0), Float32(0.0)]
@@ -200,13 +183,4 @@ class Softmax:
                 total = parts[0] + parts[1]
                 totals.append(total * scale.value_reciprocal if self.tile_scales[1] else total)
             if self.adds_totals:
-                rows.totals[row] = ptx.fma(rows.totals[row], factors[row], sum(totals[1:], totals[0]))
-
-
-@cute.jit
-def rescale(sums, factors, count: cutlass.Constexpr):
-    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
-    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
-    if needed:
-        for i in cutlass.range_constexpr(count):
-            sums[i] = sums[i] * factors[row_of(i)]
+                rows.online.add(row, factors[row], sum(totals[1:], totals[0]))

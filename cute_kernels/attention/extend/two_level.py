@@ -20,8 +20,8 @@ from cutlass import Float32
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.products import Fp8Products
-from cute_kernels.attention.extend.softmax import row_of
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
@@ -89,5 +89,5 @@ class TwoLevelSums:
             if i < self.config.columns // 2:
                 sums[i] = ptx.fma(sums[i], factors[row], value)
             elif i % 2 == 0:
-                rows.totals[row] = ptx.fma(rows.totals[row], factors[row], value)
+                rows.online.add(row, factors[row], value)
         self.consumer.release(memory.pipelines[VALUES], state, lane)

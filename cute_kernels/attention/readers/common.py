@@ -14,11 +14,11 @@ from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.softmax import MIN_SCORE_SCALE
 from cute_kernels.device.types import RegisterTensor
 
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
-MIN_SCORE_SCALE = 2.0**-126
 
 assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are query heads 2t and 2t + 1
 

@@ -17,6 +17,7 @@ from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.device.softmax import rescale
 from cute_kernels.mla.combine.epilogue import Epilogue
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, CONSUMER_THREADS, NUM_STAGES, MlaConfig
 from cute_kernels.mla.loads.gather import SLAB_BYTES
@@ -98,7 +99,7 @@ class DelayedPV:
             if const_expr(part == 0):
                 factors = self.weights.row_values.load(memory, warp, lane)
             self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
-        softmax.rescale(acc, factors, HALF_ACC)
+        rescale(acc, factors, HALF_ACC)
         self.pipeline.await_tile(memory, self.place(stage, RIGHT), phase)
         cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
         self.products.add_values(acc, self.products.weight_fragment(packed), memory, stage, 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import cutlass.cute as cute
 
 from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.softmax import rescale
 from cute_kernels.mla.combine.epilogue import Epilogue
 from cute_kernels.mla.config import CONSUMER_THREADS, MlaConfig
-from cute_kernels.mla.mainloops import softmax
 from cute_kernels.mla.mainloops.blocks import BlockLoop
 from cute_kernels.mla.mainloops.pipeline import NextQueries, TilePipeline
 from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows, Scoring
@@ -46,7 +46,7 @@ class Serial:
         self.weights.row_values.publish(factors, memory, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.weights.hand_over()
-        softmax.rescale(rows.acc, factors, HALF_ACC)
+        rescale(rows.acc, factors, HALF_ACC)
         self.products.add_values(rows.acc, self.products.weight_fragment(rows.packed), memory, stage, 0)
         wgmma_tiles.commit()
         wgmma_tiles.wait()
@@ -65,7 +65,7 @@ class Serial:
         """The second warpgroup's part in a block."""
         self.pipeline.await_tile(memory, stage, phase)
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
-        softmax.rescale(acc, self.weights.row_values.load(memory, warp, lane), HALF_ACC)
+        rescale(acc, self.weights.row_values.load(memory, warp, lane), HALF_ACC)
         self.products.add_values(acc, weights, memory, stage, 1)
         wgmma_tiles.commit()
         wgmma_tiles.wait()

@@ -11,19 +11,13 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.softmax import ROW_LANES, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
 
 LOWEST = -1.0e30  # stands for -inf in running maxima: scaled to powers of 2 it is still finite
-RESCALE_SLACK = 8.0  # powers of 2
-ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
 NUM_SCORES = BLOCK_TOKENS // 2  # of a thread
 ALL_FLAGS = 0xFF
-
-
-def row_of(index: int) -> int:
-    """Which of a thread's two rows its ``index``-th accumulator belongs to."""
-    return sum_place(index)[0] // 8
 
 
 def scores_of(scores, row: int) -> list[Float32]:
@@ -95,12 +89,3 @@ def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
         totals[row] = total
     for i in range(0, NUM_SCORES, 2):
         weights[i // 2] = pack(scores[i], scores[i + 1])
-
-
-@cute.jit
-def rescale(acc, factors, count: cutlass.Constexpr):
-    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
-    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
-    if needed:
-        for i in cutlass.range_constexpr(count):
-            acc[i] = acc[i] * factors[row_of(i)]

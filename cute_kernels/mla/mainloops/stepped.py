@@ -12,9 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.softmax import rescale
 from cute_kernels.mla.combine.epilogue import Epilogue
 from cute_kernels.mla.config import CONSUMER_THREADS, MlaConfig
-from cute_kernels.mla.mainloops import softmax, softmax_steps
+from cute_kernels.mla.mainloops import softmax_steps
 from cute_kernels.mla.mainloops.blocks import BlockLoop
 from cute_kernels.mla.mainloops.pipeline import NextQueries, NoNextQueries, TilePipeline
 from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows, Scoring
@@ -68,7 +69,7 @@ class Stepped:
         for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
             self.weights.await_part(part)
             if const_expr(part == 0):
-                softmax.rescale(acc, self.weights.row_values.load(memory, warp, lane), HALF_ACC)
+                rescale(acc, self.weights.row_values.load(memory, warp, lane), HALF_ACC)
             steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
             self.products.add_values(acc, weights, memory, stage, 1, steps)
         wgmma_tiles.commit()

@@ -34,13 +34,13 @@ from cute_kernels.attention.extend.policies import (
     has_head_scale,
 )
 from cute_kernels.attention.extend.queries import query_row
-from cute_kernels.attention.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK
 from cute_kernels.attention.extend.work import END, Worker
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.loads import load_float, load_word_below
 from cute_kernels.device.pipeline import PipelineState
+from cute_kernels.device.softmax import COLUMN_LANES, MIN_SCORE_SCALE, RESCALE_SLACK, OnlineSoftmax
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.formats.scores.terms import ScoreTerms
 
@@ -58,14 +58,12 @@ class Sums:
 
     Attributes:
         values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
-        maximum, total: fp32 by column: the softmax's reference, alike in all lanes of a warpgroup; the sum over the
-            lane's own tokens.
+        softmax: by column; references are alike in all lanes of a warpgroup.
         probabilities: bytes from the first to the next tile's place of probabilities.
     """
 
     values: RegisterTensor[Float32]
-    maximum: RegisterTensor[Float32]
-    total: RegisterTensor[Float32]
+    softmax: OnlineSoftmax
     probabilities: RegisterTensor[Int32]
 
 
@@ -231,13 +229,10 @@ class KeyRowsConsumer:
 
     def make_sums(self) -> Sums:
         values = cute.make_rmem_tensor(4 * self.columns, Float32)
-        maximum, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
         offset = cute.make_rmem_tensor(1, Int32)
         values.fill(0.0)
-        maximum.fill(LOWEST)
-        total.fill(0.0)
         offset[0] = Int32(0)
-        return Sums(values, maximum, total, offset)
+        return Sums(values, OnlineSoftmax.make(self.columns), offset)
 
     # -- probabilities ------------------------------------------------------------------------------------------------
 
@@ -457,7 +452,7 @@ class KeyRowsConsumer:
             memory.tile_pipeline.consumer_wait(ahead.state)
         self.fetch_keys(memory, place, ahead.codes, ahead.source, ahead.start)
         for column in cutlass.range_constexpr(self.columns):
-            sums.total[column] = sums.total[column] + totals[column]
+            sums.softmax.totals[column] = sums.softmax.totals[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
@@ -498,7 +493,7 @@ class KeyRowsConsumer:
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
         """A logit in powers of 2, less the reference; or ``start`` and it."""
-        start = -sums.maximum[column] if start is None else start
+        start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
@@ -513,7 +508,7 @@ class KeyRowsConsumer:
         maxima = []
         for column in range(self.columns):
             logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
-            maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
+            maxima.append(lane_max(ptx.fmax(*logits), COLUMN_LANES))
         told = memory.told + place.group * self.shape.group_told_bytes
         row_bytes = 4 * self.config.tile_rows
         own = told + place.warp * row_bytes + 8 * (place.lane % 4)
@@ -529,11 +524,7 @@ class KeyRowsConsumer:
             ]
             for c in range(2):
                 column = 2 * block + c
-                raised = in_pairs(ptx.fmax, [words[c].bitcast(Float32) for words in heard])
-                raised = ptx.fmax(raised, sums.maximum[column])
-                factor = ptx.exp2(sums.maximum[column] - raised)
-                sums.maximum[column] = raised
-                sums.total[column] = sums.total[column] * factor
+                factor = sums.softmax.raise_to(column, *(words[c].bitcast(Float32) for words in heard))
                 for mma in range(2):
                     for half in range(2):
                         index = 2 * self.columns * mma + sum_index(column, half)

@@ -24,6 +24,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.loads import load_float
+from cute_kernels.device.softmax import COLUMN_LANES, weights_of
 
 PARTIAL_BYTES = 4  # of a number of a split's partial result
 NOWHERE = -1  # the number of a row that the request does not have
@@ -92,9 +93,9 @@ class KeyRowsResults:
         told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
         row_bytes = 4 * self.config.tile_rows
         for block in range(self.columns // 2):
-            pair = [lane_sum(sums.total[2 * block + c], (4, 8, 16)) for c in range(2)]
+            pair = [lane_sum(sums.softmax.totals[2 * block + c], COLUMN_LANES) for c in range(2)]
             ptx.store_shared(told + place.warp * row_bytes, 32 * block, pair)
-            pair = [sums.maximum[2 * block + c] for c in range(2)]
+            pair = [sums.softmax.references[2 * block + c] for c in range(2)]
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
@@ -136,8 +137,7 @@ class KeyRowsResults:
         references, totals = self.hear(memory, row, first)
         common, total, weights = references[0], totals[0], [Float32(1.0)]
         if const_expr(self.heads == 1):
-            common = ptx.fmax(*references)
-            weights = [ptx.exp2(own - common) for own in references]
+            common, weights = weights_of(references)
             total = ptx.fma(totals[0], weights[0], totals[1] * weights[1])
         nothing = total == 0.0
         unit = Float32(config.units[1])

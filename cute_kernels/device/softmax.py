@@ -1,0 +1,96 @@
+"""Online softmax: references that follow the greatest logits, and sums of powers of 2 under them.
+
+Logits are in powers of 2. Of each query a thread keeps a *reference* r and a *total*, the sum of 2**(logit - r) over
+the keys that it has met. A reference may fall behind the greatest logit by `RESCALE_SLACK` before it is raised
+(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. Raising it gives the factor by which all that
+was added up shrinks.
+
+Attention's mainloops differ in who shares a reference (a warp, four lanes of a row, a warpgroup) and where it is asked
+whether one has to be raised, not in what happens then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs
+from cute_kernels.device.types import RegisterTensor
+from cute_kernels.device.wgmma_tiles import sum_place
+
+LOWEST = -1.0e38  # stands for -inf in references: differences of two of them are not NaN
+RESCALE_SLACK = 8.0  # powers of 2
+MIN_SCORE_SCALE = 2.0**-126  # of what scores are multiplied by: masked ones, -inf, must not meet 0
+ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row of wgmma's accumulators differ
+COLUMN_LANES = (4, 8, 16)  # the same of the eight lanes of a column of mma's accumulators
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """What a thread keeps of its queries: rmem fp32 [count] each; totals are over the thread's own keys."""
+
+    references: RegisterTensor[Float32]
+    totals: RegisterTensor[Float32]
+
+    @staticmethod
+    def make(count: int) -> OnlineSoftmax:
+        """Of so many queries, which have met no key."""
+        references, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
+        references.fill(LOWEST)
+        totals.fill(0.0)
+        return OnlineSoftmax(references, totals)
+
+    def exceeds(self, query: int, highest) -> Any:
+        """Whether a query's reference has to be raised for a logit."""
+        return highest > self.references[query] + RESCALE_SLACK
+
+    def raise_to(self, query: int, *highest) -> Any:
+        """Takes the greatest of some logits as reference, unless it is greater; returns the factor by which all that
+        was added up shrinks, as the total does."""
+        before = self.references[query]
+        raised = ptx.fmax(in_pairs(ptx.fmax, highest), before)
+        factor = ptx.exp2(before - raised)
+        self.references[query] = raised
+        self.totals[query] = self.totals[query] * factor
+        return factor
+
+    def follow(self, query: int, highest, headroom: float = 0.0) -> Any:
+        """Takes a logit as reference, less ``headroom``, where it has come too far ahead; returns the factor by which
+        all that was added up shrinks. The total stays: :meth:`add` shrinks it."""
+        before = self.references[query]
+        reached = highest - headroom if headroom else highest
+        reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
+        self.references[query] = reference
+        return ptx.exp2(before - reference)
+
+    def add(self, query: int, factor, total) -> None:
+        """Adds a sum to a total that shrinks by a factor."""
+        self.totals[query] = ptx.fma(self.totals[query], factor, total)
+
+
+def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """(the greatest of several parts' references, what each part's sums are to be multiplied with under it)."""
+    common = references[0]
+    for reference in references[1:]:
+        common = ptx.fmax(common, reference)
+    return common, [ptx.exp2(reference - common) for reference in references]
+
+
+def row_of(index: int) -> int:
+    """Which of a thread's two rows of a 64-row product its ``index``-th accumulator belongs to."""
+    return sum_place(index)[0] // 8
+
+
+@cute.jit
+def rescale(sums, factors, count: cutlass.Constexpr):
+    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
+    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
+    if needed:
+        for i in cutlass.range_constexpr(count):
+            sums[i] = sums[i] * factors[row_of(i)]
