@@ -104,6 +104,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     from cute_kernels.device import numbers, ptx
     from cute_kernels.formats import kv as kv_formats
     from cute_kernels.formats import scores as score_options
+    from cute_kernels.formats.weights import integer_decode  # noqa: F401  # formats import it when they are asked
 
     found: list[tuple[Any, str, Any]] = []
     for module in (ptx, numbers):

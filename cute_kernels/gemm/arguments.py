@@ -16,14 +16,10 @@ bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], 
                           are cut, splits - 1, block_rows * tile_m]
     num_ctas              that are launched
     factors, eps, offset  of rows that meet factors: [k], of x's dtype, on 16 bytes; bits of fp32
-    limbs, block_rows     of x, blocks of so many rows (`LIMB_BLOCKS`); of x itself only the sizes count
 
 Limbs of rows (`LIMB_ROWS`): x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32
 that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; out int8 [places,
 groups, 2, 128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
-
-Limbs in blocks (`LIMB_BLOCKS`): rows: of a block, a multiple of 8; those behind the last of x are 0, as inputs beyond k
-are. out, on 128 bytes: int8 [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
 
 Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
 ``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
@@ -88,18 +84,12 @@ STREAM = matrix_arguments(
 
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
-"""Of `WgmmaKernel`, `ResidentKernel` and `PortableKernel`."""
+"""Of `WgmmaKernel` and `ResidentKernel`."""
 
 FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
 """Of `FactoredResidentKernel`."""
 
-LIMB_TILES = matrix_arguments(
-    ("codes", "scales", "limbs", "bias", "residual", "out", "workspace"), (*TILE_NUMBERS, "block_rows")
-)
-"""Of `LimbWgmmaKernel`."""
-
 LIMB_ROWS = matrix_arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
-LIMB_BLOCKS = matrix_arguments(("out",), ("rows", "groups"))
 INPUT_ROWS = joined(
     arguments("tensor", "out"),
     arguments("address", "x", "order", "factors"),

@@ -39,11 +39,10 @@ def beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> StreamSchedule | TileSchedule:
     """The schedule of a product on one side of a norm, that ``schedule`` serves by itself: where this has no kernel
-    there, the fastest that has, if it takes less longer than the norm would. Of products whose tiles have times, and of
-    those whose limbs a launch before makes, which has no norm beside."""
+    there, the fastest that has, if it takes less longer than the norm would. Of products whose tiles have times."""
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
-    if not many.is_short(problem) and not schedule.config.makes_limbs_before:
+    if not many.is_short(problem):
         return schedule
     most = many.expected_us(problem, schedule) + NORM_US
     found = ((many.expected_us(problem, one), one) for one in many.tile_schedules(problem) if deferred(one, kind))

@@ -4,11 +4,10 @@ Warps of their own do this beside the stream. A block of which a CTA has all of 
 CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
 *combiners*, each wait for one share of its outputs from all, add them up in a fixed order, and store.
 
-As in decode attention, partial results announce themselves: the workspace holds EMPTY, a NaN that no arithmetic
-yields, in every word between launches, and combiners poll until none is left, then put EMPTY back (the idea is that of
-NCCL's LL protocol). A CTA stores its part of a block before it waits for another's; what it waits for comes from its
-group or from groups before it, of blocks that those take first. So no two wait for each other, if the CTAs of a group
-run together: they are neighbours in the grid, whose CTAs start in order.
+Partial results announce themselves (`cute_kernels.device.exchange`). A CTA stores its part of a block before it waits
+for another's; what it waits for comes from its group or from groups before it, of blocks that those take first. So no
+two wait for each other, if the CTAs of a group run together: they are neighbours in the grid, whose CTAs start in
+order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.gemm.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
 
 VECTOR = 4  # neighbouring output features of a token that a thread takes
@@ -66,7 +65,7 @@ class Epilogue:
                     self.wait_staged(memory, index)
                     self.store_partials(operands, memory, work, segment, index, part, held, tid)
                 if not held:
-                    self.release(memory, self.buffer(index), lane)
+                    self.release(memory, memory.results.consumer_state_of(index), lane)
             if index >= lag:
                 segment = work.segment(index - lag)
                 if segment.last:
@@ -75,18 +74,15 @@ class Epilogue:
                     if held:
                         # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
                         self.wait_staged(memory, index - lag)
-                        self.release(memory, self.buffer(index - lag), lane)
+                        self.release(memory, memory.results.consumer_state_of(index - lag), lane)
 
     def buffer(self, index):
         """Staging buffer of a segment."""
         return index % self.config.num_buffers
 
-    def phase(self, index):
-        """Parity of its barrier."""
-        return index // self.config.num_buffers % 2
-
     def wait_staged(self, memory, index):
-        cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
+        """Until a segment's results are in its buffer."""
+        memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
         """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace.
@@ -111,7 +107,7 @@ class Epilogue:
         target = self.partials_of(operands, work, segment) + Int64(part * part_vectors) * VECTOR_BYTES
         for vector in cutlass.range(tid, work.rows(segment) * self.row_vectors, self.num_threads, unroll=1):
             if (not held) | (vector < first) | (vector >= end):
-                ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
+                publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
         """(parts of a block up to those of this group, the number of this CTA's)."""
@@ -124,11 +120,11 @@ class Epilogue:
         return operands.workspace + Int64(work.first_part(segment)) * part_bytes
 
     @cute.jit
-    def release(self, memory, buffer, lane):
+    def release(self, memory, here, lane):
         """Gives a staging buffer back to the consumer warps."""
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.drained + buffer)
+            memory.results.consumer_release(here)
 
     def staged_sum(self, source, vector):
         """Four results of the block, added up over the warps that took different k blocks."""
@@ -167,33 +163,18 @@ class Epilogue:
             self.store(operands, work.shape, target, acc, extras)
             for other in cutlass.range(parts, unroll=1):
                 if other != own:
-                    ptx.store_global(place + stride * other, [Uint32(EMPTY_WORD)] * VECTOR)
+                    reset(place + stride * other)
 
     @cute.jit
     def gather(self, acc, place, stride, parts, own):
         """Adds a vector's parts, as they come, but for part ``own``."""
         words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
         for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
-            self.wait_for(words, place + stride * begin, stride, parts - begin, own - begin)
+            source, left, own_part = place + stride * begin, parts - begin, own - begin
+            batch = [Published(source + stride * i, wanted=(i < left) & (i != own_part)) for i in range(COMBINE_BATCH)]
+            Poll(batch).load(words)
             for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
                 acc[i % VECTOR] = acc[i % VECTOR] + words[i].bitcast(Float32)
-
-    @cute.jit
-    def wait_for(self, words, source, stride, left, own):
-        """Loads a vector of up to COMBINE_BATCH parts until all have come; zeros beyond the last and for ``own``."""
-        missing = Int32(1)
-        while missing != 0:
-            missing = Int32(0)
-            for i in cutlass.range_constexpr(COMBINE_BATCH):
-                if (i < left) & (i != own):
-                    loaded = ptx.load_relaxed(source + stride * i, VECTOR)
-                    for w in cutlass.range_constexpr(VECTOR):
-                        words[VECTOR * i + w] = loaded[w]
-                else:
-                    for w in cutlass.range_constexpr(VECTOR):
-                        words[VECTOR * i + w] = Uint32(0)
-            for w in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
-                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 

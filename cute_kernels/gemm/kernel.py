@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import Pipeline, fence_init
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.gemm.epilogue import Epilogue
@@ -39,16 +39,14 @@ FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group tak
 
 @dataclass(frozen=True)
 class StreamMemory:
-    """Shared memory of a CTA: addresses, and pointers to barriers."""
+    """Shared memory of a CTA: addresses, the pipeline of weights and activations, and that of a block's results."""
 
     stages: Int32
     x: Int32
     x_pitch: Int32  # bytes from a token to the next
     staging: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
-    staged: cute.Pointer
-    drained: cute.Pointer
+    pipeline: Pipeline
+    results: Pipeline  # staging buffers, from consumer to epilogue warps
     x_slot_bytes: Int32  # from one set of activations to the next, where there are several
     table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
 
@@ -76,34 +74,27 @@ def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
     staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
-    full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+    barriers = smem.allocate_array(cutlass.Int64, config.num_barriers)
     table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
-    empty = full + config.num_stages
-    staged = empty + config.num_stages
+    empty, staged = barriers + config.num_stages, barriers + 2 * config.num_stages
     drained = staged + config.num_buffers
     return StreamMemory(
         stages=Int32(stages.toint()),
         x=Int32(x.toint()),
         x_pitch=x_pitch,
         staging=Int32(staging.toint()),
-        full=full,
-        empty=empty,
-        staged=staged,
-        drained=drained,
+        pipeline=Pipeline(barriers, empty, config.num_stages, config.producer_warps, config.stage_warps),
+        results=Pipeline(staged, drained, config.num_buffers, config.consumer_warps, config.epilogue_warps),
         x_slot_bytes=x_slot_bytes,
         table=table,
     )
 
 
-def init_barriers(config: LinearConfig, memory: StreamMemory) -> None:
+def init_barriers(memory: StreamMemory) -> None:
     """Of one thread, before any other uses them."""
-    for i in range(config.num_stages):
-        cute.arch.mbarrier_init(memory.full + i, config.producer_warps)
-        cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
-    for i in range(config.num_buffers):
-        cute.arch.mbarrier_init(memory.staged + i, config.consumer_warps)
-        cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)
-    cute.arch.mbarrier_init_fence()
+    memory.pipeline.init()
+    memory.results.init()
+    fence_init()
 
 
 class StreamActivationLoads(Protocol):
@@ -126,8 +117,8 @@ class SliceLoads:
         also
         where it has nothing to bring: else it could be a round of the pipeline ahead, and take one parity for another.
         """
-        config = self.config
-        stage, phase = Int32(0), Int32(1)
+        config, pipeline = self.config, memory.pipeline
+        here = pipeline.producer_state()
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
@@ -139,10 +130,9 @@ class SliceLoads:
                 )
                 end = cutlass.min(k_block + reach, segment.end)
                 first, size = work.missing_x(index, k_block, end, 2 * config.block_k)
-                barrier = memory.full + stage
                 if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
+                    pipeline.producer_acquire(here)
+                    pipeline.producer_expect(here, size * work.shape.m)
                 cute.arch.sync_warp()
                 if (lane < work.shape.m) & (size > 0):
                     start = Int64(lane) * work.shape.k + work.first_k_block * config.block_k
@@ -150,9 +140,9 @@ class SliceLoads:
                         memory.x + lane * memory.x_pitch + first,
                         operands.x + start * 2 + first,
                         size,
-                        Int32(barrier.toint()),
+                        pipeline.full_address(here),
                     )
-                stage, phase = advance(stage, phase, config.num_stages)
+                here = pipeline.next(here)
 
 
 class StreamRoles:
@@ -204,26 +194,24 @@ class StreamRoles:
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
         """Keeps the pipeline full, one lane."""
-        config = self.config
-        stage, phase = Int32(0), Int32(1)
+        config, pipeline = self.config, memory.pipeline
+        here = pipeline.producer_state()
         if lane == 0:
             for index in cutlass.range(work.num_segments, unroll=1):
                 segment = work.segment(index)
                 for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    pipeline.producer_acquire(here)
                     end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
-                    self.copy_chunk(operands, memory, work, segment, k_block, end - k_block, stage)
-                    stage, phase = advance(stage, phase, config.num_stages)
+                    self.copy_chunk(operands, memory, work, segment, k_block, end - k_block, here)
+                    here = pipeline.next(here)
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_launch_dependents()
 
-    def copy_chunk(self, operands, memory, work, segment, k_block, count, stage):
+    def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
         """Asks for ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero points."""
         config = self.config
-        barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.k_block_stage_bytes)
-        address = Int32(barrier.toint())
-        target = memory.stages + stage * config.stage_bytes
+        address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
+        target = memory.stages + here.stage * config.stage_bytes
         parts = [
             (operands.codes, 0, config.k_block_bytes),
             (operands.scales, config.scale_offset, config.k_block_scale_bytes),
@@ -259,10 +247,9 @@ class StreamRoles:
     @cute.jit
     def multiply(self, operands, memory, work, warp, lane):
         """A consumer warp: its k blocks of every chunk, then its part of the block's results."""
-        config = self.config
+        config, pipeline, results = self.config, memory.pipeline, memory.results
         place = self.lane_places(memory, work, warp, lane)
-        stage, phase = Int32(0), Int32(0)
-        buffer, drained_phase = Int32(0), Int32(1)
+        here, staged = pipeline.consumer_state(), results.producer_state()
         acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
@@ -270,22 +257,22 @@ class StreamRoles:
             channel = self.load_channel(operands, work, segment, place)
             x_start = work.x_start(segment, memory.x_slot_bytes)
             for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
+                pipeline.consumer_wait(here)
                 count = cutlass.min(segment.end - k_block, config.chunk_k_blocks)
-                base = memory.stages + stage * config.stage_bytes
+                base = memory.stages + here.stage * config.stage_bytes
                 for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
                     x_offset = (k_block + i) * (2 * config.block_k) + x_start
                     self.multiply_k_block(acc, base, i, x_offset, place, channel)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(memory.empty + stage)
-                stage, phase = advance(stage, phase, config.num_stages)
-            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
-            stage_acc(config, acc, memory, buffer, place, channel)
+                    pipeline.consumer_release(here)
+                here = pipeline.next(here)
+            results.producer_acquire(staged)
+            stage_acc(config, acc, memory, staged.stage, place, channel)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(memory.staged + buffer)
-            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+                results.producer_commit(staged)
+            staged = results.next(staged)
 
     def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
         """Adds W X^T of a k block to ``acc``: [tile][block of tokens][4].
@@ -445,7 +432,7 @@ class LinearKernel:
         work = Work.of(shape, group, slice_index)
         if warp == self.config.consumer_warps:
             if lane == 0:
-                init_barriers(self.config, memory)
+                init_barriers(memory)
         else:
             self.roles.clear_tail(memory, work, warp * WARP_THREADS + lane)
         cute.arch.sync_threads()

@@ -223,7 +223,6 @@ def launch(
     out_dtype: torch.dtype,
     batch_invariant: bool,
     out: torch.Tensor | None,
-    portable: bool = False,
 ) -> torch.Tensor:
     """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
 
@@ -234,18 +233,17 @@ def launch(
         form: of the weight, with zeros just where it has some.
         batch_invariant: whether no row may depend on how many others there are.
         out: contiguous, in out_dtype, or None.
-        portable: whether to take the kernel for other GPUs on a Hopper too.
     """
     index = x.get_device()
     if index != GPU.current():
         with GPU.guard(index):
-            options = activation, out_dtype, batch_invariant, out, portable
+            options = activation, out_dtype, batch_invariant, out
             return launch(x, codes, scales, zeros, bias, residual, form, n, k, *options)
     if out is None:
         out = torch.empty((x.shape[0], out_features(n, activation)), dtype=out_dtype, device=x.device)
     x = _aligned(x)
     check_presence(zeros, form)
-    plan = plan_of(x.shape[0], n, k, form, x.dtype, index, batch_invariant, portable)
+    plan = plan_of(x.shape[0], n, k, form, x.dtype, index, batch_invariant)
     addresses = (
         codes.data_ptr(),
         scales.data_ptr(),

@@ -13,13 +13,10 @@ from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.arguments import DENSE_ADDRESSES, FACTORED_TILES, STREAM, TILES
 from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.gemm.portable.schedule import make_portable_schedule
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
 from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.factored_limbs_launch import factored_limb_product, factored_limbs_spec
-from cute_kernels.gemm.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.gemm.wgmma.mainloops import (
     FACTOR_ROWS,
     LIMB_GROUP,
@@ -29,12 +26,11 @@ from cute_kernels.gemm.wgmma.mainloops import (
     ORDERED_K_BLOCKS,
     ORDERED_ROWS,
     SCALED,
-    PortableMmaSync,
 )
 from cute_kernels.gemm.wgmma.resident_schedule import with_factors
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
+from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 
@@ -61,13 +57,13 @@ class LinearPlan:
     """Everything about a launch that does not change between calls of the same shapes and formats.
 
     Attributes:
-        kernels: the compiled kernel, of few rows, of many, or the portable one; or two launches that are called alike.
+        product: the compiled kernel, of few rows or of many.
         schedule: what it was made of.
         sizes: those numbers of a launch, by name, that the schedule decides.
         num_words: of workspace, 0 if there is nothing to combine.
     """
 
-    kernels: CompiledProduct | LimbProduct
+    product: CompiledProduct
     schedule: StreamSchedule | TileSchedule
     device_index: int
     sizes: dict[str, int]
@@ -76,7 +72,7 @@ class LinearPlan:
     def bound(self, n: int, activation: int, out_kind: int, **added: int) -> Callable[..., Any]:
         """What launches products that have these numbers in common: takes x, addresses and the workspace by name."""
         numbers = {"n": n, **self.sizes, "activation": activation, "out_kind": out_kind, **added}
-        return self.kernels.bound(numbers)
+        return self.product.bound(numbers)
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], n: int, activation: int, out_kind: int) -> None:
         """Launches on the current stream of the plan's device, which is the current one.
@@ -110,15 +106,13 @@ def plan_of(
     dtype: torch.dtype,
     device: int,
     batch_invariant: bool = False,
-    portable: bool = False,
 ) -> LinearPlan:
     """The plan of a product of any number of rows on a CUDA device.
 
-    portable: whether the portable kernel is wanted where others run too, as tests want it.
+    Raises UnsupportedGPUError: the device is no Hopper.
     """
+    arch_of(device)
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
-    if portable or not is_supported(device):
-        return make_tile_plan(make_portable_schedule(problem), m, device)
     return make_plan(schedule_for(problem, GPU.name(device)), m, device)
 
 
@@ -137,27 +131,14 @@ def factored_plan_of(
     """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
     None if the one that serves the product takes none, or is not there and nobody may wait for the compiler: a launch
     before does the same. It has their address behind the workspace, and two numbers more."""
-    if not is_supported(device):
-        return None
     problem, arch = problem_of(m, n, k, form, dtype, device, batch_invariant), arch_of(device)
     plain = schedule_for(problem, GPU.name(device))
-    if kind != NORMED and isinstance(plain, TileSchedule) and plain.config.makes_limbs_before:
-        is_there = may_load(factored_limbs_spec(plain.config, kind), arch, problem)
-        return make_factored_limb_plan(plain, kind, m, device) if is_there else None
     if m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
         return None
     schedule = factored(plain, kind)
     if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
         return None
     return make_tile_plan(schedule, m, device)
-
-
-def make_factored_limb_plan(schedule: TileSchedule, kind: str, m: int, device_index: int) -> LinearPlan:
-    """The plan of a given schedule whose limbs a launch before makes, of rows that meet factors or another order."""
-    arch = arch_of(device_index)
-    function = load(spec_of(schedule.config), arch)
-    product = factored_limb_product(schedule.config, function, kind, m, schedule.k_blocks, arch)
-    return plan_of_tiles(product, schedule, device_index)
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
@@ -194,7 +175,7 @@ def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int
     if isinstance(schedule, TileSchedule):
         return make_tile_plan(schedule, m, device_index)
     return LinearPlan(
-        kernels=CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), STREAM),
+        product=CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), STREAM),
         schedule=schedule,
         device_index=device_index,
         sizes={
@@ -209,21 +190,16 @@ def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int
 
 
 def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearPlan:
-    """The plan of a given schedule of the kernel for many rows, or of the portable one, for products of ``m`` rows."""
-    is_portable = isinstance(schedule.config.mainloop, PortableMmaSync)
-    arch = (portable_arch_of if is_portable else arch_of)(device_index)
-    function = load(spec_of(schedule.config), arch)
+    """The plan of a given schedule of the kernel for many rows, for products of ``m`` rows."""
     declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
-    kernels: CompiledProduct | LimbProduct = CompiledProduct(function, declared)
-    if not is_portable and schedule.config.makes_limbs_before:
-        kernels = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
-    return plan_of_tiles(kernels, schedule, device_index)
+    product = CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), declared)
+    return plan_of_tiles(product, schedule, device_index)
 
 
-def plan_of_tiles(kernels: CompiledProduct | LimbProduct, schedule: TileSchedule, device_index: int) -> LinearPlan:
+def plan_of_tiles(product: CompiledProduct, schedule: TileSchedule, device_index: int) -> LinearPlan:
     """The plan of a compiled kernel of tiles, whose sizes its schedule has."""
     return LinearPlan(
-        kernels=kernels,
+        product=product,
         schedule=schedule,
         device_index=device_index,
         sizes={

@@ -24,7 +24,6 @@ FEW, MANY = "few_rows", "many_rows"
 MOST_ALIKE = 16  # rows that are in one tile whichever kernel serves them
 MOST = 6  # schedules of a kernel that are measured,
 MOST_CUTS = 2  # of one configuration, as models compare cuts better than configurations,
-TWO_LAUNCHES = 0.03  # of the time, by which these must be faster than one
 WITHIN = 1.5  # and how much longer than the best of its kernel one may be expected to take
 
 
@@ -109,8 +108,7 @@ def modelled(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     """What is taken if no table says otherwise.
 
     Few rows are the memory-bound kernel's, unless tiles in limbs, or of warpgroups that take turns, are expected to be
-    faster; by more than what a second launch costs the host, if they have one. Of other tiles the model is not fitted
-    for so few.
+    faster. Of other tiles the model is not fitted for so few.
     """
     if problem.batch_invariant:
         return invariant.make_schedule(problem)
@@ -119,11 +117,7 @@ def modelled(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     schedule = few.make_schedule(problem)
     few_us = few.estimate_us(problem, schedule) + few.launch_us(problem)
     fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
-    in_time = [
-        tiles
-        for tiles in fitted
-        if many.expected_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_limbs_before else 0))
-    ]
+    in_time = [tiles for tiles in fitted if many.expected_us(problem, tiles) < few_us]
     return min(in_time, key=lambda tiles: many.expected_us(problem, tiles), default=schedule)
 
 

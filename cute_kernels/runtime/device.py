@@ -11,18 +11,6 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 # Compute capability -> the architecture the kernels are compiled for. Hopper's wgmma and TMA need the "a" variant.
 SUPPORTED_ARCHS: dict[tuple[int, int], str] = {(9, 0): "sm_90a"}
 
-# What kernels that use nothing newer than sm_80 are compiled for, the latest first: machine code for a compute
-# capability runs on later ones of the same major number.
-PORTABLE_ARCHS: dict[tuple[int, int], str] = {
-    (12, 0): "sm_120",
-    (10, 0): "sm_100",
-    **SUPPORTED_ARCHS,
-    (8, 9): "sm_89",
-    (8, 6): "sm_86",
-    (8, 0): "sm_80",
-}
-PORTABLE = "supported: weight-only linear layers on compute capability 8.0 and later, all else on 9.0 (H100, H200)"
-
 
 class UnsupportedGPUError(RuntimeError):
     """There is no CUDA GPU, or one the kernels were not written for."""
@@ -44,23 +32,8 @@ def arch_of(device_index: int | None = None) -> str:
     return _arch_of(device_index)
 
 
-@per_gpu
-@functools.cache
-def portable_arch_of(device_index: int) -> str:
-    """The architecture that portable kernels are compiled for on a CUDA device, such as "sm_80".
-
-    Raises UnsupportedGPUError, naming the device and what is supported.
-    """
-    capability, name = _device(device_index, PORTABLE)
-    for (major, minor), arch in PORTABLE_ARCHS.items():
-        if capability[0] == major and capability[1] >= minor:
-            return arch
-    have = f"{capability[0]}.{capability[1]}"
-    raise UnsupportedGPUError(f"cuda:{device_index} is {name}, compute capability {have}; {PORTABLE}")
-
-
 def is_supported(device_index: int) -> bool:
-    """Whether all kernels run on a CUDA device, not the portable ones alone."""
+    """Whether the kernels run on a CUDA device."""
     return GPU.capability(device_index) in SUPPORTED_ARCHS
 
 

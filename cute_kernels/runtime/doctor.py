@@ -15,7 +15,7 @@ from cute_kernels._version import __version__
 from cute_kernels.runtime import native
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.aot import BundleError, open_bundle
-from cute_kernels.runtime.device import UnsupportedGPUError, arch_of, portable_arch_of
+from cute_kernels.runtime.device import UnsupportedGPUError, arch_of
 from cute_kernels.runtime.installed import PACKAGES, installed
 from cute_kernels.runtime.resources import ToolMissingError, find_tool
 from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory, nearest
@@ -69,19 +69,7 @@ def _gpu() -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("gpu", OK, f"{', '.join(names)}; cuda:0 compiles for {arch}")
     except UnsupportedGPUError as error:
-        portable = _portable_arch()
-        if portable is not None:
-            remedy = f"weight-only linear layers run, with a kernel compiled for {portable}; all else wants a Hopper"
-            return Finding("gpu", LIMITED, str(error), remedy)
         return Finding("gpu", MISSING, str(error), "kernels can be compiled and bundled here, not run")
-
-
-def _portable_arch() -> str | None:
-    """What portable kernels are compiled for on the first GPU; None without one that runs them."""
-    try:
-        return portable_arch_of(0)
-    except UnsupportedGPUError:
-        return None
 
 
 def _compiler() -> Finding:

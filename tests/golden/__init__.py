@@ -14,15 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from cute_kernels import families
-from cute_kernels.gemm.portable.compile import PortableSpec
-from cute_kernels.gemm.portable.schedule import example_configs
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
 from cute_kernels.runtime.resources import KernelResources, resource_report, short_name
 from cute_kernels.runtime.sources import source_state
 
 ARCH = "sm_90a"
-PORTABLE_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 SAMPLED = 32  # of a test file's kernels one in so many
 SHIPPED_SAMPLE = 8  # of all that ship: a minute of a core
 ALL = "GOLDEN_ALL"  # set: tests compile every kernel
@@ -34,13 +31,8 @@ Entry = list[dict[str, Any]]
 
 
 def inventory() -> list[tuple[KernelSpec, str]]:
-    """Every kernel that is compared, with its architecture: what ships, and the examples of portable kernels."""
-    shipped: list[tuple[KernelSpec, str]] = [(spec, ARCH) for spec in families.shipped_specs()]
-    return shipped + [(spec, arch) for arch in PORTABLE_ARCHS for spec in portable_specs()]
-
-
-def portable_specs() -> list[KernelSpec]:
-    return [PortableSpec(config) for config in example_configs()]
+    """Every kernel that is compared, with its architecture: what ships."""
+    return [(spec, ARCH) for spec in families.shipped_specs()]
 
 
 def measure(

@@ -36,7 +36,6 @@ INSTRUCTIONS: dict[str, str] = {
     "*linear_wgmma_*": "HGMMA UTMALDG UBLKCP",
     "grouped_linear_*_ranges*": "IGMMA UBLKCP",
     "grouped_linear_*_assigned*": "IGMMA UBLKCP",
-    "linear_portable_*": "HMMA",
     "*linear_*": "HMMA UBLKCP",
     "mla_append_*": "",
     "mla_combine_*": "",

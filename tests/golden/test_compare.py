@@ -107,10 +107,10 @@ def test_a_worktree_holds_the_revision_and_goes_away():
     assert not tree.exists()
 
 
-def test_the_inventory_is_what_ships_and_the_portable_examples():
+def test_the_inventory_is_what_ships():
     symbols = [(spec.symbol, arch) for spec, arch in collect.inventory()]
     assert len(set(symbols)) == len(symbols)
-    assert {arch for _, arch in symbols} >= {ARCH, "sm_80"}
+    assert {arch for _, arch in symbols} == {ARCH}
 
 
 def test_ir_differs_by_code_and_not_by_names(monkeypatch: pytest.MonkeyPatch):

@@ -37,11 +37,8 @@ from cute_kernels.gemm.reference import activate
 from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.gemm.wgmma.factored_limbs_compile import FactoredLimbsSpec
-from cute_kernels.gemm.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
-from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
+from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.norm.compile import NormSpec
@@ -236,22 +233,17 @@ class LinearCase:
 
 
 @dataclass(frozen=True)
-class SharesCase:
-    """As `LinearCase`, by every schedule in which each CTA that has a part of K adds up a share of the rows, or, where
-    ``in_ranges``, whose tiles are work ranges."""
+class RangesCase:
+    """As `LinearCase`, by every schedule whose tiles are work ranges."""
 
     n: int
     k: int
     m: int
-    in_ranges: bool = False
 
     def schedules(self) -> list[TileSchedule]:
         problem = W4.problem(self.m, self.n, self.k)
-        if self.in_ranges:
-            found = (schedule_of(problem, config) for config in range_configs(problem))
-            return [one for one in found if one is not None]
-        in_shares = (one for one in tile_schedules(problem) if isinstance(one.config.mainloop, SharesWgmma))
-        return [one for one in in_shares if one.splits > 1]
+        found = (schedule_of(problem, config) for config in range_configs(problem))
+        return [one for one in found if one is not None]
 
     def specs(self) -> list[KernelSpec]:
         return [spec_of(schedule.config) for schedule in self.schedules()]
@@ -289,8 +281,6 @@ class FactoredCase:
 
     def specs(self) -> list[KernelSpec]:
         plain = chosen(W4.problem(self.m, self.n, self.k), GPU)
-        if getattr(plain.config, "makes_limbs_before", False):
-            return [FactoredLimbsSpec(FactoredLimbsConfig(W4.dtype, self.kind)), *specs_of(plain.config)]
         assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
         schedule = factored(plain, self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
@@ -508,7 +498,6 @@ LAYERS = {
     "linear-40-rows-cluster": LinearCase(8192, 1024, 40),
     "linear-64-rows-wide-tiles": LinearCase(28672, 256, 64),
     "linear-96-rows-cluster-of-four": LinearCase(1280, 8192, 96, batch_invariant=True),
-    "linear-limbs-before": LinearCase(57344, 8192, 8),
     "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
     "linear-limbs-zeros-8-rows": LinearCase(28672, 4096, 8, Format(4, 128, True, "bf16")),
     "linear-limbs-groups": LinearCase(4096, 4096, 8, Format(4, 32, False, "bf16")),
@@ -518,11 +507,8 @@ LAYERS = {
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
-    "linear-shares": SharesCase(8512, 2048, 256),
-    "linear-shares-all-cut": SharesCase(200, 2048, 250),
-    "linear-shares-few-rows": SharesCase(200, 2176, 100),
-    "linear-ranges": SharesCase(8504, 1152, 200, in_ranges=True),
-    "linear-ranges-few-rows": SharesCase(17000, 1152, 100, in_ranges=True),
+    "linear-ranges": RangesCase(8504, 1152, 200),
+    "linear-ranges-few-rows": RangesCase(17000, 1152, 100),
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
 EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
@@ -555,8 +541,6 @@ FACTORED = {
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
     "input-scale-sixteen-rows": FactoredCase(28672, 4096, 16, SCALED),
-    "input-scale-limbs-before": FactoredCase(28672, 4096, 17, SCALED),
-    "act-order-limbs-before": FactoredCase(28672, 4096, 24, ORDERED),
     "act-order-one-row": FactoredCase(6144, 4096, 1, ORDERED),
     "act-order-seven-tiles": FactoredCase(28672, 4096, 1, ORDERED),
 }

@@ -23,8 +23,7 @@ from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
 from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.weight import PackedWeight
-from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec
-from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
@@ -83,7 +82,6 @@ def specs() -> list[KernelSpec]:
     chains = [(m, 1024, 1024) for m in (1, 8, 16, 64, 300)]
     found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
-    few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     few += [
         InputRowsSpec(InputRowsConfig(dtype, room, scaled))
         for dtype in ("bf16", "fp16")

@@ -16,8 +16,6 @@ from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.plan import factored, factored_plan_of
 from cute_kernels.gemm.reference import activate
 from cute_kernels.gemm.tuned import chosen
-from cute_kernels.gemm.wgmma.factored_limbs_compile import FactoredLimbsSpec
-from cute_kernels.gemm.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
@@ -54,13 +52,13 @@ def specs() -> list[KernelSpec]:
     return list(found)
 
 
-WIDE = (28_672, 4096)  # more than 8 rows of it come in limbs as well: up to 16 made by CTAs, more by a launch before
-MORE_ROWS = (9, 13, 16, 17, 24)
+WIDE = (28_672, 4096)  # up to 16 rows of it come in limbs that CTAs make
+MORE_ROWS = (9, 13, 16)
 
 
 def specs_of_wide() -> list[KernelSpec]:
     """The kernels of products of more rows in limbs."""
-    found: list[KernelSpec] = [FactoredLimbsSpec(FactoredLimbsConfig("bf16", kind)) for kind in (SCALED, ORDERED)]
+    found: list[KernelSpec] = []
     for m in MORE_ROWS:
         schedule = chosen(problem_of(m, *WIDE), GPU)
         both = (schedule, factored(schedule, SCALED))
@@ -150,7 +148,7 @@ def test_more_rows_in_limbs_are_scaled_or_put_in_order_on_their_way_bit_for_bit(
     for weight, kind, prepared in ways:
         if kind is not None:  # without a launch of its own, but for the order of rows that CTAs make limbs of
             plan = factored_plan_of(m, n, k, plain.format, x.dtype, 0, False, kind)
-            assert (plan is None) == (kind == ORDERED and m <= 16)
+            assert (plan is None) == (kind == ORDERED)
         want = quantized_linear(prepared, plain)
         for _ in range(2):
             out = torch.full((m, n), math.nan, device="cuda", dtype=x.dtype)
@@ -161,8 +159,8 @@ def test_limbs_of_scaled_rows_wait_for_the_launch_that_makes_the_rows():
     n, k = WIDE
     weight = quantize_weight(activations(n, k, torch.bfloat16), bits=4, group_size=128)
     scale, norm = activations(2, k, torch.bfloat16, 3)
-    scaled, start = replace(weight, input_scale=scale), activations(24, k, torch.bfloat16)
-    x, out = torch.empty_like(start), torch.empty(24, n, device="cuda", dtype=start.dtype)
+    scaled, start = replace(weight, input_scale=scale), activations(16, k, torch.bfloat16)
+    x, out = torch.empty_like(start), torch.empty(16, n, device="cuda", dtype=start.dtype)
 
     def chain(after):
         for step in range(4):

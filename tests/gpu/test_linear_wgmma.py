@@ -18,10 +18,6 @@ from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import invariant
-from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec
-from cute_kernels.gemm.wgmma.config import LimbBlocksConfig
-from cute_kernels.gemm.wgmma.invariant import DSMEM_PARTS
-from cute_kernels.gemm.wgmma.long_config import LongWgmma
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
@@ -73,7 +69,6 @@ INVARIANT_SHAPES = ((1000, 2048), (200, 520), (1001, 640), (4096, 1664))
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
 MOST_PARTS = 3  # numbers of parts of K that are tested
-LONG_K, LONG_K_ROWS = (200, 14_336), (1, 8, 17, 32)  # whose parts of K have long k blocks
 # Of few features, whose parts of K meet in clusters of four; the last part of the second is a k block of four.
 WIDE_SHAPES, WIDE_ROWS = ((1000, 2048), (200, 1664)), (1, 16, 17, 33, 64, 65, 96, 97, 300)
 LONG = (20_000, 512)  # many tiles, with several for each CTA
@@ -95,7 +90,6 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
         configs += [schedule.config for _, _, schedule in of_all_parts(m)]
-    configs += [schedule.config for m in LONG_K_ROWS for schedule in in_long_k_blocks(m)]
     configs += [schedule.config for shape in WIDE_SHAPES for m in WIDE_ROWS for schedule in in_four_parts(m, shape)]
     for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
         schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
@@ -104,8 +98,7 @@ def specs() -> list[KernelSpec]:
         for m in TURN_ROWS:
             configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
     configs += [schedule.config for n, k in LARGE_BLOCKS for m in (8, 9) for schedule in resident(problem_of(m, n, k))]
-    limbs: list[KernelSpec] = [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
-    return [*limbs, *(spec_of(config) for config in dict.fromkeys(configs))]
+    return [spec_of(config) for config in dict.fromkeys(configs)]
 
 
 def in_limbs(case: LinearProblem) -> list[TileSchedule]:
@@ -160,24 +153,6 @@ def test_schedules_with_as_many_parts_of_k_give_the_same_bits(shape):
             assert torch.equal(found, first.setdefault(parts, found)[:m]), (m, schedule)
             kinds.add(type(schedule.config.reduction))
     assert kinds == {WorkspaceSplitK, RowExchange, Dsmem, SequentialSplitK}
-
-
-def in_long_k_blocks(m: int) -> list[TileSchedule]:
-    """A schedule of long k blocks in a cluster, and others of as many parts of K."""
-    found = list(invariant.schedules_of(problem_of(m, *LONG_K), DSMEM_PARTS))
-    assert any(isinstance(schedule.config.mainloop, LongWgmma) for schedule in found)
-    return found
-
-
-def test_long_k_blocks_give_the_bits_of_others():
-    n, k = LONG_K
-    reference = known(n, k, group_size=128)
-    weight, x = reference.pack().to(CUDA), activations(LONG_K_ROWS[-1], k, torch.bfloat16)
-    every = launch(in_long_k_blocks(LONG_K_ROWS[-1])[0], weight, x)
-    assert_near(every, exact_product(x, reference), SUMS)
-    for m in LONG_K_ROWS:
-        for schedule in in_long_k_blocks(m):
-            assert torch.equal(launch(schedule, weight, x[:m].contiguous()), every[:m]), (m, schedule)
 
 
 def in_four_parts(m: int, shape: tuple[int, int]) -> list[TileSchedule]:

@@ -14,9 +14,7 @@ import torch
 from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat, registered_formats
 from cute_kernels.gemm.compile import specs_of
-from cute_kernels.gemm.launch import launch
 from cute_kernels.gemm.plan import DTYPES
-from cute_kernels.gemm.portable.schedule import make_portable_schedule
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
@@ -62,7 +60,6 @@ def specs() -> list[KernelSpec]:
             problems = [problem_of(form, dtype, m) for m in ROWS]
             problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
             found += [spec for problem in problems for spec in specs_of(chosen(problem, GPU).config)]
-            found += [spec for problem in problems for spec in specs_of(make_portable_schedule(problem).config)]
             for places in PLACES:
                 found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
     return list(dict.fromkeys(found))
@@ -118,19 +115,6 @@ def test_large_products_and_batch_invariant_ones_are_right(form, dtype):
     together = quantized_linear(x, weight.to(CUDA), batch_invariant=True)
     alone = [quantized_linear(row, weight.to(CUDA), batch_invariant=True) for row in x.split(1)]
     assert torch.equal(together, torch.cat(alone))
-
-
-@every_format
-def test_the_portable_kernel_computes_the_same(form, dtype):
-    weight = weight_of(form, dtype)
-    here = weight.to(CUDA)
-    wanted = weight.dequantize(torch.float64)
-    wanted = wanted.to(dtype).double() if weight.group_size else wanted
-    for m in ROWS:
-        x = random(m, K, seed=m).to(dtype)
-        tensors = x.to(CUDA), here.codes, here.scales, here.zeros, None, None
-        found = launch(*tensors, form, N, K, None, torch.float32, False, None, portable=True)
-        assert_near(found, x.double() @ wanted.T, 3e-5)
 
 
 def grouped(form: WeightFormat, dtype: torch.dtype, places: int, device: str):

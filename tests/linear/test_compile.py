@@ -15,7 +15,6 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
     STORE_M,
-    EarlyDsmem,
     RowCuts,
     RowExchange,
     StagedStore,
@@ -173,16 +172,6 @@ PREFETCHING_RESIDENT = [
 ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of)
 
 MULTICAST = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)
-TILE_BY_TILE = WgmmaConfig(
-    integers(4),
-    "bf16",
-    tile_m=16,
-    n_tiles=4,
-    block_k=128,
-    num_stages=4,
-    mainloop=ResidentLimbs(16, spare=1),
-    reduction=EarlyDsmem(),
-)
 STORING = golden.worth_compiling([STORED, IN_ROWS], WgmmaSpec)
 COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec)
 
@@ -190,7 +179,7 @@ COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec)
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    products = (*MULTIPLIED, *STORING, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST, TILE_BY_TILE)
+    products = (*MULTIPLIED, *STORING, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST)
     streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
     default_cache().artifacts([*map(LinearSpec, streams), *map(spec_of, products)], ARCH)
 
@@ -297,19 +286,6 @@ def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.row_parts
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
     assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == 2 * config.tile_m // STORE_M
-
-
-def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
-    """Where tiles of a k block come one by one: what is read later waits in one queue with those MMAs' operands."""
-    artifact = compiled_apart(spec_of(TILE_BY_TILE))
-    loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
-    read, ahead = 0, []
-    for place, (_, opcode, _) in enumerate(loop):
-        read += opcode == "LDS.128"
-        if opcode == "WARPGROUP.ARRIVE" and any(other.startswith("IGMMA") for _, other, _ in loop[place : place + 12]):
-            ahead.append(read)
-    of_a_tile = 2
-    assert ahead == [2 * of_a_tile, 3 * of_a_tile, 4 * of_a_tile, 4 * of_a_tile]
 
 
 def test_an_early_write_is_seen():

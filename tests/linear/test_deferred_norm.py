@@ -22,7 +22,6 @@ from cute_kernels.gemm.wgmma.epilogue import Store
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, ResidentLimbs
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.results import (
-    EarlyDsmem,
     RowExchange,
     SequentialSplitK,
     StagedStore,
@@ -47,9 +46,7 @@ TILES = [
     WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
     WgmmaConfig(W4, "bf16", tile_m=80, reduction=WorkspaceSplitK()),
 ]
-LIMBS = replace(
-    TILES[0], block_k=128, num_stages=8, mainloop=ResidentLimbs(32, loads=True, ahead=True), reduction=dsmem(2, 2)
-)
+LIMBS = replace(TILES[0], block_k=128, num_stages=8, mainloop=ResidentLimbs(32, loads=True), reduction=dsmem(2, 2))
 TILES.append(LIMBS)
 every_tile = pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 
@@ -242,11 +239,6 @@ REFUSED = {
         replace(LIMBS, mainloop=replace(LIMBS.mainloop, factors="scaled")),
         TAKES,
         "rows that meet no factors",
-    ),
-    "limbs of which some leave early": (
-        replace(LIMBS, n_tiles=2, mainloop=ResidentLimbs(16), reduction=EarlyDsmem()),
-        GIVES,
-        "EarlyDsmem",
     ),
     "another kind": (TILES[2], "both", "kind 'both' is not one of gives, takes"),
 }

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_layer, quantized_linear, quantized_linear_norm
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer import memory as memory_of
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, PRODUCTS
@@ -109,8 +110,9 @@ class Cta:
             memory[place : place + len(found)] = found
         self.warp = LayerWarp(np.full(1 << 18, 0xAA, np.uint8), memory)
         run_on(self.warp)
-        places = {"stages": STAGES, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES, "full": Barriers()}
-        self.memory: Any = SimpleNamespace(**places)
+        places = {"stages": STAGES, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES}
+        weights = Pipeline(Barriers(), Barriers(), 16)
+        self.memory: Any = SimpleNamespace(**places, weights=weights)
         self.k, self.n = k, n
 
     def product(self, norm: bool) -> Product:
@@ -134,9 +136,9 @@ class Cta:
         scales = SCALES + whole * self.k + half * 64
         acc = [np.zeros(32, np.float32).view(Register) for _ in range(multiplier.num_sums)]
         for j in range(self.k // STAGE_K):
-            stage = (5 + j) % 16
-            loader.copy_stage(self.memory, stage, codes, scales, j)
-            multiplier.multiply_stage(acc, self.memory, stage, j, np.uint32(0x80808080), Int32(LANES))
+            here = self.memory.weights.producer_state_of(5 + j)
+            loader.copy_stage(self.memory, here, codes, scales, j)
+            multiplier.multiply_stage(acc, self.memory, here.stage, j, np.uint32(0x80808080), Int32(LANES))
         found = np.zeros((max(4, self.config.rows), TILE_N), np.float32)
         for block in range(self.config.row_blocks):
             for fragment in range(FRAGMENTS):

@@ -8,12 +8,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.gemm.wgmma import limb_blocks, limb_rows
-from cute_kernels.gemm.wgmma.config import LimbBlocksConfig
+from cute_kernels.gemm.wgmma import limb_rows
 from tests.attention.warp import LANES
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warp import LinearWarp
-from tests.linear.warpgroup import put_tma_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,18 +68,3 @@ def test_rows_that_are_not_finite_have_no_scale(value: float, run_on):
     x[1, 77] = value
     _, scales = split("bf16", x, run_on)
     assert np.isfinite(scales[0]) and np.isnan(scales[1])
-
-
-@pytest.mark.parametrize("rows", [8, 16, 24, 32])
-def test_blocks_are_the_operand_as_tma_would_bring_it(rows: int):
-    """High limbs of all rows, then low ones, each a TMA tile of 64 elements of 16 bits that is swizzled."""
-    subject = limb_blocks.LimbBlocksKernel(LimbBlocksConfig())
-    limbs = np.random.default_rng(rows).integers(0, 256, (rows, 2, GROUP), np.uint8)
-    wanted, found = np.zeros(2 * rows * GROUP, np.uint8), np.zeros(2 * rows * GROUP, np.uint8)
-    for limb in range(2):
-        put_tma_tile(wanted, limb * rows * GROUP, limbs[:, limb].copy().view(np.uint16))
-    for row in range(rows):
-        for lane in range(limb_rows.GROUP_LANES):
-            place, piece = int(subject.place(row, rows, lane)), lane // 2
-            found[place : place + 16] = limbs[row, lane % 2, 16 * piece : 16 * piece + 16]
-    assert np.array_equal(found, wanted)

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.schedule import LinearProblem
@@ -25,7 +26,7 @@ from cute_kernels.gemm.wgmma import (
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, EarlyDsmem, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WorkspaceSplitK, dsmem
 from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile
 from simulator import Altered, Lanes, stand_in
@@ -45,29 +46,25 @@ CONFIGS = [
         num_stages=STAGES,
         n_tiles=n_tiles,
         warpgroups=warpgroups,
-        mainloop=ResidentLimbs(resident_k_blocks, spare=spare, ahead=ahead),
+        mainloop=ResidentLimbs(resident_k_blocks, spare=spare),
         reduction=dsmem(cluster, k_warpgroups),
     )
-    for tile_m, ahead, n_tiles, spare, warpgroups, k_warpgroups, cluster, resident_k_blocks in (
-        (8, True, 1, 0, 2, 1, 3, 10),
-        (8, True, 1, 0, 4, 2, 2, 8),
-        (8, False, 1, 0, 4, 4, 2, 8),
-        (8, False, 1, 0, 4, 1, 3, 2),
-        (8, True, 1, 0, 4, 4, 2, 16),
-        (8, True, 1, 0, 2, 2, 2, 4),
-        (8, True, 1, 0, 4, 2, 2, 4),
-        (8, False, 2, 1, 4, 1, 2, 4),
-        (8, True, 2, 1, 2, 1, 2, 8),
-        (8, False, 1, 0, 4, 1, 2, 4),
-        (16, False, 2, 0, 2, 1, 2, 8),
-        (16, False, 3, 0, 2, 1, 2, 4),
-        (16, False, 4, 1, 2, 1, 2, 10),
+    for tile_m, n_tiles, spare, warpgroups, k_warpgroups, cluster, resident_k_blocks in (
+        (8, 1, 0, 2, 1, 3, 10),
+        (8, 1, 0, 4, 2, 2, 8),
+        (8, 1, 0, 4, 4, 2, 8),
+        (8, 1, 0, 4, 1, 3, 2),
+        (8, 1, 0, 4, 4, 2, 16),
+        (8, 1, 0, 2, 2, 2, 4),
+        (8, 1, 0, 4, 2, 2, 4),
+        (8, 2, 1, 4, 1, 2, 4),
+        (8, 2, 1, 2, 1, 2, 8),
+        (8, 1, 0, 4, 1, 2, 4),
+        (16, 2, 0, 2, 1, 2, 8),
+        (16, 3, 0, 2, 1, 2, 4),
+        (16, 4, 1, 2, 1, 2, 10),
     )
 ]
-# Those of four tiles once more, and others of an even number, with accumulators that leave early; the last in chunks of
-# K.
-ROOMIER = replace(CONFIGS[7], mainloop=replace(CONFIGS[7].mainloop, k_blocks=10))
-CONFIGS += [replace(one, reduction=EarlyDsmem()) for one in (CONFIGS[-1], CONFIGS[-3], ROOMIER, CONFIGS[7])]
 FINE_CONFIGS = [
     replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
 ]
@@ -85,14 +82,13 @@ class Cta:
         self.waited, self.released, self.met = 0, 0, 0
         self.made: list[tuple[int, int]] = []
         self.asked: tuple[int, int, int, int] | None = None
-        self.sent: list[np.ndarray] = []  # all accumulators of the warp when some of them left
 
     def wait(self, at: Lanes | int, parity: Lanes | int) -> None:
         """A warp waits for the k blocks whose turn it is."""
         barrier, phase = index(at), index(parity)
         count = self.k_rank + self.waited * self.config.k_warpgroups
         assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
-        assert self.waited - self.released <= self.config.mainloop.ahead
+        assert self.waited == self.released, "a k block is released before the next one is waited for"
         self.put(barrier, self.begin + count, range(self.config.block_tiles))
         self.waited += 1
 
@@ -110,8 +106,8 @@ class Cta:
                 place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
                 self.shared[place : place + runs.shape[1]] = runs[tile]
 
-    def release(self, memory: Any, at: Lanes | int, teller: Any) -> None:
-        stage = index(at)
+    def release(self, memory: Any, here: PipelineState, teller: Any) -> None:
+        stage = index(here.stage)
         assert stage == (self.k_rank + self.released * self.config.k_warpgroups) % STAGES
         self.released += 1
         config = self.config
@@ -163,36 +159,10 @@ class Cta:
         self.met += 1
 
 
-class EarlyCta(Cta):
-    """The same where tiles have barriers of their own: what is there of a stage is what has been waited for."""
-
-    def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, work_tile: WorkTile):
-        super().__init__(config, weight, x, int(work_tile.begin), 0)
-        self.rank, self.came = int(work_tile.split), 0
-
-    def wait(self, at: Lanes | int, parity: Lanes | int) -> None:
-        barrier, phase = index(at), index(parity)
-        count, i = divmod(self.came, self.config.n_tiles)
-        expected = count % STAGES if i == 0 else X_BARRIER + 1 + (i - 1) * STAGES + count % STAGES
-        assert (barrier, phase) == (expected, count // STAGES % 2)
-        parity = 1 - self.rank if i < self.config.n_tiles // 2 else self.rank
-        tiles = (group * self.config.n_tiles + 2 * i % self.config.n_tiles + parity for group in range(4))
-        self.put(count % STAGES, self.begin + count, [tile for tile in tiles if tile < self.config.block_tiles])
-        self.came, self.waited = self.came + 1, count + 1
-
-    def publish(self, memory: Any, store: Any, rank: int, first_tile: int, acc: Any) -> None:
-        assert rank == self.rank and first_tile == store.warpgroup * self.config.n_tiles
-        self.sent.append(np.array([np.asarray(value, np.float64) for value in acc]))
-
-
 def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, run_on):
     """A warp's accumulators of a work tile, and the CTA behind them."""
     subject: Any = resident_kernel.ResidentKernel(config).consumers
-    if config.reduction.early:
-        cta = EarlyCta(config, weight, x, work_tile)
-        subject.reduction.publish = cta.publish
-    else:
-        cta = Cta(config, weight, x, int(work_tile.begin), index(subject.stages.k_rank(warp // 4)))
+    cta = Cta(config, weight, x, int(work_tile.begin), index(subject.stages.k_rank(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     changed = {"replace": lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})}  # of our `memory`
     run_on(Altered(gpu, arch={"mbarrier_wait": cta.wait}, modules={resident_mainloop: changed}))
@@ -204,9 +174,8 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         x_scales=X_SCALES,
         zeros=ZEROS,
         x_sums=X_SUMS if config.format.has_zeros else None,
-        full=0,
+        pipeline=Pipeline(0, STAGES, STAGES),
         x_barrier=X_BARRIER,
-        tile_barriers=X_BARRIER + 1,
     )
     begin, end = int(work_tile.begin), int(work_tile.end)
     fits = end - begin <= config.mainloop.k_blocks
@@ -215,7 +184,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         cta.make(None, memory, begin, end, 0)
     place = replace(subject.lane(SimpleNamespace(m=len(x)), warp, machine.LANES), fits=int(fits))
     acc = machine.Registers(config.thread_acc, machine.Float32)
-    state = (cta.k_rank, 0, 0)
+    state = (memory.pipeline.consumer_state(cta.k_rank), memory.pipeline.consumer_state())
     subject.mainloop.multiply(acc, memory, work_tile, place, [], state, True, cta.tile_m)
     return np.array([np.asarray(value, np.float64) for value in acc]), cta, fits
 
@@ -256,13 +225,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_o
                     assert cta.made[0][0] == work_tile.begin and cta.made[-1][1] == work_tile.end
                     assert cta.met == len(cta.made) + 1
                 k_blocks.append(cta.waited)
-                places = range(config.n_tiles)
-                if config.reduction.early:
-                    places = [subject.reduction.order.place(i, work_tile.split) for i in places]
-                    leaving = config.n_tiles // 2 * cta.tile_m // 2
-                    assert len(cta.sent) == 1
-                    np.testing.assert_array_equal(cta.sent[0][:leaving], found[:leaving])
-                tiles = [subject.stages.first_tile(group) + place for place in places]
+                tiles = [subject.stages.first_tile(group) + i for i in range(config.n_tiles)]
                 for (tile, block_tile), i in product(enumerate(tiles), range(cta.tile_m // 2)):
                     if block_tile >= config.block_tiles:
                         continue
@@ -295,7 +258,6 @@ def test_only_what_can_be_resident_is_taken():
         {"num_stages": 1},
         {"mainloop": ResidentLimbs(8, spare=1)},
         {"n_tiles": 5},
-        {"reduction": EarlyDsmem()},
     ):
         assert replace(config, **change).can_implement(), change
     assert config.can_implement() is None
@@ -304,14 +266,3 @@ def test_only_what_can_be_resident_is_taken():
 def test_zero_points_are_taken_with_all_tiles_of_a_stage():
     with_room = [config for config in ZERO_CONFIGS if replace(config, format=integers(4)).can_implement() is None]
     assert len(with_room) == 5 and all(config.can_implement() is None for config in with_room)
-    early = replace(CONFIGS[-4], num_stages=4)
-    assert early.can_implement() is None
-    for form in (integers(4, zero_points=True), integers(4, 32)):
-        assert replace(early, format=form).can_implement()
-
-
-def test_what_leaves_early_are_tiles_of_two_ctas():
-    config = replace(CONFIGS[-4], num_stages=4)
-    assert config.reduction.early and config.can_implement() is None
-    for change in ({"mainloop": replace(config.mainloop, ahead=True)}, {"n_tiles": 3}):
-        assert replace(config, **change).can_implement(), change

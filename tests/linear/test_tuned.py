@@ -98,7 +98,7 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
         schedule = modelled(case) if entry is None else find(case, entry)
         assert schedule is not None
         config: Any = schedule.config
-        assert isinstance(config.mainloop, ResidentLimbs) and config.reduction.early
+        assert isinstance(config.mainloop, ResidentLimbs)
 
 
 def test_a_table_decides_for_its_problem_only():

@@ -12,18 +12,16 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ptx
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
+from cute_kernels.gemm.wgmma import cluster_reduction, epilogue, kernel, places
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import Limbs, ResidentLimbs
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
+from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.gemm.wgmma.resident_rows import CHUNK_BARRIER
-from cute_kernels.gemm.wgmma.results import EarlyDsmem, dsmem
+from cute_kernels.gemm.wgmma.results import dsmem
 from cute_kernels.gemm.wgmma.schedule import schedule_of
-from simulator import Altered, Meanings, PlainThread, stand_in
+from simulator import Meanings, PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
 
@@ -100,7 +98,7 @@ def publishing(bits: int, tile_m: int, cluster: int, k_warpgroups: int = 1, **ch
 
 
 CONFIGS = [
-    publishing(4, tile_m, cluster, n_tiles=tiles, mainloop=Limbs())
+    publishing(4, tile_m, cluster, n_tiles=tiles)
     for tile_m, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
 ]
 CONFIGS += [
@@ -221,104 +219,6 @@ def test_parts_of_a_block_of_one_tile_are_added_in_the_order_of_parts_that_meet_
     for part in range(size - 1):  # as `WorkspaceReduction.add_part`
         want = want + of_k[part]
     assert (np.array([np.asarray(value) for value in registers[owner]], np.float32) == want).all()
-
-
-def corner_of(config, places, shape, work_tile, tile) -> Any:
-    """A tile and the warp that asks for its corner, for `places.corner_of`."""
-    return tile, work_tile.row_warp
-
-
-EARLY = [
-    replace(SPARED, reduction=EarlyDsmem()),
-    replace(SPARED, reduction=EarlyDsmem(), tile_m=16, warpgroups=2, n_tiles=4),
-    replace(SPARED, reduction=EarlyDsmem(), mainloop=ResidentLimbs(), n_tiles=2, warpgroups=2),
-]
-
-
-@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
-def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, run_on):
-    """Of both CTAs: every tile of the block leaves one and is stored by the other, with the accumulators of both."""
-    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
-    run_on(Altered(cluster, modules={resident_early: {"corner_of": corner_of}}))
-    stored: list[int] = []
-    order = resident_early.TileOrder(config)
-    store_tile: Any = epilogue.TileEpilogue(config)
-    subject: Any = resident_early.EarlyReduction(config, store_tile, places.DensePlaces(config), order)
-    memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
-    generator, count = np.random.default_rng(2), config.tile_m // 2
-    warps = [(rank, warp) for rank in range(2) for warp in range(config.consumer_warps)]
-    every = {which: machine.Registers(config.thread_acc, Float32) for which in warps}
-    exact: dict[tuple[int, int], Any] = {}
-    for (rank, warp), acc in every.items():
-        acc[:] = [Float32(value) for value in generator.normal(size=(config.thread_acc, 32))]
-        for i in range(config.n_tiles):
-            tile = warp // 4 * config.n_tiles + order.place(i, rank)
-            values = np.array([np.asarray(value, np.float64) for value in acc[i * count : (i + 1) * count]])
-            exact[tile, warp % 4] = exact.get((tile, warp % 4), 0) + values
-    for (rank, warp), acc in every.items():
-        cluster.rank = rank
-        subject.publish(memory, store_of(warp), rank, warp // 4 * config.n_tiles, acc)
-    assert set(cluster.arrived.values()) == {config.partial_bytes}
-    assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
-
-    def store(operands, shape, place, corner, acc, first, ordinal):
-        tile, row_warp = corner
-        assert 0 <= ordinal < config.n_tiles // 2, "of the tiles that the CTA stores"
-        stored.append(tile)
-        found = np.array([np.asarray(value) for value in acc[first : first + count]])
-        np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)
-        assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * cluster.rank] == config.partial_bytes
-
-    store_tile.run = store
-    for (rank, warp), acc in every.items():
-        cluster.rank, work_tile = rank, SimpleNamespace(split=rank, row_warp=warp % 4)
-        subject.finish(None, None, memory, store_of(warp), work_tile, acc, warp // 4 * config.n_tiles, 0)
-    assert sorted(stored) == sorted(4 * list(range(config.block_tiles)))
-
-
-def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
-    for config in EARLY:
-        config = replace(config, num_stages=3)
-        x_barrier = 2 * config.num_stages + config.reduction.partial_slots(config)
-        memory: Any = SimpleNamespace(full=0, x_barrier=x_barrier, tile_barriers=x_barrier + 1)
-        order = resident_early.TileOrder(config)
-        found = [order.barrier(memory, s, i) for s in range(3) for i in range(config.n_tiles)]
-        own = set(range(config.num_stages, memory.x_barrier + 1))  # of empty stages, of parts, of x
-        assert len(set(found)) == len(found) and not own & set(found)
-        assert sorted({*found, *own}) == list(range(config.num_barriers))
-
-
-@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, rank: int, run_on):
-    """A k block's bytes, each once, counted on the barrier of their tile; first those of tiles that leave."""
-    copies: list[tuple[int, ...]] = []  # target, source, bytes, barrier
-    expected: dict[int, int] = {}
-    order = resident_early.TileOrder(config)
-    subject: Any = resident_early.OrderedLoads(config, places.DensePlaces(config), order)
-    arch = {"mbarrier_arrive_and_expect_tx": lambda barrier, size: expected.update({barrier.address: size})}
-    copy = {"bulk_copy_to_shared": lambda *place: copies.append(tuple(map(int, place)))}
-    run_on(PlainThread({ptx: copy}, arch))
-    codes, scales, stage, k_block = 1 << 16, 1 << 18, 2, 5
-    memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), tile_barriers=Barrier(1 << 10))
-    begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]
-    subject.copy_stage(memory, stage, k_block, order.in_order(begins, rank))
-    counted: Counter[int] = Counter()
-    order = []
-    for target, source, size, barrier in copies:
-        counted[barrier] += size
-        tile, offset = source >> 20, source & ((1 << 20) - 1)
-        if offset < 1 << 19:
-            order.append(tile)
-            assert offset == k_block * 4096 == k_block * size
-            assert target == codes + (stage * config.block_tiles + tile) * size
-        else:
-            assert (offset - (1 << 19), size) == (k_block * 128, 128)
-            assert target == scales + (stage * config.block_tiles + tile) * size
-    assert counted == expected and len(counted) == config.n_tiles
-    assert sorted(order) == list(range(config.block_tiles))
-    published = [tile % 2 != rank for tile in order]
-    assert published == sorted(published, reverse=True)
 
 
 def test_barriers_of_turns_are_nobody_elses():

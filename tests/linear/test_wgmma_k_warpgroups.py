@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.wgmma import reading, register_mainloop
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -39,21 +40,21 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
         stages = reading.StageReader(config)
         subject: Any = register_mainloop.RegisterMainloop(config, stages, None, masks_by_lane=True)  # type: ignore
         log: list[tuple[int, int, bool]] = []
-        subject.multiply_k_block = lambda acc, memory, stage, place, channel, last, teller, tile_m, log=log: log.append(
-            (stage, last, bool(teller))
+        subject.multiply_k_block = lambda acc, memory, here, place, channel, last, teller, tile_m, log=log: log.append(
+            (here.stage, last.stage, bool(teller))
         )
         k_rank = stages.k_rank(group)
         work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)
-        place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(full=0)
+        place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(pipeline=Pipeline(0, num_stages, num_stages))
         stepping.clear()
-        state = (k_rank, 0, 0)
-        _, _, last = subject.multiply(None, memory, work_tile, place, [], state, True, config.tile_m)
+        state = memory.pipeline.consumer_state(k_rank), memory.pipeline.consumer_state()
+        _, last = subject.multiply(None, memory, work_tile, place, [], state, True, config.tile_m)
         own = range(k_rank, k_blocks, k_warpgroups)
         assert stepping == [(k_block % num_stages, k_block // num_stages % 2) for k_block in own]
         assert [at for at, _, _ in log] == [k_block % num_stages for k_block in own]
         # Each k block's stage is given back under the products of the next one of the turn, the last one's behind all.
         assert [at for _, at, told in log if told] == [k_block % num_stages for k_block in own[:-1]]
-        assert last == own[-1] % num_stages if own else not log
+        assert last.stage == own[-1] % num_stages if own else not log
         taken += [begin + k_block for k_block in own]
     assert sorted(taken) == list(range(begin, begin + k_blocks))
 

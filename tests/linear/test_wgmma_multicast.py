@@ -80,7 +80,8 @@ def test_each_stage_is_given_back_to_all_that_fill_it(run_on):
     }
     run_on(PlainThread(arch=arch))
     config = replace(SHARED, num_stages=3)
-    memory.init_barriers(config, SimpleNamespace(full=0, empty=3))  # type: ignore
+    found = memory.barriers_from(config, 0)  # type: ignore
+    memory.init_barriers(config, SimpleNamespace(**found))  # type: ignore
     assert dict(counts) == {**dict.fromkeys(range(3), 2), **dict.fromkeys(range(3, 6), 2 * config.consumer_warps)}
 
 

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
@@ -139,7 +140,8 @@ class Machine:
                 rows = consumers.mainloop.rows(machine.LANES)
                 consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, rows, channel, config.tile_m)
             else:
-                consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, channel, None, None, config.tile_m)
+                here = PipelineState(STAGE, 0)
+                consumers.mainloop.multiply_k_block(acc, memory, here, place, channel, here, None, config.tile_m)
         consumers.channel.scale(acc, list(acc), channel)
         return acc
 

@@ -19,9 +19,28 @@ from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedu
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles
-from tests.linear.test_wgmma_shares import SharesWarp, store_of
+from tests.linear.warpgroup import WarpgroupWarp
 
 CASES = [(256, 9216, 4608), (256, 18944, 3584), (256, 8456, 1152), (200, 13696, 4096), (100, 17000, 8192)]
+
+
+class PublishingWarp(WarpgroupWarp):
+    """A warp with what waits for others' words."""
+
+    def load_relaxed(self, address, num_words: int, *, offset: int = 0):
+        return self.load_global_words(address, offset, num_words, constant=False)
+
+    def store_global(self, address, values, *, offset: int = 0) -> None:
+        places = np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
+        assert not (places % (4 * len(values))).any()
+        for i, value in enumerate(values):
+            words = np.ascontiguousarray(np.broadcast_to(np.asarray(value), (32,)))
+            self.global_memory.view(np.uint32)[places // 4 + i] = words.view(np.uint32)
+
+
+def store_of(warp: int) -> epilogue.Store:
+    group, row_warp = divmod(warp, 4)
+    return stand_in(epilogue.Store)(0, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
 
 
 def problem(m: int, n: int, k: int, num_sms: int = 132) -> LinearProblem:
@@ -110,7 +129,7 @@ def test_the_cta_with_the_end_of_a_tile_adds_what_the_one_before_left(config, ru
     assert (left.number, left.end) == (own.number, own.begin) and own.end == schedule.k_blocks
     warps, size = config.consumer_warps, 4 * config.block_rows * config.tile_m
     memory = np.full((cta + 1) * size, 0xFF, np.uint8)
-    run_on(SharesWarp(np.zeros(16, np.uint8), memory))
+    run_on(PublishingWarp(np.zeros(16, np.uint8), memory))
     subject = ranges.RangeReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
     of_k = generator.standard_normal((2, warps, config.thread_acc, 32)).astype(np.float32)

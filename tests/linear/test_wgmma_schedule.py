@@ -30,7 +30,6 @@ from cute_kernels.gemm.wgmma.schedule import (
     schedule_of,
     tile_schedules,
 )
-from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread, stand_in
 from tests.linear import measured
@@ -93,14 +92,14 @@ def test_the_model_finds_what_was_fastest(n, k, m):
 @pytest.mark.parametrize("n, k, m", measured.LIMBS, ids=lambda number: str(number))
 def test_limbs_are_chosen_where_they_were_faster(n, k, m):
     """Within 7 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
-    before, times = measured.LIMBS[n, k, m]
-    times = times | measured.RESIDENT.get((n, k, m), {}) | measured.RESIDENT_LAYERS.get((n, k, m), (0, {}))[1]
+    before, _ = measured.LIMBS[n, k, m]  # and times of limbs that a launch before made, which there is no more
+    times = measured.RESIDENT.get((n, k, m), {}) | measured.RESIDENT_LAYERS.get((n, k, m), (0, {}))[1]
     case = problem(m, n, k)
     chosen = modelled(case)
     us = times[variant_of(chosen)] if is_in_limbs(chosen) else before
     if interleaves_k(chosen):
         us = k_warpgroups_us(case, chosen)
-    fastest = min(before, *times.values())
+    fastest = min([before, *times.values()])
     assert us <= max(1.07 * fastest, fastest + 1.1)
     for one in tile_schedules(case):
         us = times.get(variant_of(one)) if is_in_limbs(one) else None
@@ -241,7 +240,7 @@ def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
 
 def measured_later(schedule: TileSchedule) -> bool:
     """Whether CTAs have a share of the rows each, or a work range: measured in other runs."""
-    return isinstance(schedule.config.mainloop, SharesWgmma | RangesWgmma)
+    return isinstance(schedule.config.mainloop, RangesWgmma)
 
 
 def between_us(n: int, k: int, bits: int, m: int) -> float:
@@ -320,6 +319,9 @@ def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
     assert estimate_us(case, schedule) == pytest.approx(us, rel=0.16)
 
 
+OF_LIMBS_BEFORE = (4, "fp16", 128, False)
+
+
 @pytest.mark.parametrize(
     "form, n, k, m",
     [(form, *size, m) for form, sizes in FORM_K_WARPGROUPS.items() for size, rows in sizes.items() for m in rows],
@@ -342,7 +344,9 @@ def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k,
     if interleaves_k(schedule):
         us = times[schedule.config.tile_m, schedule.config.row_parts, schedule.config.block_rows]
         assert estimate_us(case, schedule) == pytest.approx(us, rel=0.18)
-    assert us <= 1.04 * min(before, *times.values())
+    # Of these the times before were those of limbs that a launch before made, which there is no more.
+    gone = form == OF_LIMBS_BEFORE and interleaves_k(schedule)
+    assert us <= 1.04 * min([*times.values(), *([] if gone else [before])])
 
 
 @pytest.mark.parametrize(

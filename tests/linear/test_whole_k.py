@@ -12,7 +12,6 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm import served
-from cute_kernels.gemm.portable.schedule import portable_schedules
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
 from cute_kernels.gemm.tuned import candidates, chosen
 from cute_kernels.gemm.weight import padded_shape
@@ -35,9 +34,8 @@ def nothing_noted() -> Iterator[None]:
 
 
 def schedules_of(problem: LinearProblem) -> Iterator[StreamSchedule | TileSchedule]:
-    """All that may serve a product: of tables and models, of servers, batch-invariant and portable ones."""
+    """All that may serve a product: of tables and models, of servers and batch-invariant ones."""
     yield from (one.schedule for one in candidates(problem))
-    yield from portable_schedules(problem)
     yield from invariant.schedules(replace(problem, batch_invariant=True))
     for one in (problem, replace(problem, batch_invariant=True)):
         yield chosen(one, GPU)

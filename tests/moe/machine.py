@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("greenlet", reason="threads of the machine are greenlets: pip install .[dev]")
 
 from simulator import Meanings
+from simulator.mbarriers import Mbarrier
 from simulator.turns import Turns
 
 TIMEOUT = 60.0  # of who polls, seconds: longer is a deadlock
@@ -62,22 +63,21 @@ class Registers(list):
         self[:] = [self.kind(value)] * len(self)
 
 
-class Barrier:
-    """An mbarrier: a phase ends with its last arrival and its last byte."""
+class Barrier(Mbarrier):
+    """An mbarrier whose waiting threads are woken by those who end a phase."""
 
     def __init__(self, count: int, turns: Turns):
-        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+        super().__init__(count)
         self.turns: Turns = turns
         self.waiting: list[Any] = []
 
-    def settle(self) -> None:
-        assert self.pending >= 0, "more arrivals than were said"
-        if self.pending == 0 and self.bytes == 0:
-            self.pending, self.phase = self.count, self.phase + 1
+    def change(self, arrivals: int = 0, num_bytes: int = 0) -> bool:
+        if ended := super().change(arrivals, num_bytes):
             self.turns.wake(self.waiting)
+        return ended
 
     def wait(self, parity: int) -> None:
-        while (self.phase - 1) % 2 != parity:
+        while not self.passes(parity):
             self.turns.wait(self.waiting)
 
 
@@ -205,10 +205,7 @@ class Machine:
     def mbarrier_change(self, barrier: int, arrivals: int, num_bytes: int) -> None:
         if self.here.idle:
             return
-        found = self.cta.barriers[int(barrier)]
-        found.pending -= arrivals
-        found.bytes += num_bytes
-        found.settle()
+        self.cta.barriers[int(barrier)].change(arrivals, num_bytes)
 
     def mbarrier_wait(self, barrier: int, parity: int) -> None:
         self.cta.barriers[int(barrier)].wait(parity)
@@ -226,10 +223,10 @@ class Machine:
                 bits = value.view(np.uint32) if isinstance(value, np.floating) else np.uint32(int(value) % 2**32)
                 memory[address + 4 * i : address + 4 * i + 4].view(np.uint32)[0] = bits
 
-        def load_relaxed(address: int, count: int) -> list[Word]:
+        def load_relaxed(address: int, count: int, *, offset: int = 0) -> list[Word]:
             self.turns.pause()
             assert time.monotonic() < self.deadline, f"deadlock: CTA {self.cta.block} polls"
-            return words(self.memory, address, count)
+            return words(self.memory, address + offset, count)
 
         def bulk_copy(destination: int, source: int, size: int, barrier: int) -> None:
             assert destination % 16 == source % 16 == size % 16 == 0 and size > 0, "misaligned copy"
@@ -251,7 +248,7 @@ class Machine:
             store_shared_zero16=lambda address, offset: store(self.cta.shared, address + offset, [0] * 4),
             load_global_words=lambda address, offset, n, constant=True: words(self.memory, address + offset, n),
             load_relaxed=load_relaxed,
-            store_global=lambda address, values: store(self.memory, address, values),
+            store_global=lambda address, values, offset=0: store(self.memory, address + offset, values),
             bulk_copy_to_shared=bulk_copy,
             pack_bf16x2=lambda a, b: Word(bits(a, torch.bfloat16) | bits(b, torch.bfloat16) << 16),
             pack_f16x2=lambda a, b: Word(bits(a, torch.float16) | bits(b, torch.float16) << 16),

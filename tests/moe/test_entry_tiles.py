@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.architecture import HOPPER
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.ranges import assignments
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder
@@ -131,31 +132,29 @@ def test_each_row_is_the_first_of_eight(ids, rows, topk, block_k, run_on):
     ring, k = ring_config(config), K_BLOCKS * block_k
     x = torch.randn(-(-len(ids) // topk), k).bfloat16()
     operands, shape = SimpleNamespace(x=machine.put(x)), sizes(ids, k=k, topk=topk)
-    where = SimpleNamespace(x_address=4096, full=Pointer(0), empty=Pointer(64))
+    pipeline = Pipeline(Pointer(0), Pointer(64), ring.num_stages)
+    where = SimpleNamespace(x_address=4096, pipeline=pipeline)
     found: list[tuple[Any, list[torch.Tensor]]] = []
 
     def work() -> None:
         if machine.here.thread == 0:
-            for stage in range(ring.num_stages):
-                machine.mbarrier_init(where.full + stage, 1)
-                machine.mbarrier_init(where.empty + stage, 1)
+            pipeline.init()
         machine.cta.all.pass_by()
         scheduler = stand_in(EntryTileScheduler)(shape, finder_of(machine, ids, rows), 0, NUM_TILES)
         if machine.warp == 0:
             EntryLoads(ring).copy(operands, shape, where, scheduler, machine.lane)
             return
-        uses = 0
+        here = pipeline.consumer_state()
         for index in range(scheduler.first, scheduler.count, scheduler.stride):
             tile, blocks = scheduler.work_tile(index), []
             for _ in range(K_BLOCKS):
-                stage, phase = uses % ring.num_stages, uses // ring.num_stages % 2
-                machine.mbarrier_wait(where.full + stage, phase)
-                begin = where.x_address + stage * ring.x_stage_bytes
+                pipeline.consumer_wait(here)
+                begin = where.x_address + here.stage * ring.x_stage_bytes
                 blocks.append(torch.from_numpy(machine.cta.shared[begin : begin + ring.x_stage_bytes].copy()))
                 machine.sync_warp()
                 if machine.lane == 0:
-                    machine.mbarrier_change(where.empty + stage, 1, 0)
-                uses += 1
+                    pipeline.consumer_release(here)
+                here = pipeline.next(here)
             if machine.lane == 0:
                 places = [int(tile.entry.place(row)) for row in range(tile.entry.rows)]
                 found.append((places, blocks))

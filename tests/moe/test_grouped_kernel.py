@@ -15,9 +15,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ring
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import epilogue, work
+from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
 from cute_kernels.gemm.config import BF16, FP32, LinearConfig
 from cute_kernels.gemm.experts import kernel as moe_kernel
@@ -42,7 +41,6 @@ from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
 
-MODULES = (ring, work, linear_kernel, epilogue, moe_kernel, moe_work)
 CONFIG = LinearConfig(
     integers(4, 64), "bf16", block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, epilogue_warps=1, use_pdl=True
 )
@@ -51,17 +49,17 @@ CONFIG = LinearConfig(
 def multiply(self, operands, memory, work, warp, lane) -> None:
     """Stands for `StreamRoles.multiply`: waits and tells as it does; the first warp computes all rows."""
     config = self.config
-    arch = moe_kernel.cute.arch
     if lane:
         return
     shared = self.machine.cta.shared
-    stage, phase, buffer, drained = 0, 0, 0, 1
+    pipeline, results = memory.pipeline, memory.results
+    here, staged = pipeline.consumer_state(), results.producer_state()
     for index in range(work.num_segments):
         segment = work.segment(index)
         start = memory.x + work.x_start(segment, memory.x_slot_bytes)
         acc = np.zeros((config.tile_m, config.block_rows), np.float64)
         for k_block in range(segment.begin, segment.end, config.chunk_k_blocks):
-            arch.mbarrier_wait(memory.full + stage, phase)
+            pipeline.consumer_wait(here)
             for i in range(min(segment.end - k_block, config.chunk_k_blocks)) if warp == 0 else ():
                 x = np.stack(
                     [
@@ -72,19 +70,19 @@ def multiply(self, operands, memory, work, warp, lane) -> None:
                     ]
                 )
                 for tile in range(config.n_tiles):
-                    w = weights(shared, memory.stages + stage * config.stage_bytes, tile, i, config)
+                    w = weights(shared, memory.stages + here.stage * config.stage_bytes, tile, i, config)
                     with np.errstate(invalid="ignore"):
                         acc[:, 64 * tile : 64 * tile + 64] += x @ w.T
-            arch.mbarrier_arrive(memory.empty + stage)
-            stage, phase = ring.advance(stage, phase, config.num_stages)
-        arch.mbarrier_wait(memory.drained + buffer, drained)
+            pipeline.consumer_release(here)
+            here = pipeline.next(here)
+        results.producer_acquire(staged)
         if warp == 0:
-            place = memory.staging + buffer * config.buffer_bytes
+            place = memory.staging + staged.stage * config.buffer_bytes
             for token in range(config.tile_m):
                 first = (place + token * config.staging_pitch) // 4
                 shared.view(np.float32)[first : first + config.block_rows] = acc[token]
-        arch.mbarrier_arrive(memory.staged + buffer)
-        buffer, drained = ring.advance(buffer, drained, config.num_buffers)
+        results.producer_commit(staged)
+        staged = results.next(staged)
 
 
 def values(shared: np.ndarray, address: int, count: int) -> np.ndarray:

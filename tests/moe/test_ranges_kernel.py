@@ -150,13 +150,13 @@ class Launch:
     def end_entry(self) -> None:
         self.makers[self.machine.cta.block[0], self.machine.here.entry] += 1
 
-    def copy_k_blocks(self, memory, begins, k_block, stage) -> None:
+    def copy_k_blocks(self, memory, begins, k_block, here) -> None:
         """As the kernel, into a stage that all warps of its warpgroup have given back."""
-        place = self.machine.cta.block[0], stage
+        place = self.machine.cta.block[0], here.stage
         if self.machine.lane == 0:
             assert self.read[place] == self.filled[place] * 4, "a stage is filled that is still read"
             self.filled[place] += 1
-        RangeRoles.copy_k_blocks(self.roles, memory, begins, k_block, stage)
+        RangeRoles.copy_k_blocks(self.roles, memory, begins, k_block, here)
 
     def multiply_k_blocks(self, acc, base, x_offset, place) -> None:
         """Adds what the tensor cores would to the accumulators of one thread."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import compile as linear_compile
 from cute_kernels.gemm import tuned as of_linear
 from cute_kernels.gemm.experts import compile as moe_compile
 from cute_kernels.gemm.experts import plan, tuned
@@ -32,7 +31,7 @@ from cute_kernels.gemm.experts.tuned import (
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import own_path
@@ -158,14 +157,11 @@ def test_plans_are_of_what_a_table_chooses(kind):
         assert made(places, gpu)[1] == modelled(replace(problem, places=places)).config
 
 
-@pytest.mark.parametrize("room", ["linear", "moe"])
-def test_products_in_limbs_ship_with_the_kernel_that_makes_them(room: str):
-    """Dense layers want them in blocks, experts in rows."""
-    compiling, wanted = {"linear": (linear_compile, "linear_limb_blocks_"), "moe": (moe_compile, "linear_limbs_")}[room]
-    shipped = compiling.shipped_specs()
-    configs = [spec.config for spec in shipped if getattr(getattr(spec, "config", None), "makes_limbs_before", False)]
+def test_products_in_limbs_ship_with_the_kernel_that_makes_them():
+    shipped = moe_compile.shipped_specs()
+    configs = [spec.config for spec in shipped if isinstance(spec.config, WgmmaConfig) and spec.config.limbs]
     assert configs
     names = {spec.symbol for spec in shipped}
     for config in configs:
-        made, product = (spec.symbol for spec in compiling.specs_of(config))
-        assert made == wanted + config.dtype and {made, product} <= names
+        made, product = (spec.symbol for spec in moe_compile.specs_of(config))
+        assert made == f"linear_limbs_{config.dtype}" and {made, product} <= names

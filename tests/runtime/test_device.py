@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.runtime import UnsupportedGPUError, arch_of, device
+from cute_kernels.runtime import UnsupportedGPUError, arch_of
 from cute_kernels.runtime.gpu import Gpu, standing_in
 
 
@@ -44,32 +44,3 @@ def test_no_gpu_is_a_clear_error():
     words = r"no GPU: torch .*; supported: sm_90a"
     with machine(is_available=lambda: False), pytest.raises(UnsupportedGPUError, match=words):
         arch_of()
-
-
-@pytest.mark.parametrize(
-    "capability, arch",
-    [
-        ((8, 0), "sm_80"),
-        ((8, 6), "sm_86"),
-        ((8, 7), "sm_86"),
-        ((8, 9), "sm_89"),
-        ((9, 0), "sm_90a"),
-        ((10, 0), "sm_100"),
-        ((10, 3), "sm_100"),
-        ((12, 0), "sm_120"),
-        ((12, 1), "sm_120"),
-    ],
-)
-def test_portable_kernels_are_compiled_for_what_runs_on_the_gpu(capability, arch: str):
-    with machine(capability=lambda index: capability):
-        assert device.portable_arch_of(0) == arch
-        assert device.is_supported(0) == (arch == "sm_90a")
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (13, 0)])
-def test_a_gpu_that_nothing_runs_on_is_named(capability: tuple[int, int]):
-    words = (
-        rf"NVIDIA Test GPU, compute capability {capability[0]}\.{capability[1]}; supported: weight-only linear .* 8\.0"
-    )
-    with machine(capability=lambda index: capability), pytest.raises(UnsupportedGPUError, match=words):
-        device.portable_arch_of(0)

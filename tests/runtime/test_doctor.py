@@ -11,7 +11,6 @@ from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.resources import ToolMissingError
 from cute_kernels.runtime.store import DiskStore
-from tests.launchers import cpu_as_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +38,6 @@ def test_no_gpu_stops_running_and_nothing_else():
     assert blocked["run kernels"] == ["driver", "gpu"]
     assert blocked["compile kernels"] == [] and blocked["load ahead-of-time bundles"] == []
     assert found.detail.startswith("no GPU: torch")
-
-
-def test_a_gpu_for_the_portable_kernel_alone_is_a_limit():
-    a100 = cpu_as_gpu(capability=lambda index: (8, 0), name=lambda index: "NVIDIA A100", current=lambda: 0)
-    with standing_in(a100), native.having(driver_version=lambda: (13, 0)):
-        found = finding("gpu")
-        blocked = doctor.abilities(doctor.examine())
-    assert found.status == LIMITED and found.detail.startswith("cuda:0 is NVIDIA A100")
-    assert "compiled for sm_80" in found.remedy
-    assert "gpu" in blocked["run kernels"] and "gpu" not in blocked["run weight-only linear layers"]
 
 
 def test_a_compiler_of_another_version_is_none():

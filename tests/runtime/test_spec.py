@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cute_kernels.gemm.portable.compile import PortableSpec
-from cute_kernels.gemm.portable.schedule import example_configs
 from cute_kernels.runtime import KernelSpec, compile_options
 from cute_kernels.runtime.artifact import compile_artifact
 from tests.runtime.tiny import BrokenSpec, TinyConfig, TinySpec
@@ -42,11 +40,6 @@ def test_an_architecture_that_a_kernel_is_not_written_for_is_refused_by_name():
         TinySpec().check_arch("sm_100")
     with pytest.raises(ValueError, match="arch: got 'sm_80'"):
         compile_artifact(TinySpec(), "sm_80")
-    portable = PortableSpec(example_configs()[0])
-    for arch in ("sm_80", "sm_89", "sm_90a", "sm_100"):
-        portable.check_arch(arch)
-    with pytest.raises(ValueError, match="arch: got 'sm_75' for linear:"):
-        portable.check_arch("sm_75")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from cute_kernels.gemm.experts import tuned as moe_tuned
 from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
 from cute_kernels.gemm.experts.schedule import GroupedProblem
 from cute_kernels.gemm.plan import DTYPES
-from cute_kernels.gemm.portable.schedule import make_portable_schedule
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.slices import slice_inputs, slice_outputs
 from cute_kernels.gemm.tuned import key_of, modelled, problem_of
@@ -229,18 +228,6 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
     near(Machine(config, weight, x, run_on).stage(packed=False), x, rounded(config, weight))
 
 
-@decoded
-def test_the_portable_kernel_multiplies_it(form, dtype, run_on):
-    pytest.importorskip("cutlass")
-    from cute_kernels.gemm.portable.config import portable_config
-    from tests.linear.test_portable import Launch, rounded
-
-    config = portable_config(form, dtype, tile_m=16, n_tiles=1, num_stages=3)
-    weight = random_weight(form, TORCH_DTYPES[dtype], 128, 192)
-    x = activations(9, 192, dtype)
-    near(Launch(config, weight, x, 1, run_on).product(), x, rounded(weight))
-
-
 @every_kind
 def test_every_scale_is_decoded(form, run_on):
     """Of one byte: of two `tests/linear/test_decode.py` has all that matter."""
@@ -268,11 +255,10 @@ def test_every_scale_is_decoded(form, run_on):
 
 
 def kernels_of(form: WeightFormat) -> list[KernelSpec]:
-    """Dense and of experts, of few rows and of many, and the portable one."""
+    """Dense and of experts, of few rows and of many."""
     problems = [LinearProblem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
     grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
     specs = [spec for problem in problems for spec in specs_of(modelled(problem).config)]
-    specs += specs_of(make_portable_schedule(problems[1]).config)
     specs += [spec for problem in grouped for spec in grouped_specs_of(moe_tuned.modelled(problem).config)]
     return list(dict.fromkeys(specs))
 

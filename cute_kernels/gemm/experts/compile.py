@@ -164,7 +164,7 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpe
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches, but for what brings rows in order."""
-    makes_limbs = getattr(config, "makes_limbs_before", False)
+    makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [linear_wgmma.LimbRowsSpec(LimbRowsConfig(config.dtype))] if makes_limbs else []
     return [*limbs, spec_of(config)]
 

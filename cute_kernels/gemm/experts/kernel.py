@@ -12,6 +12,7 @@ used. The pipeline of weights goes on meanwhile.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,6 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.ring import advance
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
@@ -44,13 +44,13 @@ class EntryLoads:
         always its k blocks up to ``reached``, but for the last block of the run, which may begin later and has no
         successor.
         """
-        config = self.config
+        config, pipeline = self.config, memory.pipeline
         k_block_bytes = 2 * config.block_k
         row_bytes = (
             work.shape.k * 2 - work.first_k_block * k_block_bytes
         )  # from the slice on; x ends before the padded K
-        stage, phase = Int32(0), Int32(1)
-        used_stage, used_phase = Int32(0), Int32(1)  # a wait for the chunk before; at first there is none
+        here = pipeline.producer_state()
+        used = pipeline.producer_state()  # of a wait for the chunk before; at first there is none
         entry, reached, row = Int32(-1), Int32(0), Int64(0)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
@@ -58,22 +58,21 @@ class EntryLoads:
                 entry, reached = segment.entry, Int32(0)
                 row = self.source_row(operands, segment, lane)
                 if (lane == 0) & (work.shape.x_slots == 1):
-                    cute.arch.mbarrier_wait(memory.empty + used_stage, used_phase)
+                    pipeline.producer_acquire(used)
             target = memory.x + (work.x_start(segment, memory.x_slot_bytes) + lane * memory.x_pitch)
             source = operands.x + (row * work.shape.k + work.first_k_block * config.block_k) * 2
             for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
                 end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
                 first = cutlass.max(k_block, reached) * k_block_bytes
                 size = cutlass.max(cutlass.min(end * k_block_bytes, row_bytes) - first, 0)
-                barrier = memory.full + stage
                 if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * segment.rows)
+                    pipeline.producer_acquire(here)
+                    pipeline.producer_expect(here, size * segment.rows)
                 cute.arch.sync_warp()
                 if (lane < segment.rows) & (size > 0):
-                    ptx.bulk_copy_to_shared(target + first, source + first, size, Int32(barrier.toint()))
-                used_stage, used_phase = stage, phase ^ 1
-                stage, phase = advance(stage, phase, config.num_stages)
+                    ptx.bulk_copy_to_shared(target + first, source + first, size, pipeline.full_address(here))
+                used = replace(here, phase=here.phase ^ 1)
+                here = pipeline.next(here)
             reached = cutlass.max(reached, segment.end)
 
     @cute.jit
@@ -150,7 +149,7 @@ class GroupedKernel:
         ends = self.load_ends(operands, shape, thread)
         if warp == config.consumer_warps:
             if lane == 0:
-                init_barriers(config, memory)
+                init_barriers(memory)
         else:
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import INPUT_ROWS, compile_kernel
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
-from cute_kernels.gemm.wgmma import factored_limbs_compile
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -23,11 +22,9 @@ class InputRowsSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold: layers of usual width in bf16, limbs of rows, and any rows that lie apart. Others compile
-    on demand."""
+    """What bundles hold: layers of usual width in bf16, and any rows that lie apart. Others compile on demand."""
     prepared = [InputRowsConfig("bf16", room, scaled) for room in (0, *ROOMS[:2]) for scaled in (False, True)]
-    rows = [InputRowsSpec(config) for config in (*prepared, InputRowsConfig("fp16", 0, False))]
-    return [*rows, *factored_limbs_compile.shipped_specs()]
+    return [InputRowsSpec(config) for config in (*prepared, InputRowsConfig("fp16", 0, False))]
 
 
 def compile_input_rows(config: InputRowsConfig, arch: str, *options: str) -> Any:

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.exchange import EMPTY_WORD, Poll, Published, reset
 from cute_kernels.gemm.layer.config import SET_WORDS
 from cute_kernels.gemm.layer.memory import Sizes
 
@@ -57,7 +57,7 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
     """Makes the other set EMPTY, with a warp of every CTA."""
     first = Int32(cute.arch.block_idx()[0]) * 32 + lane
     for i in cutlass.range(first, exchange.used // 4, sizes.num_ctas * 32, unroll=1):
-        ptx.store_global(exchange.other + Int64(i) * 16, [Uint32(EMPTY_WORD)] * 4)
+        reset(exchange.other + Int64(i) * 16)
 
 
 @cute.jit
@@ -65,7 +65,7 @@ def leave(sizes: Sizes, exchange: Exchange):
     """One lane of each CTA, when it has stored all its tiles. The last one leaves all for the next launch."""
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
-        ptx.store_global(sizes.exchange + LEFT, [Uint32(EMPTY_WORD)])
+        reset(sizes.exchange + LEFT, 1)
         ptx.store_global(sizes.exchange + TURN, [Uint32(exchange.turn), Uint32(sizes.used)])
 
 
@@ -73,26 +73,17 @@ def leave(sizes: Sizes, exchange: Exchange):
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
     """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of
     some addresses, if there is any. All are asked for at once."""
-    size, missing = 4 * len(places), Int32(1)
-    while missing != 0:
-        empty = Int32(0)
-        for i in cutlass.range_constexpr(len(addresses)):
-            if there[i]:
-                found = [word for place in places for word in ptx.load_relaxed(addresses[i], 4, offset=place)]
-                for k in cutlass.range_constexpr(size):
-                    words[i * size + k] = found[k]
-        for i in cutlass.range_constexpr(len(addresses)):
-            if there[i]:
-                for k in cutlass.range_constexpr(size):
-                    empty = cutlass.select_(words[i * size + k] == Uint32(EMPTY_WORD), Int32(1), empty)
-        missing = cutlass.select_(cute.arch.vote_any_sync(empty != 0), Int32(1), Int32(0))
+    sources = [
+        Published(address, offset=place, wanted=wanted)
+        for address, wanted in zip(addresses, there, strict=True)
+        for place in places
+    ]
+    Poll(sources, together=True).load(words)
 
 
 @cute.jit
 def load_result(address):
     """A word at an address of each lane, once all of a warp are there."""
-    missing, found = Int32(1), Uint32(0)
-    while missing != 0:
-        found = ptx.load_relaxed_part(address, 4)
-        missing = cutlass.select_(cute.arch.vote_any_sync(found == Uint32(EMPTY_WORD)), Int32(1), Int32(0))
-    return found
+    words = cute.make_rmem_tensor(1, Uint32)
+    Poll([Published(address, words=1)], together=True).load(words)
+    return words[0]

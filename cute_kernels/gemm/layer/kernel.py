@@ -63,7 +63,7 @@ class LayerProductsKernel:
                 ask_early(sizes, first)
         if warp == 0:
             if lane == 0:
-                init_barriers(config, memory)
+                init_barriers(memory)
         if warp == config.num_warps - 1:
             if lane == 0:
                 write_table(memory, (first, second, third, fourth))

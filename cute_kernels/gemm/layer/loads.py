@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.device.exchange import EMPTY_WORD
-from cute_kernels.device.ring import advance
+from cute_kernels.device.exchange import reset
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
     CODE_TILE_BYTES,
     CODE_TILE_K,
     GROUP,
-    SLOTS,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_K,
@@ -37,15 +37,15 @@ class Loader:
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
         """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
-        base, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
+        base, slot, running, drawn = Int32(0), memory.tiles.consumer_state(), Int32(1), Int32(drawn)
         while running != 0:
             if rank == 0:
-                cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
+                memory.tiles.producer_acquire(replace(slot, phase=slot.phase ^ 1))
                 if lane == 0:
-                    ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
-                    cute.arch.mbarrier_arrive(memory.tile_full + slot)
-            tile = receive(memory, slot, slot_phase, lane)
-            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+                    ptx.store_shared(memory.slots + slot.stage * 4, 0, [Uint32(drawn)])
+                    memory.tiles.producer_commit(slot)
+            tile = receive(memory, slot, lane)
+            slot = memory.tiles.next(slot)
             if tile >= sizes.num_tiles:
                 running = Int32(0)
             else:
@@ -61,7 +61,7 @@ class Loader:
         """Every CTA draws one number of the last product or behind it, who draws the last one makes the counter EMPTY.
         Then, and not before, may the next launch begin, whose CTAs draw at once."""
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
-            ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
+            reset(sizes.exchange + TICKETS, 1)
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -72,7 +72,7 @@ class Loader:
 
         That is drawn with one of the last stages, not before: who draws early keeps tiles that others would have begun.
         """
-        config, loaders = self.config, self.config.loader_warps
+        config, loaders, weights = self.config, self.config.loader_warps, memory.weights
         product = memory.product(number)
         own = tile - product.begin
         half, whole = own & 1, Int64(own >> 1)
@@ -87,14 +87,14 @@ class Loader:
             drawn = self.following(sizes, tile)
         for j in cutlass.range(first, stages, loaders, unroll=1):
             position = base + j
-            stage = position % config.num_stages
-            self.wait_for_room(memory, position)
-            if position >= window:
-                self.wait_for_stage(memory, position - window)
+            here = weights.producer_state_of(position)
+            weights.producer_acquire(here)
+            if position >= window:  # until the stage has come that the same warp asked for so long before
+                weights.consumer_wait(weights.consumer_state_of(position - window))
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
+                weights.producer_expect(here, STAGE_BYTES)
             cute.arch.sync_warp()
-            self.copy_stage(memory, stage, codes, scales, j)
+            self.copy_stage(memory, here, codes, scales, j)
             near = j + loaders * config.draw_ahead >= stages
             not_yet = (j == first) | (j + loaders * (config.draw_ahead - 1) < stages)
             if (rank == 0) & near & not_yet & (lane == 0):
@@ -118,20 +118,9 @@ class Loader:
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 
-    def wait_for_room(self, memory: LayerMemory, position) -> None:
-        """Waits until there is room for the ``position``-th stage of all."""
-        stage, use = position % self.config.num_stages, position // self.config.num_stages
-        cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
-
-    def wait_for_stage(self, memory: LayerMemory, position) -> None:
-        """Waits until the ``position``-th stage of all has come, which the same warp asked for."""
-        stage, use = position % self.config.num_stages, position // self.config.num_stages
-        cute.arch.mbarrier_wait(memory.full + stage, use & 1)
-
-    def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
+    def copy_stage(self, memory: LayerMemory, here, codes, scales, j) -> None:
         """Asks for a stage."""
-        barrier = memory.full + stage
-        address, target = Int32(barrier.toint()), memory.stages + stage * STAGE_BYTES
+        address, target = memory.weights.full_address(here), memory.stages + here.stage * STAGE_BYTES
         code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
         first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
         for i in range(code_tiles):

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.pipeline import Pipeline, fence_init
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
     BUFFERS,
@@ -85,12 +86,9 @@ class LayerMemory:
     parts: Int32
     table: Int32
     slots: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
-    tile_full: cute.Pointer
-    tile_empty: cute.Pointer
-    parts_full: cute.Pointer
-    parts_empty: cute.Pointer
+    weights: Pipeline
+    tiles: Pipeline  # numbers of work tiles, from one loader warp to all warps
+    results: Pipeline  # sums of a work tile, from consumer warps to the store warp
 
     def product(self, number) -> Product:
         """The numbers of a product."""
@@ -118,30 +116,21 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
         "slots": room(4 * SLOTS),
     }
     first = smem.allocate_array(cutlass.Int64, 2 * (config.num_stages + SLOTS + BUFFERS))
-    barriers, count = {}, 0
-    for name, size in (("", config.num_stages), ("tile_", SLOTS), ("parts_", BUFFERS)):
-        for kind in ("full", "empty"):
-            barriers[name + kind] = first + count if count else first
-            count += size
-    return LayerMemory(**regions, **barriers)
-
-
-def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
-    """Of one thread."""
-    readers = config.num_warps
-    warps = config.consumer_warps
-    counts = (
-        (memory.full, config.num_stages, 1),
-        (memory.empty, config.num_stages, 1),
-        (memory.tile_full, SLOTS, 1),
-        (memory.tile_empty, SLOTS, readers),
-        (memory.parts_full, BUFFERS, warps),
-        (memory.parts_empty, BUFFERS, 1),
+    tiles = first + 2 * config.num_stages
+    results = tiles + 2 * SLOTS
+    return LayerMemory(
+        **regions,
+        weights=Pipeline(first, first + config.num_stages, config.num_stages),
+        tiles=Pipeline(tiles, tiles + SLOTS, SLOTS, releases=config.num_warps),
+        results=Pipeline(results, results + BUFFERS, BUFFERS, fills=config.consumer_warps),
     )
-    for barriers, count, arrivals in counts:
-        for i in range(count):
-            cute.arch.mbarrier_init(barriers + i, arrivals)
-    cute.arch.mbarrier_init_fence()
+
+
+def init_barriers(memory: LayerMemory) -> None:
+    """Of one thread."""
+    for pipeline in (memory.weights, memory.tiles, memory.results):
+        pipeline.init()
+    fence_init()
 
 
 def write_table(memory: LayerMemory, products) -> None:
@@ -158,13 +147,13 @@ def write_table(memory: LayerMemory, products) -> None:
 
 
 @cute.jit
-def receive(memory: LayerMemory, slot, phase, lane):
-    """The number of the CTA's next work tile, of every warp."""
-    cute.arch.mbarrier_wait(memory.tile_full + slot, phase)
-    tile = Int32(ptx.load_shared(memory.slots + slot * 4, 0))
+def receive(memory: LayerMemory, slot, lane):
+    """The number of the CTA's next work tile, of every warp; slot: state of `LayerMemory.tiles`."""
+    memory.tiles.consumer_wait(slot)
+    tile = Int32(ptx.load_shared(memory.slots + slot.stage * 4, 0))
     cute.arch.sync_warp()
     if lane == 0:
-        cute.arch.mbarrier_arrive(memory.tile_empty + slot)
+        memory.tiles.consumer_release(slot)
     return cute.arch.make_warp_uniform(tile)
 
 

@@ -13,14 +13,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.ring import advance
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
-    BUFFERS,
     CODE_TILE_K,
     GROUP,
     MMA_ROWS,
-    SLOTS,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_K,
@@ -47,13 +44,14 @@ class Multiplier:
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, warp, lane):
         """All work tiles of the CTA."""
-        base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
-        before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
+        weights, results = memory.weights, memory.results
+        base, slot, running = Int32(0), memory.tiles.consumer_state(), Int32(1)
+        before, part = Int32(-1), results.producer_state()
         masks, exchange = ptx.pinned(Uint32(SIGNS)), exchange_of(sizes)
         acc = cute.make_rmem_tensor(self.num_sums, Float32)
         while running != 0:
-            tile = receive(memory, slot, slot_phase, lane)
-            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            tile = receive(memory, slot, lane)
+            slot = memory.tiles.next(slot)
             if tile >= sizes.num_tiles:
                 running = Int32(0)
             else:
@@ -66,21 +64,19 @@ class Multiplier:
                 stages = own.k // STAGE_K
                 rank = turn(warp, base, self.config.consumer_warps)
                 for j in cutlass.range(rank, stages, self.config.consumer_warps, unroll=1):
-                    position = base + j
-                    stage = position % self.config.num_stages
-                    parity = (position // self.config.num_stages) & 1
-                    cute.arch.mbarrier_wait(memory.full + stage, parity)
-                    self.multiply_stage(acc, memory, stage, j, masks, lane)
+                    here = weights.consumer_state_of(base + j)
+                    weights.consumer_wait(here)
+                    self.multiply_stage(acc, memory, here.stage, j, masks, lane)
                     cute.arch.sync_warp()
                     if lane == 0:
-                        cute.arch.mbarrier_arrive(memory.empty + stage)
+                        weights.consumer_release(here)
                 base = base + stages
-                cute.arch.mbarrier_wait(memory.parts_empty + buffer, buffer_phase ^ 1)
-                self.publish(acc, memory, buffer, rank, lane)
+                results.producer_acquire(part)
+                self.publish(acc, memory, part.stage, rank, lane)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(memory.parts_full + buffer)
-                buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
+                    results.producer_commit(part)
+                part = results.next(part)
 
     @property
     def num_sums(self) -> int:

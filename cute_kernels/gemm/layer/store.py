@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.device.ring import advance
 from cute_kernels.gemm.epilogue import silu
 from cute_kernels.gemm.layer import instructions
-from cute_kernels.gemm.layer.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
+from cute_kernels.gemm.layer.config import GROUP, TILE_N, LayerProductsConfig
 from cute_kernels.gemm.layer.exchange import Exchange, empty_other, exchange_of, leave, load_result
 from cute_kernels.gemm.layer.memory import LayerMemory, Product, Sizes, receive
 
@@ -28,16 +27,16 @@ class Storer:
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, lane):
         """All work tiles of the CTA."""
-        slot, slot_phase, running, before = Int32(0), Int32(0), Int32(1), Int32(-1)
-        buffer, buffer_phase = Int32(0), Int32(0)
+        slot, running, before = memory.tiles.consumer_state(), Int32(1), Int32(-1)
+        part = memory.results.consumer_state()
         factors = cute.make_rmem_tensor(self.config.rows, Float32)
         factors.fill(1.0)
         sums = cute.make_rmem_tensor(self.config.rows, Float32)
         exchange = exchange_of(sizes)
         empty_other(sizes, exchange, lane)
         while running != 0:
-            tile = receive(memory, slot, slot_phase, lane)
-            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            tile = receive(memory, slot, lane)
+            slot = memory.tiles.next(slot)
             if tile >= sizes.num_tiles:
                 running = Int32(0)
             else:
@@ -46,15 +45,15 @@ class Storer:
                 feature = (tile - product.begin) * TILE_N + lane
                 sums.fill(0.0)
                 self.load_added(sums, sizes, product, exchange, number, feature)
-                cute.arch.mbarrier_wait(memory.parts_full + buffer, buffer_phase)
+                memory.results.consumer_wait(part)
                 if number != before:
                     self.make_factors(factors, sizes, memory, product, lane)
                     before = number
-                self.add(sums, factors, memory, buffer, lane)
+                self.add(sums, factors, memory, part.stage, lane)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(memory.parts_empty + buffer)
-                buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
+                    memory.results.consumer_release(part)
+                part = memory.results.next(part)
                 waited_for = tile < sizes.waited_for
                 self.store(sums, sizes, product, exchange, waited_for, feature, lane)
         if lane == 0:

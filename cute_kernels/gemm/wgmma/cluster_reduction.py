@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.pipeline import Barrier
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
@@ -80,7 +81,7 @@ class Partials:
     @cute.jit
     def load(self, memory, store, tile, acc, i: int):
         """Adds the parts of the other CTAs to those of a tile, in their order, once all have come."""
-        cute.arch.mbarrier_wait(memory.partial_barriers + tile // self.config.cluster, 0)
+        Barrier(memory.partial_barriers + tile // self.config.cluster).wait()
         for number in cutlass.range_constexpr(self.config.cluster - 1):
             self.add(acc, i, self.partial_address(memory, store, tile, number))
 

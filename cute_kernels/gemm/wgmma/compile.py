@@ -7,13 +7,11 @@ from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import (
     FACTORED_TILES,
-    LIMB_BLOCKS,
     LIMB_ROWS,
-    LIMB_TILES,
     TILES,
     compile_kernel,
 )
-from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -54,29 +52,11 @@ class LimbRowsSpec(KernelSpec):
         return compile_limb_rows(self.config, arch)
 
 
-@dataclass(frozen=True, eq=False)
-class LimbBlocksSpec(KernelSpec):
-    """The kernel that makes limbs of rows of x in blocks: takes what `arguments` has of it."""
-
-    config: LimbBlocksConfig
-    family: ClassVar[str] = "linear"
-
-    def compile(self, arch: str) -> Any:
-        return compile_limb_blocks(self.config, arch)
-
-
 def compile_limb_rows(config: LimbRowsConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
     from cute_kernels.gemm.wgmma.limb_rows import LimbRowsKernel
 
     return compile_kernel(LimbRowsKernel, config, LIMB_ROWS, arch, *options)
-
-
-def compile_limb_blocks(config: LimbBlocksConfig, arch: str, *options: str) -> Any:
-    """As `compile_wgmma`."""
-    from cute_kernels.gemm.wgmma.limb_blocks import LimbBlocksKernel
-
-    return compile_kernel(LimbBlocksKernel, config, LIMB_BLOCKS, arch, *options)
 
 
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
@@ -85,10 +65,8 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     Raises ValueError if the configuration cannot be implemented.
     """
     from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
-    from cute_kernels.gemm.wgmma.limb_kernel import LimbWgmmaKernel
 
-    kind, arguments = (LimbWgmmaKernel, LIMB_TILES) if config.limbs else (WgmmaKernel, TILES)
-    return compile_kernel(kind, config, arguments, arch, *options)
+    return compile_kernel(WgmmaKernel, config, TILES, arch, *options)
 
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import gcd
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
@@ -81,11 +81,6 @@ class WgmmaConfig(Generic[M]):
     def limbs(self) -> bool:
         """Whether products are of int8 limbs."""
         return self.mainloop.limbs
-
-    @property
-    def makes_limbs_before(self) -> bool:
-        """Whether a launch of its own makes limbs of x."""
-        return self.mainloop.makes_limbs_before
 
     @property
     def cluster(self) -> int:
@@ -381,11 +376,11 @@ class WgmmaConfig(Generic[M]):
         return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
-class _MakesLimbs:
-    """What configurations of kernels that make limbs have in common."""
+@dataclass(frozen=True)
+class LimbRowsConfig:
+    """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
 
-    makes: ClassVar[str]  # in the name
-    dtype: str
+    dtype: str = "bf16"
 
     @property
     def num_threads(self) -> int:
@@ -393,24 +388,8 @@ class _MakesLimbs:
 
     @property
     def name(self) -> str:
-        return f"linear_{self.makes}_{self.dtype}"
+        return f"linear_limbs_{self.dtype}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
-
-
-@dataclass(frozen=True)
-class LimbRowsConfig(_MakesLimbs):
-    """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
-
-    makes: ClassVar[str] = "limbs"
-    dtype: str = "bf16"
-
-
-@dataclass(frozen=True)
-class LimbBlocksConfig(_MakesLimbs):
-    """The kernel that makes limbs of rows of x in blocks, for dense products of few rows. dtype: of x."""
-
-    makes: ClassVar[str] = "limb_blocks"
-    dtype: str = "bf16"

@@ -57,7 +57,8 @@ class Consumers:
         teller = lane == 0  # that a stage is free
         if const_expr(config.multicast > 1):
             teller = lane < config.multicast  # each tells one of the CTAs that fill it
-        stage, phase, last = self.stages.k_rank(group), Int32(0), Int32(0)
+        here = memory.pipeline.consumer_state(self.stages.k_rank(group))
+        last = memory.pipeline.consumer_state()
         acc = cute.make_rmem_tensor(config.thread_acc, Float32)
         self.reduction.begin()
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
@@ -72,9 +73,8 @@ class Consumers:
                 self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
-            state = (stage, phase, last)
-            present = parts_of(config, self.places, shape, work_tile)
-            stage, phase, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
+            state, present = (here, last), parts_of(config, self.places, shape, work_tile)
+            here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
             self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
             self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
         self.reduction.end()
@@ -84,27 +84,23 @@ class Consumers:
         """Adds the products of a work tile of which ``present`` parts have rows, at least ``count``.
 
         MMAs are as wide as the parts that have rows: the same loop for each number of them, or for most of them, no
-        further registers. What lies where no part was loaded are columns that nobody stores. state and result: (stage,
-        phase, the stage before).
+        further registers. What lies where no part was loaded are columns that nobody stores. state and result: as of
+        `RegisterMainloop.multiply`.
         """
-        stage, phase, last = state
+        here, last = state
         tile_m = count * self.config.part_m
         if const_expr(count not in self.config.loop_parts):
-            stage, phase, last = self.multiply_parts(
-                acc, memory, work_tile, place, channel, state, teller, present, count + 1
-            )
+            here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, count + 1)
         elif const_expr(count == self.config.row_parts):
-            stage, phase, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
+            here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
         else:
             if in_loop_of(self.config, present, count):
-                stage, phase, last = self.mainloop.multiply(
-                    acc, memory, work_tile, place, channel, state, teller, tile_m
-                )
+                here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
             else:
-                stage, phase, last = self.multiply_parts(
+                here, last = self.multiply_parts(
                     acc, memory, work_tile, place, channel, state, teller, present, count + 1
                 )
-        return stage, phase, last
+        return here, last
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
-from cute_kernels.gemm.wgmma.long_config import LongWgmma
-from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WholeK
-from cute_kernels.gemm.wgmma.shares_config import SharesWgmma
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.schedule import TileSchedule
@@ -214,32 +212,6 @@ class DecodedCost:
         return products + results + combine
 
 
-class SharesCost(DecodedCost):
-    """Of tiles whose parts of K are added up in shares: `SharesWgmma`."""
-
-    # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
-    share, share_acc = 510, 156
-    # What is more where all tiles are cut: CTAs send at the same time; of each accumulator, times the share of the SMs
-    # that do so beyond another.
-    all_cut, crowded_acc, uncrowded = 735, 404, 0.75
-
-    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        config, splits = schedule.config, schedule.splits
-        if splits == 1:
-            return super().part_clocks(problem, schedule, k_block)
-        exchange = self.share + self.share_acc * sent_of(schedule)
-        return schedule.split_k_blocks * k_block + self.work_tile_clocks(problem, config) / splits + exchange
-
-    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        crowded = max(schedule.num_ctas / problem.num_sms - self.uncrowded, 0)
-        return (self.all_cut + self.crowded_acc * crowded * sent_of(schedule)) / CLOCKS_PER_US
-
-
-def sent_of(schedule: TileSchedule) -> float:
-    """Accumulators of the other parts of its share that a thread is sent."""
-    return schedule.config.thread_acc * (schedule.splits - 1) / schedule.splits
-
-
 class RangesCost(DecodedCost):
     """Of tiles as work ranges: `RangesWgmma`."""
 
@@ -255,45 +227,6 @@ class RangesCost(DecodedCost):
         return products + self.work_tile_clocks(problem, config) + self.hand_over
 
 
-class LimbCost:
-    """Of x in limbs of a launch before: `Limbs`.
-
-    Decoding is little. What there is to do for each row are its limbs' columns and the scales of its accumulators. A
-    work tile's results take no time while the next one's weights are on their way.
-    """
-
-    step, row, k_block = 10.8, 0.566, 110  # per k16 step of a tile, tensor cores included; for each row; of a k block
-    before_us = 0.2  # of parts that meet in memory, where tiles are all cut: others are taken at equal times
-    row_share = 0.1  # of a row's bytes that take as long as the memory's
-    # Of the launch that makes limbs, and of the way out of the last work tile, by the rows of a tile.
-    start: ClassVar[dict[int, float]] = {8: 4500, 16: 4200, 32: 5200}
-    combine, combine_part = 1300, 55  # as of `DecodedCost`
-
-    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return self.start[schedule.config.tile_m]
-
-    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return ALL_CUT_US + self.before_us
-
-    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        config = schedule.config
-        tile_m = min(present_parts(problem, config) * config.part_m, config.tile_m)
-        decoding = self.k_block + config.block_tiles * config.k_block_steps * (self.step + self.row * tile_m)
-        stage_bytes = config.weight_stage_bytes + self.row_share * tile_m * config.x_stage_bytes / config.tile_m
-        return max(decoding, stage_bytes / bytes_per_clock(schedule))
-
-    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        return 0.0
-
-    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Parts that are reduced in the cluster take no longer than a way out."""
-        config, others = schedule.config, schedule.splits - 1
-        part = schedule.split_k_blocks * k_block
-        if others and not config.dsmem_reduction:
-            part += self.combine + self.combine_part * config.thread_acc * others
-        return part
-
-
 class ResidentCost:
     """Of limbs that a CTA makes itself: `ResidentLimbs`."""
 
@@ -302,7 +235,7 @@ class ResidentCost:
     # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
     tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
     load = 9  # of a row's 128 inputs that warps load
-    limb = 20  # of a row's 128 inputs that TMA brings where k blocks are decoded ahead, shared by the warpgroups
+    limb = 20  # of a row's 128 inputs that TMA brings where warpgroups interleave k blocks, shared by them
     fill = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
     # Of a further chunk of K, whether its rows are loaded or not.
     chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}
@@ -317,7 +250,7 @@ class ResidentCost:
             chunks = self.chunk[mainloop.loads] * made / first
         missing = config.tile_m - problem.m
         rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
-        if mainloop.ahead and not mainloop.loads:
+        if config.k_warpgroups > 1 and not mainloop.loads:
             rows += self.limb / config.warpgroups * problem.m * made
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
@@ -338,9 +271,7 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), RangesWgmma: RangesCost(),
-    MmaSync: DecodedCost(),
-    Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), RangesWgmma: RangesCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class FactorWarps:
         factors = memory.staging + self.store.config.extra_offset
         if self.stores(work_tile):
             self.store.make_factors(operands, factors, tid, first, end)
-            cute.arch.mbarrier_arrive(self.store.barrier_of(factors))
+            self.store.barrier_of(factors).arrive()
 
     def stores(self, work_tile) -> Boolean:
         """Whether the CTA stores a tile of a block."""

@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.pipeline import Barrier
 from cute_kernels.gemm.wgmma.deferred_config import (
     FACTOR_BYTES,
     FACTOR_WARPS,
@@ -184,15 +185,16 @@ class TakingStore:
         first = 0 if self.config.in_limbs else store.warpgroup * self.tiles.staging_bytes
         return store.staging - first + self.config.extra_offset
 
-    def barrier_of(self, factors) -> cute.Pointer:
-        """The mbarrier on which those who make factors arrive; ``factors``: the address of them."""
+    def barrier_of(self, factors) -> Barrier:
+        """The barrier on which those who make factors arrive; ``factors``: the address of them."""
         place = Int32(factors + self.config.factor_bytes)
-        return cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
+        pointer = cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
+        return Barrier(pointer, FACTOR_WARPS * WARP_THREADS)
 
     def init_barrier(self, memory) -> None:
         """Of one thread, before the barriers' fence."""
         factors = memory.staging + self.config.extra_offset
-        cute.arch.mbarrier_init(self.barrier_of(factors), FACTOR_WARPS * WARP_THREADS)
+        self.barrier_of(factors).init()
 
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
         """Before the products: asks for the residual."""
@@ -263,7 +265,7 @@ class TakingStore:
             if const_expr(self.config.in_limbs):
                 self.plain.wait(store)
             else:
-                cute.arch.mbarrier_wait(self.barrier_of(self.factors_of(store)), 0)
+                self.barrier_of(self.factors_of(store)).wait()
         self.scale(store, acc, first)
         self.plain.run(operands, shape, store, corner, acc, first, ordinal)
 

@@ -19,7 +19,6 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.wgmma import schedule as plain
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.long_config import LONG_BLOCK_K, LongWgmma
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem, SequentialSplitK
 from cute_kernels.gemm.wgmma.schedule import (
@@ -37,13 +36,14 @@ from cute_kernels.gemm.wgmma.stages import with_stages
 
 ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
 MOST_PARTS = 16
+BLOCK_K = (64, 128)  # whose k blocks parts of K are whole ones of
 MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
 DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
 # Of layers with few features, in clusters of four: for the last size there are too few stages in clusters of two.
 WIDE_TILE_M = (*DSMEM_TILE_M, MOST_WIDE_ROWS)
 # Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
-# long.
-LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES = 4, 32, 7168, 8
+# long. Nobody decodes while it waits, some 90 clocks in each k block: of twice as many inputs it is half of that.
+LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES, LONG_BLOCK_K = 4, 32, 7168, 8, 256
 SEQUENTIAL_TILE_M = (64, 96, 128, 160)
 # What parts that meet in memory take besides, beyond what tiles that are cut in a last round do: an H200, 1 to 32 rows.
 WORKSPACE_US = 2.2
@@ -95,7 +95,7 @@ def possible_parts(problem: LinearProblem) -> list[int]:
 
 def part_inputs(k_pad: int, parts: int) -> int:
     """Inputs of a part of K, whole k blocks of any size; the last part may have fewer."""
-    block_k = max(size for size in RegisterWgmma.block_k_sizes if k_pad % size == 0)
+    block_k = max(size for size in BLOCK_K if k_pad % size == 0)
     return -(-k_pad // block_k // parts) * block_k
 
 
@@ -165,7 +165,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
     long = [
-        replace(config, block_k=LONG_BLOCK_K, mainloop=LongWgmma())
+        replace(config, block_k=LONG_BLOCK_K, mainloop=RegisterWgmma(group_steps=4))
         for config in narrow
         if long_blocks and config.tile_m <= LONG_TILE_M
     ]

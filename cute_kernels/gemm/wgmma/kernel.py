@@ -7,7 +7,7 @@ output features each, overlap: while one decodes the next k16 steps, the tensor 
 other's to do.
 
 A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`,
-`.synchronous`, `.limbs`, `.limbs_ahead`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
+`.synchronous`, `.limbs`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
 (`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does with them.
 
 That operands in registers and two consumer warpgroups are the way to full rate with mixed operands is known from
@@ -27,7 +27,6 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop
 from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
 from cute_kernels.gemm.wgmma.limbs import LimbMainloop, Shift
-from cute_kernels.gemm.wgmma.limbs_ahead import AheadMainloop
 from cute_kernels.gemm.wgmma.loads import (
     ELEMENTS,
     ActivationLoads,
@@ -67,7 +66,7 @@ def make_mainloop(
     masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
     """
     if isinstance(config.mainloop, mainloops.Limbs):
-        return (AheadMainloop if config.mainloop.ahead else LimbMainloop)(config, stages, x_scale_shift)
+        return LimbMainloop(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
     if isinstance(config.mainloop, mainloops.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)

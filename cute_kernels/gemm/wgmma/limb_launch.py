@@ -1,4 +1,4 @@
-"""Launches of products whose activations come in limbs: that which makes the limbs, then the product."""
+"""The launch that makes limbs of the rows of x, before a grouped product of limbs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.arguments import LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES
-from cute_kernels.gemm.wgmma.compile import LimbBlocksSpec, LimbRowsSpec
-from cute_kernels.gemm.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.arguments import LIMB_ROWS
+from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.gemm.wgmma.mainloops import (
     LIMB_GROUP,
     LIMB_TILE_M,
-    ROW_LIMB_BYTES,
-    ROW_SCALE_BYTES,
     X_SCALE_ALIGNMENT,
 )
 from cute_kernels.runtime.cache import load
@@ -67,56 +65,6 @@ class LimbRows:
             places=self.places, groups=self.groups, pitch=self.pitch,
         )  # fmt: skip
         return limbs, scales
-
-
-@dataclass(frozen=True)
-class LimbProduct:
-    """Both launches of a dense product, bound as the one launch of others is.
-
-    Attributes:
-        make: makes limbs of x in blocks.
-        function: the product.
-        rows: of a block.
-        groups: of `LIMB_GROUP` inputs of the padded K.
-    """
-
-    make: Callable[..., Any]
-    function: Callable[..., Any]
-    rows: int
-    groups: int
-
-    @cached_property
-    def new_blocks(self) -> Blank:
-        """Both limbs take the bytes of an element of x; scales, one for each row and group, lie behind all of them."""
-        return blank((self.groups * self.rows * (ROW_LIMB_BYTES + ROW_SCALE_BYTES),), torch.uint8)
-
-    def bound(self, numbers: dict[str, int]) -> Callable[..., Any]:
-        """As `cute_kernels.gemm.plan.CompiledProduct.bound`."""
-        make = LIMB_BLOCKS.bound(self.make, {"rows": self.rows, "groups": self.groups})
-        product = LIMB_TILES.bound(self.function, {**numbers, "block_rows": self.rows})
-
-        def send(
-            x: torch.Tensor, codes: int, scales: int, zeros: int, bias: int, residual: int, out: int, workspace: int
-        ) -> None:
-            limbs = GPU.empty(*self.new_blocks)
-            place = limbs.data_ptr()
-            make(x=x, out=place)
-            product(
-                x=x, codes=codes, scales=scales, limbs=place, bias=bias, residual=residual, out=out, workspace=workspace
-            )
-
-        return send
-
-
-def block_rows(config: WgmmaConfig, m: int) -> int:
-    """Rows of x that are multiplied where there are ``m``: whole parts of the tile."""
-    return config.loop_m(-(-m // config.part_m))
-
-
-def limb_product(config: WgmmaConfig, function: Callable[..., Any], m: int, groups: int, arch: str) -> LimbProduct:
-    """The dense product of ``m`` rows by a compiled kernel, with what makes its limbs."""
-    make = load(LimbBlocksSpec(LimbBlocksConfig(config.dtype)), arch)
-    return LimbProduct(make, function, block_rows(config, m), groups)
 
 
 def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:

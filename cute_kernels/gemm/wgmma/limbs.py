@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
-from cute_kernels.device.ring import advance
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
@@ -256,16 +255,16 @@ class LimbMainloop:
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
         """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
-        stage, phase, last = state
+        here, last = state
         x_place = self.reader.x_scale_place(work_tile)
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_k_block(acc, memory, stage, place, x_place, tile_m)
+            memory.pipeline.consumer_wait(here)
+            self.multiply_k_block(acc, memory, here.stage, place, x_place, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, stage, teller)
-            last = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
-        return stage, phase, last
+            self.stages.release(memory, here, teller)
+            last = here
+            here = memory.pipeline.next(here)
+        return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
         """Adds a k block's products."""

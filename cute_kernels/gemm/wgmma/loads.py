@@ -10,7 +10,6 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.ring import advance
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, X_SCALE_ALIGNMENT
 from cute_kernels.gemm.wgmma.places import Places, parts_of
@@ -79,7 +78,8 @@ class TmaLoads:
             cute.arch.griddepcontrol_wait()
         tma_tiles, parts = config.block_k // TMA_TILE_K, config.row_parts
         targets = cute.group_modes(cute.local_tile(memory.x, (config.part_m, TMA_TILE_K), (None, 0, None)), 0, 2)
-        stage, phase = Int32(0), Int32(1)
+        pipeline = memory.pipeline
+        here = pipeline.producer_state()
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             first_row, _ = self.places.rows_of(shape, work_tile)
@@ -90,23 +90,23 @@ class TmaLoads:
             present = parts_of(config, self.places, shape, work_tile)
             size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
             for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                barrier = memory.full + stage
+                pipeline.producer_acquire(here)
+                barrier = pipeline.full_barrier(here)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                    pipeline.producer_expect(here, size)
                     if const_expr(self.limbs):
-                        self.copy_scales(shape, memory, work_tile, k_block, stage)
+                        self.copy_scales(shape, memory, work_tile, k_block, here)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:
                         for tma_tile in cutlass.range_constexpr(tma_tiles):
                             chosen = source[None, part, k_block * tma_tiles + tma_tile]
-                            place = target[(None, *self.place(stage, part, tma_tile, present))]
+                            place = target[(None, *self.place(here.stage, part, tma_tile, present))]
                             if const_expr(config.multicast > 1):
                                 everybody = cutlass.Int16((1 << config.multicast) - 1)
                                 cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=everybody)
                             else:
                                 cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
-                stage, phase = advance(stage, phase, config.num_stages)
+                here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
         """(part, TMA tile among those of all stages) where a part's lies, of a tile of which ``present`` parts have
@@ -117,15 +117,15 @@ class TmaLoads:
         number = tma_tile * present + part
         return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))
 
-    def copy_scales(self, shape, memory, work_tile, k_block, stage) -> None:
+    def copy_scales(self, shape, memory, work_tile, k_block, here) -> None:
         """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on; one lane."""
         size = self.config.x_scale_stage_bytes
         first, _ = self.places.rows_of(shape, work_tile)
         ptx.bulk_copy_to_shared(
-            memory.x_scales + stage * size,
+            memory.x_scales + here.stage * size,
             shape.x_scales + (Int64(k_block) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
             Int32(size),
-            Int32((memory.full + stage).toint()),
+            memory.pipeline.full_address(here),
         )
 
 
@@ -142,31 +142,29 @@ class WeightLoads:
     def copy_first(self, operands, shape, memory, scheduler):
         """Asks for the first k block of the first work tile; one lane."""
         work_tile = scheduler.work_tile(scheduler.first)
-        self.copy_k_block(operands, shape, memory, work_tile, work_tile.begin, Int32(0))
+        here = memory.pipeline.producer_state()
+        self.copy_k_block(operands, shape, memory, work_tile, work_tile.begin, here)
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler):
         """Brings codes, scales and zero points of every k block that `copy_first` has not asked for; one
         warp."""
-        config = self.config
-        there = Int32(1 if self.asks_first else 0)
-        stage, phase = there, Int32(1)
+        pipeline, there = memory.pipeline, Int32(1 if self.asks_first else 0)
+        here = pipeline.producer_state(there)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             begin = work_tile.begin + there
             there = Int32(0)
             for k_block in cutlass.range(begin, work_tile.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                pipeline.producer_acquire(here)
                 with cute.arch.elect_one():
-                    self.copy_k_block(operands, shape, memory, work_tile, k_block, stage)
-                stage, phase = advance(stage, phase, config.num_stages)
+                    self.copy_k_block(operands, shape, memory, work_tile, k_block, here)
+                here = pipeline.next(here)
 
-    def copy_k_block(self, operands, shape, memory, work_tile, k_block, stage):
+    def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
         """Asks for a k block of a block: of each tile a run of codes, one of scales, one of zero points."""
-        config = self.config
-        barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
-        address = Int32(barrier.toint())
+        config, stage = self.config, here.stage
+        address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES
         group_bytes = config.k_block_groups * config.format.group_scale_bytes
         zero_bytes = config.k_block_groups * config.format.group_zero_bytes

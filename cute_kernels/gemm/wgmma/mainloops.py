@@ -11,16 +11,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
+from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.config import X_PAD
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
     TMA_TILE_ALIGNMENT,
     WGMMA_N_STEP,
     Dsmem,
-    EarlyDsmem,
     InterleavedDsmem,
     Reduction,
     RowCuts,
@@ -52,7 +50,6 @@ ORDERED_K_BLOCKS = 2  # of all of K in the place of one of the CTA's part;
 ORDERED_MOST_K_BLOCKS = 32  # of that part: with 56, on eight warps, a launch before takes 0.5 us less
 NORMED_ROWS = 1  # of them, at most, that are normed: each CTA adds up the squares of all
 LIMB_TILE_M = 64  # whose limbs an MMA takes
-AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
@@ -71,7 +68,6 @@ class Mainloop(ABC):
         scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
         limbs: whether x is two limbs of 8 bits and a scale for each row and `LIMB_GROUP` inputs, and products are those
             of bytes, exact in int32.
-        makes_limbs_before: whether a launch of its own makes them.
         registers: of a consumer thread, by the number of warpgroups.
         producer_registers: of a thread that loads.
         more_threads: beside those of the consumer warpgroups.
@@ -86,7 +82,6 @@ class Mainloop(ABC):
     reductions: ClassVar[tuple[type[Reduction], ...]]
     scales_codes: ClassVar[bool] = False
     limbs: ClassVar[bool] = False
-    makes_limbs_before: ClassVar[bool] = False
     registers: ClassVar[dict[int, int]] = {1: 240, 2: 240, 3: 160}  # with the producers', all that an SM has
     producer_registers: ClassVar[int] = 24
     more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
@@ -179,6 +174,7 @@ class RegisterWgmma(Mainloop):
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
         WholeK, RowCuts, WorkspaceSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
     )  # fmt: skip
+    block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     scales_codes: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
     rows_apart: ClassVar[bool] = True
@@ -239,21 +235,13 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 
 @dataclass(frozen=True)
 class Limbs(Mainloop):
-    """MMAs of int8 limbs that a launch before makes: `.limbs`, and `.limbs_ahead`.
+    """MMAs of int8 limbs that a launch before makes, of grouped products: `.limbs`."""
 
-    Attributes:
-        ahead: whether the next k block is decoded while this one is multiplied.
-    """
-
-    ahead: bool = False
-    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK, Dsmem)
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     limbs: ClassVar[bool] = True
-    makes_limbs_before: ClassVar[bool] = True
     block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
 
-    @property
-    def name(self) -> str:
-        return f"s2limbs{'ahead' if self.ahead else ''}"
+    name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
         """In fp32, from a multiple of 16 bytes on."""
@@ -266,8 +254,6 @@ class Limbs(Mainloop):
             return f"{config.row_parts} parts of rows whose limbs follow one another want a loop for each"
         if config.tile_m > LIMB_TILE_M:
             return f"{config.tile_m} rows are more than the {LIMB_TILE_M} whose limbs an MMA takes"
-        if self.ahead and config.tile_m > AHEAD_TILE_M:
-            return f"a k block is decoded ahead of products of at most {AHEAD_TILE_M} rows"
         return None
 
 
@@ -283,7 +269,6 @@ class ResidentLimbs(Mainloop):
         loads: whether consumer warps load the rows there are; if not, x, whose rows are whole TMA tiles, comes by TMA,
             which takes long to fill in rows that x does not have.
         spare: so that blocks of an odd number of tiles are as many as there are SMs.
-        ahead: as of `Limbs`.
         factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; `ORDERED`, one row
             in another order: `.row_order`; "" for nothing.
 
@@ -294,9 +279,8 @@ class ResidentLimbs(Mainloop):
     k_blocks: int = 64
     loads: bool = False
     spare: int = 0
-    ahead: bool = False
     factors: str = ""
-    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem, EarlyDsmem)
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem)
     limbs: ClassVar[bool] = True
     registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
     more_threads: ClassVar[int] = WARP_THREADS
@@ -305,14 +289,12 @@ class ResidentLimbs(Mainloop):
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
     block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
 
-    @property
-    def name(self) -> str:
-        return f"s2limbs{'ahead' if self.ahead else ''}"
+    name: ClassVar[str] = "s2limbs"
 
     def kernel_name(self, config: WgmmaConfig) -> str:
-        spare, early = f"less{self.spare}" if self.spare else "", "early" if config.reduction.early else ""
+        spare = f"less{self.spare}" if self.spare else ""
         rows = ("loads" if self.loads else "") + self.factors
-        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{rows}"
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{rows}"
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return 0
@@ -335,10 +317,8 @@ class ResidentLimbs(Mainloop):
         return super().regions(config) + more + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Of x, and of a stage's tiles but the first where partials leave early."""
-        if not config.reduction.early:
-            return (Barriers("x_barrier", 1),)
-        return Barriers("x_barrier", 1), Barriers("tile_barriers", (config.n_tiles - 1) * config.num_stages)
+        """Of x."""
+        return (Barriers("x_barrier", 1),)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
@@ -346,8 +326,6 @@ class ResidentLimbs(Mainloop):
     def problem(self, config: WgmmaConfig) -> str | None:
         if reason := limb_problem(config, zeros=True, least=MMA_GROUP) or one_of(config.row_parts, (1,), "row_parts"):
             return reason
-        if config.reduction.early and (config.format.has_zeros or config.group_size < LIMB_GROUP):
-            return f"tiles that come one by one have no zero points, and groups of at least {LIMB_GROUP} inputs"
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
         if self.factors not in ("", SCALED, NORMED, ORDERED):
@@ -360,50 +338,10 @@ class ResidentLimbs(Mainloop):
             return f"a row in another order of {self.k_blocks} k blocks a CTA is slower than a launch before"
         if self.factors == ORDERED and config.cluster > ORDERED_K_BLOCKS:
             return f"a CTA of {config.cluster} has room for {ORDERED_K_BLOCKS} times its part of a row in another order"
-        if self.ahead and config.reduction.early:
-            return "warpgroups that send early take no k block ahead"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):
             # Else a chunk of K would end with another's turn than that which the pipeline goes on with.
             return f"room for {self.k_blocks} k blocks is not two halves of rounds of {config.reduction.k_warpgroups}"
         return None
-
-
-@dataclass(frozen=True)
-class PortableMmaSync(Mainloop):
-    """cp.async and mma.sync of sm_80: `cute_kernels.gemm.portable.kernel`.
-
-    One warpgroup: each warp has 16 rows of each tile of 64 features and all rows of x.
-    """
-
-    reductions: ClassVar[tuple[type[Reduction], ...]] = (WorkspaceSplitK,)
-    registers: ClassVar[dict[int, int]] = {1: 0}
-    more_threads: ClassVar[int] = 0
-    tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
-    block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
-    limits: ClassVar[Limits] = least_of(LIMITS)  # sm_80 and all later ones
-    name: ClassVar[str] = ""
-
-    def kernel_name(self, config: WgmmaConfig) -> str:
-        shape = f"m{config.tile_m}n{TILE_N * config.n_tiles}r{config.num_stages}"
-        return f"linear_portable_{config.weight_name}_{shape}"
-
-    def x_pitch(self, config: WgmmaConfig) -> int:
-        """Bytes from a row of x to the next: an odd number of vectors, so that ldmatrix reads without conflicts."""
-        return 2 * config.block_k + X_PAD
-
-    def x_stage_bytes(self, config: WgmmaConfig) -> int:
-        return config.tile_m * self.x_pitch(config)
-
-    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """None: warps wait for groups of their own cp.async."""
-        return ()
-
-    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """The pipeline; results go through the same memory when all products are done."""
-        return (Region("stages", max(config.num_stages * config.stage_bytes, config.staging_bytes)),)
-
-    def problem(self, config: WgmmaConfig) -> str | None:
-        return one_of(config.row_parts, (1,), "row_parts")
 
 
 # What a configuration has where nothing else is said.

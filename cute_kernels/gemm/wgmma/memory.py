@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.device.pipeline import Barrier, Pipeline, fence_init
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.regions import Region
 
@@ -24,14 +25,12 @@ class TileMemory:
     scales: Int32
     zeros: Int32
     staging: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
+    pipeline: Pipeline
     table: Int32
     x_scales: Int32
     partials: Int32  # of K of a cluster's tiles, and their barriers
     partial_barriers: cute.Pointer
-    x_barrier: cute.Pointer  # of resident limbs, if there is one,
-    tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
+    x_barrier: cute.Pointer  # of resident limbs, if there is one
     row_sums: Int32 | None = None  # of the squares of parts of rows of x that are normed
     x_sums: Int32 | None = None  # of rows of x, of each group, where weights have zero points
 
@@ -63,22 +62,22 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 
 
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
-    """Where barriers lie, by name, from the first of all on."""
+    """The pipeline, and where other barriers lie, by name, from the first of all on."""
     found, count = {}, 0
     for group in config.barriers:
         found[group.name] = first + count if count else first
         count += group.count
-    return found
+    full, empty = (found.pop(name) for name in ("full", "empty"))
+    arrivals = config.stage_copies, config.stage_warps
+    return {"pipeline": Pipeline(full, empty, config.num_stages, *arrivals, config.multicast), **found}
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
     """Of one thread, before any other uses them: all but those that their owner initialises."""
-    for i in range(config.num_stages):
-        for group in config.mainloop.barriers(config):
-            cute.arch.mbarrier_init(getattr(memory, group.name) + i, group.arrivals)
+    memory.pipeline.init()
     for group in config.reduction.barriers(config):
         for i in range(group.count):
-            barrier = getattr(memory, group.name) + i
-            cute.arch.mbarrier_init(barrier, group.arrivals)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, group.expected_bytes)
-    cute.arch.mbarrier_init_fence()
+            barrier = Barrier(getattr(memory, group.name) + i, group.arrivals)
+            barrier.init()
+            barrier.expect(group.expected_bytes)
+    fence_init()

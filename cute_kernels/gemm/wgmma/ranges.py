@@ -7,17 +7,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64
 
-from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.kernel import WgmmaKernel, launch_options
 from cute_kernels.gemm.wgmma.places import DensePlaces, Places, corner_of
 from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK
-from cute_kernels.gemm.wgmma.reduction import VECTOR_STRIDE
+from cute_kernels.gemm.wgmma.reduction import add_published, publish_acc
 from cute_kernels.gemm.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_sizes
 from cute_kernels.gemm.work import Operands, operands_of
 
@@ -125,8 +123,7 @@ class RangeReduction:
         """See `TileReduction`."""
         if work_tile.end < shape.k_blocks:
             place = self.place(operands, store, work_tile.split)
-            for i in cutlass.range_constexpr(self.config.thread_vectors):
-                ptx.store_global(place, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_STRIDE)
+            publish_acc(acc, place, self.config.thread_vectors)
         else:
             if work_tile.begin > 0:
                 self.collect(operands, shape, store, work_tile, acc)
@@ -148,30 +145,11 @@ class RangeReduction:
         """Adds what the CTAs before this one left of the tile, from the next one to the one that has its beginning."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
-            self.add_part(self.place(operands, store, other), acc)
+            add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)
             tile, k_block = shape.begin_of(other)
             began_before = (tile == work_tile.number) & (k_block > 0)
             more = cutlass.select_(began_before, Int32(1), Int32(0))
             other = other - 1
-
-    @cute.jit
-    def add_part(self, place, acc):
-        """Adds a part once it has come, all of it at once, and puts EMPTY back."""
-        vectors = self.config.thread_vectors
-        words = cute.make_rmem_tensor(4 * vectors, Uint32)
-        missing = Int32(1)
-        while missing != 0:
-            missing = Int32(0)
-            for i in cutlass.range_constexpr(vectors):
-                loaded = ptx.load_relaxed(place, 4, offset=i * VECTOR_STRIDE)
-                for j in cutlass.range_constexpr(4):
-                    words[4 * i + j] = loaded[j]
-            for i in cutlass.range_constexpr(4 * vectors):
-                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
-        for i in cutlass.range_constexpr(vectors):
-            for j in cutlass.range_constexpr(4):
-                acc[4 * i + j] = acc[4 * i + j] + words[4 * i + j].bitcast(Float32)
-            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=i * VECTOR_STRIDE)
 
 
 class RangesKernel:

@@ -8,12 +8,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.formats.weights.decoder import CodeDecoder
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.places import Places
@@ -84,23 +83,15 @@ class StageReader:
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
-    def next_stage(self, stage, phase):
-        """The stage of a warpgroup's next k block, and the parity of its barrier."""
-        config = self.config
-        if config.k_warpgroups == 1:
-            return advance(stage, phase, config.num_stages)
-        return advance_by(config.k_warpgroups, stage, phase, config.num_stages)
+    def next_state(self, memory, state):
+        """The pipeline's state of a warpgroup's next k block."""
+        return memory.pipeline.next(state, self.config.k_warpgroups)
 
     @cute.jit
-    def release(self, memory, stage, teller):
-        """Says that this warp has done with a stage."""
-        if teller:
-            barrier = memory.empty + stage
-            if const_expr(self.config.multicast > 1):
-                there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
-                numbers.arrive_in_cluster(there)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
+    def release(self, memory, state, releases):
+        """Releases a stage that this warp has read; releases: whether this lane says so."""
+        if releases:
+            memory.pipeline.consumer_release(state)
 
     def load_codes(self, address) -> list[list[Any]]:
         """[tile][chunk of its codes] a thread's 16 bytes of a k block; address: of its first ones."""

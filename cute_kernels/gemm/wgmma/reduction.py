@@ -1,8 +1,8 @@
 """How parts of K are added up, and who stores the result: four of the values of the reduction policy.
 
-The others, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
-`.resident_early`. All have `begin`, before the first work tile, `prepare`, before a work tile's products, `finish`, of
-its accumulators, and `end`, behind the last one.
+The other one, through the shared memory of a cluster tile by tile, is in `.cluster_reduction`. All have `begin`,
+before the first work tile, `prepare`, before a work tile's products, `finish`, of its accumulators, and `end`, behind
+the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
@@ -101,9 +101,7 @@ class WorkspaceReduction:
             place = place + (store.warpgroup * (partial_bytes // self.config.warpgroups) + store.tid * 16)
             if work_tile.split < work_tile.splits - 1:
                 place = place + Int64(work_tile.split) * partial_bytes
-                for i in cutlass.range_constexpr(self.config.thread_vectors):
-                    vector = [acc[4 * i + j] for j in range(4)]
-                    ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
+                publish_acc(acc, place, self.config.thread_vectors)
             else:
                 for _ in cutlass.range(work_tile.splits - 1, unroll=1):
                     for first in cutlass.range_constexpr(0, self.config.thread_vectors, self.config.combine_batch):
@@ -113,22 +111,26 @@ class WorkspaceReduction:
     @cute.jit
     def add_part(self, place, acc, first: int):
         """Adds some vectors of another part to the accumulators, once they have come, and puts EMPTY back."""
-        batch = self.config.combine_batch
-        words = cute.make_rmem_tensor(4 * batch, Uint32)
-        missing = Int32(1)
-        while missing != 0:
-            missing = Int32(0)
-            for i in cutlass.range_constexpr(batch):
-                loaded = ptx.load_relaxed(place, 4, offset=(first + i) * VECTOR_STRIDE)
-                for j in cutlass.range_constexpr(4):
-                    words[4 * i + j] = loaded[j]
-            for i in cutlass.range_constexpr(4 * batch):
-                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
-        for i in cutlass.range_constexpr(batch):
-            for j in cutlass.range_constexpr(4):
-                place_of = 4 * (first + i) + j
-                acc[place_of] = acc[place_of] + words[4 * i + j].bitcast(Float32)
-            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
+        add_published(acc, 4 * first, place, self.config.combine_batch, first * VECTOR_STRIDE)
+
+
+def publish_acc(acc, place, count: int) -> None:
+    """Publishes the first ``count`` vectors of a thread's accumulators, in the order of the registers."""
+    for i in range(count):
+        publish(place, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_STRIDE)
+
+
+@cute.jit
+def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr, offset: cutlass.Constexpr):
+    """Adds ``count`` vectors that `publish_acc` has left, from ``offset`` bytes on, to accumulators[first:], and puts
+    EMPTY back."""
+    words = cute.make_rmem_tensor(4 * count, Uint32)
+    offsets = [offset + i * VECTOR_STRIDE for i in range(count)]
+    Poll([Published(place, offset=offset) for offset in offsets]).load(words)
+    for i in cutlass.range_constexpr(count):
+        for j in cutlass.range_constexpr(4):
+            acc[first + 4 * i + j] = acc[first + 4 * i + j] + words[4 * i + j].bitcast(Float32)
+        reset(place, offset=offsets[i])
 
 
 class SequentialReduction:

@@ -43,24 +43,24 @@ class RegisterMainloop:
     def multiply(self, acc, memory, work_tile, place: Lane, channel, state, teller, tile_m: int):
         """Adds W X^T of a work tile's k blocks to ``acc``, for the first ``tile_m`` rows of its tile.
 
-        channel: of `Channel.load`. state and result: (stage, phase, the stage before), which is not released yet.
-        teller: whether this lane releases stages.
+        channel: of `Channel.load`. state and result: those of the next k block and of the one before, whose stage is
+        not released yet. teller: whether this lane releases stages.
         """
-        stage, phase, last = state
+        here, last = state
         begin = work_tile.begin + place.k_rank
         for k_block in cutlass.range(begin, work_tile.end, self.config.k_warpgroups, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_k_block(acc, memory, stage, place, channel, last, teller & (k_block > begin), tile_m)
-            last = stage
-            stage, phase = self.stages.next_stage(stage, phase)
-        return stage, phase, last
+            memory.pipeline.consumer_wait(here)
+            self.multiply_k_block(acc, memory, here, place, channel, last, teller & (k_block > begin), tile_m)
+            last = here
+            here = self.stages.next_state(memory, here)
+        return here, last
 
-    def multiply_k_block(self, acc, memory, stage, place: Lane, channel, last, teller, tile_m: int):
+    def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, teller, tile_m: int):
         """Adds W X^T of a k block to ``acc``, whose last MMAs it leaves running; releases the stage before.
 
-        acc: [tile of the warpgroup][tile_m / 2]. last: the stage before; teller: whether this lane releases it.
+        acc: [tile of the warpgroup][tile_m / 2]. last: the state before; teller: whether this lane releases its stage.
         """
-        config, mainloop = self.config, self.config.mainloop
+        config, mainloop, stage = self.config, self.config.mainloop, here.stage
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
         words = self.stages.load_codes(codes)
         groups = [self.stages.load_groups(memory, stage, place, i) for i in range(config.n_tiles)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
-from cute_kernels.gemm.wgmma.results import EarlyDsmem
 
 RESIDENT_TILE_M = ResidentLimbs.tile_m_sizes
-EARLY_CLUSTER = EarlyDsmem.cluster  # CTAs of those that send early
 ResidentConfig = WgmmaConfig[ResidentLimbs]

@@ -1,6 +1,6 @@
 """Weight-only GEMM for few rows of x, whose limbs are made once and stay in shared memory: one launch.
 
-A launch that makes limbs beforehand (:mod:`.limb_kernel`) takes a microsecond. Making them as x comes through the
+A launch that makes limbs beforehand takes a microsecond. Making them as x comes through the
 pipeline sets its pace. But nothing is to be done until the first weights have come, two microseconds after the start:
 in that time the consumer warps turn all of x that the CTA needs into limbs (:mod:`.resident_rows`). The producer warp
 waits for none of it.
@@ -11,40 +11,31 @@ partials like those of the other CTAs of a cluster, and go the same way (:mod:`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.gemm.wgmma.consumers import Consumers
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
-from cute_kernels.gemm.wgmma.few_rows import FewRowsSizes, few_rows_scheduler, few_rows_sizes
 from cute_kernels.gemm.wgmma.kernel import launch_options
 from cute_kernels.gemm.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
-from cute_kernels.gemm.wgmma.memory import allocate
+from cute_kernels.gemm.wgmma.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.reading import StageReader
-from cute_kernels.gemm.wgmma.reduction import TileReduction, TileStore
+from cute_kernels.gemm.wgmma.reduction import TileStore
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
-from cute_kernels.gemm.wgmma.resident_early import EarlyReduction, OrderedLoads, TileByTile, TileOrder
-from cute_kernels.gemm.wgmma.resident_loads import ResidentWeights, StageLoads
-from cute_kernels.gemm.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
+from cute_kernels.gemm.wgmma.resident_loads import StageLoads
+from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
 from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors
+from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.gemm.work import Operands, operands_of
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
-
-
-@dataclass(frozen=True)
-class ResidentSizes(FewRowsSizes):
-    """Sizes of a launch whose CTAs make limbs of x."""
-
-    reserved: Int32  # not used; kernels are as they were measured with it
 
 
 class RowStore(TileStore, Protocol):
@@ -74,20 +65,10 @@ class ResidentKernel:
         self.config, self.store = config, store
         self.places, stages = DensePlaces(config), StageReader(config)
         epilogue = TileEpilogue(config) if store is None else for_reductions(store)
-        self.weights: ResidentWeights
-        loop: ChunkLoop
-        reduction: TileReduction
-        if config.reduction.early:
-            order = TileOrder(config)
-            self.weights = OrderedLoads(config, self.places, order)
-            reduction = EarlyReduction(config, epilogue, self.places, order)
-            loop = TileByTile(config, stages, order, reduction)
-        else:
-            self.weights = StageLoads(config, self.places)
-            reduction = ClusterReduction(config, epilogue, self.places)
-            loop = (KBlocksAhead if config.mainloop.ahead else EachKBlock)(config, stages)
+        self.weights = StageLoads(config, self.places)
+        reduction = ClusterReduction(config, epilogue, self.places)
         self.limbs = ResidentLimbLoads(config)
-        mainloop = ResidentMainloop(config, self.limbs, loop)
+        mainloop = ResidentMainloop(config, self.limbs, stages)
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
 
     def launch(self, given, stream):
@@ -100,7 +81,7 @@ class ResidentKernel:
         config = self.config
         layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
         copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
-        shape = ResidentSizes(*few_rows_sizes(config, given), reserved=Int32(1))
+        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
         options = launch_options(config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
@@ -113,7 +94,7 @@ class ResidentKernel:
         lane = cute.arch.lane_idx()
         layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.mainloop.k_blocks)
         memory = allocate(config, layout, ELEMENTS[config.dtype], 0)
-        scheduler = few_rows_scheduler(config, shape, cta, num_ctas)
+        scheduler = dense_scheduler(config, shape, cta, num_ctas)
         self.limbs.attach(operands, shape, memory, copy_x, x_view)
         if warp == config.consumer_warps:
             # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
@@ -121,7 +102,7 @@ class ResidentKernel:
                 work_tile = scheduler.work_tile(scheduler.first)
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
-                self.weights.init_barriers(memory)
+                init_barriers(config, memory)
                 cute.arch.griddepcontrol_wait()
                 self.weights.copy_first(operands, shape, memory, work_tile)
             cute.arch.sync_warp()

@@ -3,39 +3,20 @@
 Limbs lie k block by k block, so a k block's are found by its number, where staged ones are found by the stage. All x
 that a CTA needs is made before the first work tile, if there is room. If not, one half of the room has a chunk of K
 while the other is filled with the next: the pipeline holds the weights of several k blocks, so consumers catch up.
-
-`ResidentMainloop` takes K in such chunks. Within a chunk one of three values does the work: `EachKBlock`,
-`KBlocksAhead`, or, where the CTA's own tiles come last, `.resident_early.TileByTile`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.device import wgmma
 from cute_kernels.gemm.wgmma.limbs import LimbProducts, LimbReader
-from cute_kernels.gemm.wgmma.limbs_ahead import AheadSteps
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
-
-
-class ChunkLoop(Protocol):
-    """What multiplies the k blocks of a chunk of K.
-
-    ``start``: the k block whose limbs are the first resident ones; ``end``: of the CTA's part of K, of which the chunk
-    may be the last. All k blocks of the chunk have their limbs. Returns (stage, phase).
-    """
-
-    @property
-    def products(self) -> LimbProducts: ...
-
-    def multiply(self, acc, memory, work_tile, start, end, place, stage, phase, teller, tile_m: int) -> Any: ...
 
 
 def at(memory, index, tile_m: int):
@@ -52,20 +33,22 @@ def at(memory, index, tile_m: int):
 class ResidentMainloop:
     """MMAs of int8 limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
 
-    def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, loop: ChunkLoop):
-        self.config, self.limbs, self.loop = config, limbs, loop
+    def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader):
+        self.config, self.limbs, self.stages = config, limbs, stages
+        self.reader = LimbReader(config, stages, None, in_pairs=True)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     def masks(self, shape, lane):
-        return self.loop.products.masks(nothing(shape, lane))
+        return self.products.masks(nothing(shape, lane))
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `RegisterMainloop.multiply`; the last of ``state`` is the parity of what of x comes next.
+        """As `RegisterMainloop.multiply`; the phase of the second of ``state`` is that of what of x comes next.
 
         Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
         the producer warp goes on meanwhile, and consumers catch up. The chunk before the first is empty.
         """
-        stage, phase, x_phase = state
+        here, x_next = state
         half = self.config.mainloop.k_blocks // 2
         size = cutlass.select_(place.fits != 0, work_tile.end - work_tile.begin, Int32(half))
         count = (work_tile.end - work_tile.begin + half - 1) // half
@@ -79,40 +62,29 @@ class ResidentMainloop:
             if chunk >= 0:
                 start = cutlass.select_(place.fits != 0, work_tile.begin, begin - (chunk & 1) * half)
                 part = replace(work_tile, begin=begin, end=end)
-                stage, phase = self.loop.multiply(
-                    acc, memory, part, start, work_tile.end, place, stage, phase, teller, tile_m
-                )
+                here = self.multiply_chunk(acc, memory, part, start, place, here, teller, tile_m)
             if following < work_tile.end:
                 there = at(memory, buffer, tile_m)
-                self.limbs.make(place, there, following, following_end, x_phase)
-                x_phase = x_phase ^ 1
+                self.limbs.make(place, there, following, following_end, x_next.phase)
+                x_next = replace(x_next, phase=x_next.phase ^ 1)
             if place.fits == 0:
                 self.limbs.meet()
-        return stage, phase, x_phase
-
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
-        """Nothing: accumulators are finished and scaled."""
-
-
-class EachKBlock:
-    """Decodes a k block, multiplies it, waits for it."""
-
-    def __init__(self, config: ResidentConfig, stages: StageReader):
-        self.config, self.stages = config, stages
-        self.reader = LimbReader(config, stages, None, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
+        return here, x_next
 
     @cute.jit
-    def multiply(self, acc, memory, work_tile, start, end, place, stage, phase, teller, tile_m: int):
-        """See `ChunkLoop`."""
+    def multiply_chunk(self, acc, memory, work_tile, start, place, here, teller, tile_m: int):
+        """Decodes each k block of a chunk, multiplies it, waits for it. Returns the state behind it.
+
+        start: the k block whose limbs are the first resident ones.
+        """
         x_place = self.reader.x_scale_place(work_tile)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, self.config.k_warpgroups, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_k_block(acc, at(memory, k_block - start, tile_m), stage, place, x_place, tile_m)
+            memory.pipeline.consumer_wait(here)
+            self.multiply_k_block(acc, at(memory, k_block - start, tile_m), here.stage, place, x_place, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, stage, teller)
-            stage, phase = self.stages.next_stage(stage, phase)
-        return stage, phase
+            self.stages.release(memory, here, teller)
+            here = self.stages.next_state(memory, here)
+        return here
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
         """Adds a k block's products."""
@@ -121,40 +93,5 @@ class EachKBlock:
         zeros = self.reader.load_zeros(memory, stage, place, x_place, tile_m)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros)
 
-
-class KBlocksAhead:
-    """Decodes a warpgroup's next k block while this one's MMAs run."""
-
-    def __init__(self, config: ResidentConfig, stages: StageReader):
-        self.config, self.stages = config, stages
-        self.steps = AheadSteps(config, stages)
-
-    @property
-    def products(self) -> LimbProducts:
-        return self.steps.products
-
-    @cute.jit
-    def multiply(self, acc, memory, work_tile, start, end, place, stage, phase, teller, tile_m: int):
-        """See `ChunkLoop`; a warpgroup may have no k block of a chunk."""
-        x_place = self.steps.reader.x_scale_place(work_tile)
-        between = self.steps.nothing_yet(tile_m)
-        k_warpgroups = self.config.k_warpgroups
-        if work_tile.begin + place.k_rank < work_tile.end:
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-        self.steps.take(memory, stage, place, between)
-        for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, k_warpgroups, unroll=1):
-            here = at(memory, k_block - start, tile_m)
-            started, scales, x_scales, zeros = self.steps.multiply_but_last(
-                acc, here, stage, place, x_place, between, tile_m
-            )
-            last = stage
-            stage, phase = self.stages.next_stage(stage, phase)
-            if k_block + k_warpgroups < work_tile.end:
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-            # Behind the work tile's last k block these are bytes of some other, and not used.
-            self.steps.take(memory, stage, place, between)
-            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales, zeros)
-            cute.arch.sync_warp()
-            self.stages.release(memory, last, teller)
-        self.steps.add_kept(acc, between)
-        return stage, phase
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Nothing: accumulators are finished and scaled."""

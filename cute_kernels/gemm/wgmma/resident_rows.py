@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.pipeline import Barrier, fence_init
 from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Lane
@@ -146,7 +147,7 @@ class ResidentRows:
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * (ROW_LIMB_BYTES * self.room.tile_m))
+            Barrier(x.barrier).expect(own * (ROW_LIMB_BYTES * self.room.tile_m))
         # All CTAs want the same of x at the same time: each begins with another k block.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8
@@ -381,13 +382,13 @@ class ResidentLimbLoads:
         if const_expr(not self.config.mainloop.loads):
             if warp == 0:
                 if lane == 0:
-                    cute.arch.mbarrier_init(memory.x_barrier, self.config.consumer_warps)
-                    cute.arch.mbarrier_init_fence()
+                    Barrier(memory.x_barrier, self.config.consumer_warps).init()
+                    fence_init()
             self.meet()
         if fits != 0:
             if const_expr(not self.config.mainloop.loads):
                 self.rows.bring(self.source, Int32(0), begin, end, warp)
-                cute.arch.mbarrier_wait(memory.x_barrier, 0)
+                Barrier(memory.x_barrier).wait()
             self.rows.make(self.source, memory, begin, end, warp, lane, asked)
         return fits
 
@@ -399,7 +400,7 @@ class ResidentLimbLoads:
     def make(self, place: Lane, memory, begin, end, x_phase):
         """Makes limbs of k blocks [begin, end), once x has come."""
         if const_expr(not self.config.mainloop.loads):
-            cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
+            Barrier(memory.x_barrier).wait(x_phase)
         self.rows.make(self.source, memory, begin, end, place.warp, place.lane)
 
     def meet(self):

@@ -15,7 +15,7 @@ from cute_kernels.gemm.schedule import LinearProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
-from cute_kernels.gemm.wgmma.results import EarlyDsmem, dsmem
+from cute_kernels.gemm.wgmma.results import dsmem
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
@@ -30,7 +30,6 @@ class WarpgroupsOf:
     Attributes:
         most_stages: of the pipeline, however much room there is: what is asked for at once comes later, all of it.
         loaded_stages: the same where warps load x.
-        publishes_early: whether it is `EarlyDsmem`.
         chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
         least: k blocks of a CTA's part of K where it is worth a try.
         loaded: whether it is for x that warps load alone: TMA fills in rows for all k blocks at once.
@@ -40,11 +39,9 @@ class WarpgroupsOf:
     n_tiles: int = 1
     spare: int = 0
     k_warpgroups: int = 1
-    ahead: bool = True
     resident_k_blocks: int = 32
     most_stages: int = MOST_STAGES
     loaded_stages: int = MOST_STAGES
-    publishes_early: bool = False
     chunks: bool = True
     least: int = 0
     loaded: bool = False
@@ -55,9 +52,9 @@ RESIDENT_SHAPES = {
     8: (
         WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
         WarpgroupsOf(2, k_warpgroups=2),  # one tile, of small layers
-        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
+        WarpgroupsOf(4, resident_k_blocks=16, most_stages=6),  # four
         # Seven tiles: 28672 features are 128 such parts.
-        WarpgroupsOf(4, n_tiles=2, spare=1, ahead=False, resident_k_blocks=16, most_stages=4),
+        WarpgroupsOf(4, n_tiles=2, spare=1, resident_k_blocks=16, most_stages=4),
         # One tile of long rows, whose limbs are all made at once: a chunk's way through L2 is waited for.
         WarpgroupsOf(2, k_warpgroups=2, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
@@ -67,23 +64,21 @@ RESIDENT_SHAPES = {
             2,
             n_tiles=n_tiles,
             spare=spare,
-            ahead=False,
             resident_k_blocks=16,
             most_stages=most,
-            publishes_early=early,
             chunks=False,
         )
-        for n_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
+        for n_tiles, spare, most in ((2, 0, 7), (3, 0, MOST_STAGES), (4, 1, MOST_STAGES))
     ),
 }
 # The same of groups of which a k block has several. Each has accumulators, for which a thread wants registers, and
-# scales, which take longer than decoding. So nothing is decoded ahead, and four warpgroups share a tile's k blocks.
+# scales, which take longer than decoding. So four warpgroups share a tile's k blocks.
 FINE_SHAPES = {
     8: (
-        WarpgroupsOf(4, k_warpgroups=2, ahead=False, loaded_stages=10),  # two tiles
-        WarpgroupsOf(4, k_warpgroups=4, ahead=False),  # one tile
-        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
-        WarpgroupsOf(4, k_warpgroups=4, ahead=False, resident_k_blocks=64, chunks=False, least=33, loaded=True),
+        WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
+        WarpgroupsOf(4, k_warpgroups=4),  # one tile
+        WarpgroupsOf(4, resident_k_blocks=16, most_stages=6),  # four
+        WarpgroupsOf(4, k_warpgroups=4, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
 }
 RESIDENT_CLUSTER = 2
@@ -108,16 +103,14 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
 
 def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
-    # Of long rows with zero points what is handed on from one k block to the next takes 0.6 us more than it hides.
-    ahead = shape.ahead and not (shape.loaded and problem.format.has_zeros)
     config = WgmmaConfig(
         **weight_fields(problem),
         tile_m=tile_m,
         block_k=LIMB_GROUP,
         warpgroups=shape.warpgroups,
         n_tiles=shape.n_tiles,
-        mainloop=ResidentLimbs(shape.resident_k_blocks, loads=loads, spare=shape.spare, ahead=ahead),
-        reduction=EarlyDsmem() if shape.publishes_early else dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
+        mainloop=ResidentLimbs(shape.resident_k_blocks, loads=loads, spare=shape.spare),
+        reduction=dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
     return with_stages(config, most, SPARE_BYTES)

@@ -106,7 +106,6 @@ class Reduction(ABC):
         cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
         dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
             publish their partials: `.cluster_reduction`.
-        early: whether partials leave before the last k block: `.resident_early`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
         stores: types of stores that it goes with.
         multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
@@ -117,7 +116,6 @@ class Reduction(ABC):
     splits_k: ClassVar[bool] = True
     cuts_rows: ClassVar[bool] = False
     dsmem: ClassVar[bool] = False
-    early: ClassVar[bool] = False
     sequential: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     multicasts: ClassVar[bool] = False
@@ -258,22 +256,6 @@ class InterleavedDsmem(Reduction):
         if config.num_stages < 2 * count or config.num_stages % count:
             # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
             return f"num_stages {config.num_stages} is no multiple of {count} warpgroups, or less than two for each"
-        return None
-
-
-@dataclass(frozen=True)
-class EarlyDsmem(Reduction):
-    """As `Dsmem`; each k block begins with the tiles that the other CTA of the cluster stores, whose partials leave
-    while the last k block of its own is multiplied: `.resident_early`."""
-
-    cluster: ClassVar[int] = 2
-    dsmem: ClassVar[bool] = True
-    early: ClassVar[bool] = True
-    name: ClassVar[str] = "_dsmem2"
-
-    def problem(self, config: WgmmaConfig) -> str | None:
-        if config.n_tiles % self.cluster:
-            return f"{config.n_tiles} tiles of a warpgroup are not shared out among {self.cluster} CTAs to send early"
         return None
 
 

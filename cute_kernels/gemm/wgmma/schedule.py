@@ -25,12 +25,10 @@ from cute_kernels.gemm.wgmma.costs import (
 )
 from cute_kernels.gemm.wgmma.mainloops import (
     FACTOR_ROWS,
-    LIMB_GROUP,
     NORMED,
     ORDERED,
     ORDERED_ROWS,
     SCALED,
-    Limbs,
     RegisterWgmma,
 )
 from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
@@ -38,7 +36,6 @@ from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
-    Dsmem,
     RowCuts,
     RowExchange,
     StagedStore,
@@ -46,7 +43,6 @@ from cute_kernels.gemm.wgmma.results import (
     WorkspaceSplitK,
     dsmem,
 )
-from cute_kernels.gemm.wgmma.shares_config import SharedSplitK, SharesWgmma
 from cute_kernels.gemm.wgmma.stages import MAX_STAGES, with_stages
 
 MAX_SPLITS = 16
@@ -93,20 +89,8 @@ LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last ro
 ROW_CUTS = 2
 # Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
 MULTICAST = 2
-# The same with x in limbs: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows. Loops for
-# fewer rows than a tile's would lie between what is run, and code comes from memory.
-MOST_LIMB_ROWS = 24
-LIMB_SHAPES = (
-    (8, 1, 1, 1),
-    (8, 1, 2, 1),
-    (16, 1, 1, 1),
-    (16, 1, 1, 2),
-    (16, 1, 2, 1),
-    (32, 4, 1, 2),
-    (32, 4, 2, 1),
-)
-# Stages at most, by m_tiles; where x is limbs of a launch before, it would wait behind more weights.
-TILE_STAGES, LIMB_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 6}
+# Stages at most, by m_tiles.
+TILE_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}
 
 
 class DsmemShape(NamedTuple):
@@ -176,8 +160,6 @@ ROUND_SHAPES = (
     (96, 1, 1, 128, 1),
     (64, 1, 1, 128, 1),
 )
-# Tiles whose parts of K are added up by all CTAs that have one: (tokens, warpgroups, unit_k, parts).
-SHARE_SHAPES = ((128, 2, 128, 4), (128, 2, 128, 8), (96, 2, 128, 3), (96, 2, 128, 6))
 # Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
 RANGE_GROUP = 128
 RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
@@ -287,18 +269,12 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
     if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
         return None
-    shares = config.reduction.parts if isinstance(config.reduction, SharedSplitK) else 1
-    if shares > 1 and splits not in (1, shares):
-        return None
     teams = problem.num_sms // config.multicast
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
         # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
         if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
-            return None
-        # Parts whose CTAs wait for one another are one round, so each CTA has one of them, the last that it does.
-        if shares > 1 and schedule.num_tiles_cut * splits > teams:
             return None
     return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
 
@@ -349,8 +325,7 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     )
     tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
-    meeting = share_configs(problem) + range_configs(problem)
-    return tiles + dsmem + meeting + limb_configs(problem) + resident_configs(problem)
+    return tiles + dsmem + range_configs(problem) + resident_configs(problem)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -384,37 +359,21 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
 
-def share_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Tiles whose parts of K are added up in shares."""
-    return meeting_configs(problem, SHARE_SHAPES, SharesWgmma, SharedSplitK)
-
-
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Tiles as work ranges, of groups of which times were measured."""
-    if problem.format.group_size != RANGE_GROUP:
+    """Tiles of short products as work ranges, of groups of which times were measured."""
+    if problem.format.group_size != RANGE_GROUP or not is_short(problem):
         return []
-    return meeting_configs(problem, RANGE_SHAPES, RangesWgmma, RangeSplitK)
-
-
-def meeting_configs(
-    problem: LinearProblem,
-    shapes: Iterable[tuple[int, int, int, int]],
-    mainloop: type[SharesWgmma | RangesWgmma],
-    reduction: type[SharedSplitK | RangeSplitK],
-) -> list[WgmmaConfig]:
-    """Short products whose parts of K meet in memory by kernels of their own; shapes: (tokens, warpgroups, unit_k, what
-    the reduction is made of)."""
     configs = (
         of_format(
             problem,
             tile_m=tile_m,
             warpgroups=warpgroups,
             block_k=block_k,
-            mainloop=mainloop(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
-            reduction=reduction(given),
+            mainloop=RangesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            reduction=RangeSplitK(end),
         )
-        for tile_m, warpgroups, block_k, given in shapes
-        if is_short(problem) and problem.m > tile_m // 2 and problem.k_pad % block_k == 0
+        for tile_m, warpgroups, block_k, end in RANGE_SHAPES
+        if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
     )
     return implementable(configs)
 
@@ -484,7 +443,7 @@ def is_plain(problem: LinearProblem) -> bool:
 
 
 def is_short(problem: LinearProblem) -> bool:
-    """The same of `ROUND_SHAPES` and `SHARE_SHAPES`."""
+    """The same of `ROUND_SHAPES` and `RANGE_SHAPES`."""
     return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 
@@ -532,26 +491,6 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
     return 1 if tile_m > 64 and form == (8, "bf16") else 2
 
 
-def limb_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of x in limbs, of few rows."""
-    if problem.m > MOST_LIMB_ROWS:
-        return []
-    configs = (
-        of_format(
-            problem,
-            tile_m=tile_m,
-            row_parts=row_parts,
-            n_tiles=n_tiles,
-            block_k=LIMB_GROUP,
-            mainloop=Limbs(ahead=True),
-            reduction=Dsmem(cluster) if cluster > 1 else WorkspaceSplitK(),
-        )
-        for tile_m, row_parts, n_tiles, cluster in LIMB_SHAPES
-        if tile_m >= problem.m and (tile_m == LIMB_SHAPES[0][0] or problem.m > tile_m // 2)
-    )
-    return implementable(configs, LIMB_STAGES)
-
-
 def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, those of batch-invariant products among them,
     one for few and one for many rows in others.
@@ -580,7 +519,6 @@ def shipped_configs() -> list[WgmmaConfig]:
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))
     configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
-    configs |= dict.fromkeys(share_configs(LinearProblem(256, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     configs |= dict.fromkeys(range_configs(LinearProblem(112, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
@@ -594,9 +532,6 @@ def shipped_configs() -> list[WgmmaConfig]:
             configs |= dict.fromkeys(config for config in ordered if config is not None)
     long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
     configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
-    for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
-        problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
-        configs |= dict.fromkeys(limb_configs(problem))
     return list(configs)
 
 

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.device import ptx
-from cute_kernels.device.ring import advance
 from cute_kernels.gemm.config import MMA_N
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
@@ -41,16 +40,16 @@ class SynchronousMainloop:
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
         """As `RegisterMainloop.multiply`; releases every stage itself."""
-        stage, phase, last = state
+        here, last = state
         rows = self.rows(cute.arch.lane_idx())
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_k_block(acc, memory, stage, place, rows, channel, tile_m)
+            memory.pipeline.consumer_wait(here)
+            self.multiply_k_block(acc, memory, here.stage, place, rows, channel, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, stage, teller)
-            last = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
-        return stage, phase, last
+            self.stages.release(memory, here, teller)
+            last = here
+            here = memory.pipeline.next(here)
+        return here, last
 
     def rows(self, lane) -> list[Any]:
         """[step of a TMA tile] bytes from a TMA tile to what a lane asks ldmatrix for: tokens, then halves of 16

@@ -26,7 +26,6 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.gemm.config import MMA_N, ROW_WARPS
 from cute_kernels.gemm.epilogue import Epilogue
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
@@ -196,7 +195,7 @@ class RangeRoles:
         known = self.routing.load(operands, shape, lane)
         if warp == config.consumer_warps:
             if lane == 0:
-                init_barriers(config, memory)
+                init_barriers(memory)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
             cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
@@ -217,17 +216,17 @@ class RangeRoles:
     @cute.jit
     def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
         """Brings the weights of all blocks; one warp."""
-        config, shape = self.config, work_range.shape
-        stage, phase = Int32(0), Int32(1)
+        config, shape, pipeline = self.config, work_range.shape, memory.pipeline
+        here = pipeline.producer_state()
         for index in cutlass.range(work_range.count, unroll=1):
             number, block = work_range.block(index)
             expert = finder.find(self.routing.entry_of(shape, number)).expert
             begins = self.weight_begins(operands, shape, expert, block, self.routing.first_k_block(shape, number))
             for k_block in cutlass.range(0, shape.k_blocks, config.chunk_k_blocks, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                pipeline.producer_acquire(here)
                 with cute.arch.elect_one():
-                    self.copy_k_blocks(memory, begins, k_block, stage)
-                stage, phase = advance(stage, phase, config.num_stages)
+                    self.copy_k_blocks(memory, begins, k_block, here)
+                here = pipeline.next(here)
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -246,12 +245,11 @@ class RangeRoles:
             for k_block in k_blocks
         ]
 
-    def copy_k_blocks(self, memory, begins, k_block, stage) -> None:
+    def copy_k_blocks(self, memory, begins, k_block, here) -> None:
         """Asks for the chunk of a block from a k block on; one lane."""
-        config, barrier = self.config, memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.chunk_k_blocks * config.k_block_stage_bytes)
-        address = Int32(barrier.toint())
-        target = memory.stages + stage * config.stage_bytes
+        config = self.config
+        address = memory.pipeline.producer_expect(here, config.chunk_k_blocks * config.k_block_stage_bytes)
+        target = memory.stages + here.stage * config.stage_bytes
         for i, begin in enumerate(begins):
             parts = ((0, config.k_block_bytes), (config.scale_offset, config.k_block_scale_bytes))
             for source, (offset, k_block_bytes) in zip(begin, parts, strict=True):
@@ -308,10 +306,9 @@ class RangeRoles:
     @cute.jit
     def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
         """A consumer warp: its k blocks of every block, then its part of the block's results."""
-        config, shape = self.config, work_range.shape
+        config, shape, results = self.config, work_range.shape, memory.results
         place = self.limb_lane(shape, memory, warp, lane)
-        stage, phase, turn = Int32(place.k_warp), Int32(0), Int32(place.k_warp)
-        buffer, drained_phase = Int32(0), Int32(1)
+        here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
         last, slot, start = Int32(-1), Int32(0), Int32(0)
         acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
         if const_expr(config.use_pdl):
@@ -329,35 +326,35 @@ class RangeRoles:
                 slot = slot + 1
             last = number
             acc.fill(0.0)
-            stage, phase, turn = self.multiply_block(acc, shape, memory, place, start, (stage, phase, turn), lane)
-            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
-            stage_acc(config, acc, memory, buffer, place, [])
+            here, turn = self.multiply_block(acc, shape, memory, place, start, (here, turn), lane)
+            results.producer_acquire(staged)
+            stage_acc(config, acc, memory, staged.stage, place, [])
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(memory.staged + buffer)
-            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+                results.producer_commit(staged)
+            staged = results.next(staged)
 
     @cute.jit
     def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
         """Adds a block's products to ``acc``; of its chunks a warpgroup takes every ``k_warps``-th.
 
-        start: bytes to its limbs; pipeline and result: (stage, phase, chunks until the next one that is this warp's).
+        start: bytes to its limbs; state and result: (the pipeline's, chunks until the next one that is this warp's).
         """
-        config = self.config
-        stage, phase, turn = state
+        config, pipeline = self.config, memory.pipeline
+        here, turn = state
         chunk = config.chunk_k_blocks
         first = turn * chunk
         following = first
         for k_block in cutlass.range(first, shape.k_blocks, config.k_warps * chunk, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            base = memory.stages + stage * config.stage_bytes
+            pipeline.consumer_wait(here)
+            base = memory.stages + here.stage * config.stage_bytes
             self.multiply_k_blocks(acc, base, k_block * config.activations.k_block_limb_bytes(config) + start, place)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(memory.empty + stage)
+                pipeline.consumer_release(here)
             following = k_block + config.k_warps * chunk
-            stage, phase = advance_by(config.k_warps, stage, phase, config.num_stages)
-        return stage, phase, (following - shape.k_blocks) // chunk
+            here = pipeline.next(here, config.k_warps)
+        return here, (following - shape.k_blocks) // chunk
 
     def multiply_k_blocks(self, acc, base, x_offset, place: LimbLane) -> None:
         """Adds the products of a chunk; x_offset: where the limbs of its first k block are."""
@@ -404,7 +401,7 @@ class RangeRoles:
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
-        buffer, phase = Int32(0), Int32(0)
+        staged = memory.results.consumer_state()
         acc = cute.make_rmem_tensor(4, Float32)
         extras = cute.make_rmem_tensor(8, Float32)
         # The first turn is a rehearsal that stores nothing: what is executed for the first time comes from memory, line
@@ -414,9 +411,9 @@ class RangeRoles:
             rehearsing = turn == 0
             number, block = work_range.block(cutlass.max(turn - 1, 0))
             entry = finder.find(self.routing.entry_of(shape, number))
-            source = memory.staging + buffer * config.buffer_bytes
+            source = memory.staging + staged.stage * config.buffer_bytes
             if not rehearsing:
-                cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+                memory.results.consumer_wait(staged)
             for vector in cutlass.range(
                 tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
             ):
@@ -430,8 +427,8 @@ class RangeRoles:
                     acc[i] = values[i]
                 self.epilogue.store(operands, shape, target, acc, extras)
             if not rehearsing:
-                self.epilogue.release(memory, buffer, lane)
-                buffer, phase = advance(buffer, phase, config.num_buffers)
+                self.epilogue.release(memory, staged, lane)
+                staged = memory.results.next(staged)
 
 
 def range_sizes(config: RangeConfig, given, places) -> Any:

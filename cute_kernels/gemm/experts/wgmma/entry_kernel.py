@@ -23,7 +23,6 @@ from cutlass import Int32, Int64
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.ring import advance
 from cute_kernels.device.wgmma import ATOM_BYTES
 from cute_kernels.gemm.config import SWIGLU
 from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
@@ -112,21 +111,21 @@ class EntryLoads:
     @cute.jit
     def copy(self, operands, shape, memory, scheduler, lane):
         """Brings the rows of every k block. They may be what the launch before makes."""
-        config = self.config
+        pipeline = memory.pipeline
         cute.arch.griddepcontrol_wait()
-        stage, phase = Int32(0), Int32(1)
+        here = pipeline.producer_state()
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             rows = work_tile.entry.rows
             sources = self.sources(operands, shape, work_tile.entry, lane)
             for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                pipeline.producer_acquire(here)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, rows * (self.tma_tiles * ROW_BYTES))
+                    pipeline.producer_expect(here, rows * (self.tma_tiles * ROW_BYTES))
                     for row in cutlass.range_constexpr(self.entry_rows):
                         if row < rows:
-                            self.copy_row(sources[row], memory, stage, k_block, row)
-                stage, phase = advance(stage, phase, config.num_stages)
+                            self.copy_row(sources[row], memory, here, k_block, row)
+                here = pipeline.next(here)
 
     def sources(self, operands, shape, entry, lane) -> list[Any]:
         """Addresses of as many rows of x as an entry may have; of those that it does not have another one."""
@@ -134,12 +133,12 @@ class EntryLoads:
         rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
-    def copy_row(self, source, memory, stage, k_block, row: int) -> None:
+    def copy_row(self, source, memory, here, k_block, row: int) -> None:
         """Asks for a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
         config = self.config
-        target = memory.x_address + stage * config.x_stage_bytes + row * ATOM_BYTES
+        target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
-        barrier = Int32((memory.full + stage).toint())
+        barrier = memory.pipeline.full_address(here)
         for tile in range(self.tma_tiles):
             place = target + tile * config.tma_tile_bytes
             ptx.bulk_copy_to_shared(place, source + tile * ROW_BYTES, Int32(ROW_BYTES), barrier)
@@ -283,6 +282,5 @@ class EntryKernel:
             codes=memory.codes + first * config.code_stage_bytes,
             scales=memory.scales + first * config.scale_stage_bytes,
             zeros=memory.zeros + first * config.zero_stage_bytes,
-            full=memory.full + first,
-            empty=memory.empty + first,
+            pipeline=memory.pipeline.shifted(first, config.num_stages),
         )

@@ -1,5 +1,4 @@
-"""Whole work tiles of products in limbs whose k blocks are decoded ahead: a pipeline of stages, lane by lane in
-NumPy."""
+"""Whole work tiles of products in limbs: a pipeline of stages, lane by lane in NumPy."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.wgmma.kernel import GroupedLimbKernel
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.weight import PackedWeight
-from cute_kernels.gemm.wgmma import kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
 from cute_kernels.gemm.wgmma.results import RowExchange
@@ -39,7 +38,7 @@ CONFIGS = [
         n_tiles=tiles,
         block_k=128,
         num_stages=STAGES,
-        mainloop=Limbs(ahead=True),
+        mainloop=Limbs(),
     )
     for tile_m, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
@@ -68,7 +67,8 @@ class Stages:
         self.fill(barrier, self.begin + self.filled)
         self.filled += 1
 
-    def release(self, memory: Any, stage: int, teller: Any) -> None:
+    def release(self, memory: Any, here: Any, teller: Any) -> None:
+        stage = here.stage
         assert stage == self.given_back % STAGES and self.given_back < self.filled
         self.given_back += 1
         self.spoil(stage)
@@ -114,15 +114,17 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
     run_on(Altered(gpu, arch={"mbarrier_wait": state.wait}))
-    subject: Any = kernel.WgmmaKernel(config).consumers
+    subject: Any = GroupedLimbKernel(config).grouped.roles.consumers
     subject.stages.release = state.release
-    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
-    work_tile = SimpleNamespace(begin=begin, end=state.end, m_tile=0)
+    pipeline = Pipeline(0, STAGES, STAGES)
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, pipeline=pipeline)
+    work_tile = SimpleNamespace(begin=begin, end=state.end, token=0)
     place = subject.lane(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
     acc = machine.Registers(config.thread_acc, machine.Float32)
-    stage, phase, _ = subject.mainloop.multiply(acc, memory, work_tile, place, [], (0, 0, 0), True, len(x))
+    begins = pipeline.consumer_state(), pipeline.consumer_state()
+    here, _ = subject.mainloop.multiply(acc, memory, work_tile, place, [], begins, True, len(x))
     assert state.filled == state.given_back == state.end - begin
-    assert (stage, phase) == (state.filled % STAGES, state.filled // STAGES % 2)
+    assert (here.stage, here.phase) == (state.filled % STAGES, state.filled // STAGES % 2)
     return np.array([np.asarray(value, np.float64) for value in acc])
 
 
@@ -162,5 +164,5 @@ def test_sums_are_those_of_k_blocks_one_after_the_other(run_on):
 
 
 def test_only_limbs_of_few_rows_are_taken():
-    for change in ({"tile_m": 64}, {"reduction": RowExchange()}):
+    for change in ({"tile_m": 128, "row_parts": 4}, {"reduction": RowExchange()}):
         assert replace(CONFIGS[0], **change).can_implement(), change
