@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -475,6 +476,29 @@ def test_code_that_differs_in_what_it_calls_is_other_code():
             return 2 * super().forward(x)
 
     assert patterns.recognise(Doubled(DECODERS["llama"].build().config), patterns.MLPS) is None
+
+
+@pytest.mark.parametrize("part", ["Model", "DecoderLayer", "Attention", "MLP", "RotaryEmbedding", "RMSNorm"])
+def test_a_subclass_with_a_known_name_and_other_code_is_left(monkeypatch, part):
+    """What it computes is what the model computes, to the last bit where the blocks were all there was."""
+    home = transformers.models.llama.modeling_llama
+    known = getattr(home, f"Llama{part}")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = known.forward(self, *args, **kwargs)
+        if isinstance(found, torch.Tensor):
+            return 2 * found
+        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else found
+
+    monkeypatch.setattr(home, known.__name__, type(known.__name__, (known,), {"forward": forward}))
+    model = built("llama", weights=True)
+    want = logits_of(model, LEFT_PADDED)
+    ck.accelerate(model, kv_format="bf16")
+    own = [module for module in model.modules() if inspect.unwrap(type(module).forward) is forward]
+    assert own and all(type(module).__name__ == known.__name__ for module in own)
+    assert not any("forward" in vars(module) for module in own)
+    found = logits_of(model, LEFT_PADDED)
+    assert (found - want).norm() <= 0.05 * want.norm()
 
 
 def test_blocks_can_be_left_as_they_are():

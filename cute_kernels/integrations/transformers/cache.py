@@ -184,6 +184,14 @@ class DecodeCacheLayer(CacheLayerMixin):
             else:
                 setattr(self, name, rows.index_select(0, requests))
 
+    @torch.inference_mode(False)
+    def keep(self, rows: torch.Tensor) -> None:
+        """The first rows of a request become those that ``rows`` [batch, rows] names."""
+        for own in self.rows:
+            first = own[..., : rows.shape[1], :].view(torch.uint8)
+            index = rows.view(rows.shape[0], *[1] * (first.dim() - 3), rows.shape[1], 1)
+            first.copy_(first.take_along_dim(index, dim=-2))
+
     def get_seq_length(self) -> Any:
         """Columns of each request in the cache; on the device while a step is recorded."""
         if self.is_initialized and self.columns.static:

@@ -42,6 +42,8 @@ class Columns:
         before: int64 []: columns before the step, for models that ask in a recorded one; see `place_before`.
         graphs: recorded steps, by what they were called with, and whether they make the next one's inputs.
         epoch: stands for the model that they are of, as it stood; another state of it has another one.
+        kept: int64 [batch, older columns]: the rows of a pass that hides tokens, those that it still sees first; None
+            for a pass that hides none.
         begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
     """
 
@@ -56,6 +58,7 @@ class Columns:
         self.static = False
         self.graphs: dict[Any, Any] = {}
         self.epoch: object = None
+        self.kept: torch.Tensor | None = None
         self.begun: BegunStep | None = None
         self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
         self._is_left = True
@@ -115,7 +118,7 @@ class Columns:
         """A forward pass over ``new`` columns has reached its first layer."""
         if not self.static:
             self.call_back()
-        self.new = new
+        self.new, self.kept = new, None
         self._is_open = True
         if self.static:
             self._fresh = None
@@ -127,7 +130,7 @@ class Columns:
 
         padding: bool [batch, count], True where a column is a token; None where all are; or `UNKNOWN`.
 
-        Raises ValueError, and forgets the pass, if that is another mask than the one that older columns came with.
+        Raises ValueError, and forgets the pass, if that shows columns that older masks hide.
         """
         if not self._is_open:
             return
@@ -159,7 +162,8 @@ class Columns:
         if tuple(padding.shape) != (self.batch, self.count):
             raise ValueError(f"attention_mask: got shape {list(padding.shape)}, want {[self.batch, self.count]}")
         padding = padding.to(device=self.seq_lens.device, dtype=torch.bool)
-        self.check_older(padding[:, :old])
+        if not self.is_known(padding[:, :old]):
+            self._hide(padding[:, :old])
         if bool(padding.all()):
             return None
         self._tokens = padding
@@ -167,13 +171,23 @@ class Columns:
         fresh = padding[:, old:]
         return None if bool(fresh.all()) else fresh
 
-    def check_older(self, older: torch.Tensor) -> None:
-        """Raises ValueError unless ``older`` is the mask that these columns came with. Waits for the device."""
-        if not torch.equal(older.to(torch.bool), self.tokens(older.shape[1])):
+    def is_known(self, older: torch.Tensor) -> bool:
+        """Whether ``older`` is the mask of these columns that passes had before. Waits for the device."""
+        return torch.equal(older.to(torch.bool), self.tokens(older.shape[1]))
+
+    def _hide(self, older: torch.Tensor) -> None:
+        """Takes in that older tokens are not seen any more, as what was generated behind the end of a row: layers
+        move the others' rows together. ValueError for a mask that shows other columns than tokens."""
+        held, columns = self.tokens(older.shape[1]), older.shape[1]
+        if bool((older & ~held).any()):
             raise ValueError(
-                f"attention_mask: got another mask of the first {older.shape[1]} columns, want the one that their keys "
-                "were cached with"
+                f"attention_mask: got another mask of the first {columns} columns, want one that shows none but those "
+                "whose keys are cached"
             )
+        rows = torch.where(held, held.cumsum(1) - 1, columns)
+        seen = held.new_zeros(self.batch, columns + 1).scatter_(1, rows, older)[:, :columns]
+        self.kept = (~seen).to(torch.uint8).argsort(dim=1, stable=True)
+        self.seq_lens.sub_((held & ~older).sum(1, dtype=torch.int32))
 
     def tokens(self, columns: int) -> torch.Tensor:
         """bool [batch, columns]: which of the first ones are tokens."""

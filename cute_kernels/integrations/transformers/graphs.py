@@ -216,9 +216,8 @@ class StepReplay:
             columns.graphs.clear()
             columns.epoch = self._epoch
         mask = given.get("attention_mask")
-        if mask is not None and call is None:
-            columns.check_older(mask[:, : columns.count])
-            if not bool(mask[:, columns.count :].all()):
+        if mask is not None and (call is None or call.last is None):
+            if not (columns.is_known(mask[:, : columns.count]) and bool(mask[:, columns.count :].all())):
                 return self.forward(*args, **kwargs)
         if key not in columns.graphs:
             # The first of its kind runs as usual: what it needs is then compiled and allocated.

@@ -54,7 +54,7 @@ class CachedTokens:
         self.columns = columns
         self.new_k = new_k
         self.new_v = new_v
-        self.is_appended = False
+        self.is_appended = self.is_settled = False
         self.prologue: Prologue | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -76,12 +76,15 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """`Columns.settle`, of the pass that this handle is of."""
+        """`Columns.settle`, of the pass that this handle is of; the layer's rows are those that the pass sees then."""
         try:
             self.columns.settle(padding)
         except ValueError:
             self.layer.count -= self.new  # the first layer: none else has taken anything yet
             raise
+        if self.columns.kept is not None and not self.is_settled:
+            self.layer.keep(self.columns.kept)
+        self.is_settled = True
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
         """The queries as attention by any other way than `attend` reads them; the new keys are so as well then."""

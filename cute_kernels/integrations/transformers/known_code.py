@@ -28,12 +28,15 @@ _ATTENTION_FUNCTIONS = ("attention_interface", "eager_attention_forward")
 
 
 def model_class(file: str, name: str) -> type | None:
-    """A class of a model file, None in a release of transformers that has no such class."""
+    """A class of a model file; None in a release of transformers that has no such class, or where somebody has put
+    another one, or another forward, in its place."""
+    home = f"{_MODEL_FILES}{file}.modeling_{file}"
     try:
-        module = importlib.import_module(f"{_MODEL_FILES}{file}.modeling_{file}")
+        kind = getattr(importlib.import_module(home), name, None)
     except ImportError:
         return None
-    return getattr(module, name, None)
+    own = [kind, _method(kind, "forward")] if isinstance(kind, type) else []
+    return kind if own and all(getattr(each, "__module__", None) == home for each in own) else None
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
