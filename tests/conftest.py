@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from simulator.backend import Backend
+
+settings.register_profile("no-deadline", deadline=None)  # machines are shared, and some are slow
+settings.load_profile("no-deadline")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

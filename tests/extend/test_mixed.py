@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels import append_and_extend, extend_attention
 from cute_kernels.attention import mixed, mixed_attention
-from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.runtime.gpu import standing_in
-from tests.extend.cases import make_call, writable
+from tests.extend.cases import make_call
+from tests.extend.other_rows import KINDS, assert_other_rows_stay
 from tests.launchers import cpu_as_gpu
 
 
@@ -32,32 +30,9 @@ def test_it_is_extend_attention(q_lens, num_decodes, page_size):
     assert torch.equal(run(call, num_decodes), out)
 
 
-@pytest.mark.parametrize("kind", ["plain", "transform", "empty cache", "all decode", "mixed", "operator", "append"])
+@pytest.mark.parametrize("kind", [*KINDS, "operator"])
 def test_rows_of_no_request_stay_as_they_are(kind):
-    """Queries from cu_seqlens_q[batch] on: on every path, whoever serves it."""
-    q_lens = [1, 1] if kind == "all decode" else [1, 4]
-    call = writable(make_call("bf16", [*q_lens, 3], [9, 20, 30], new=kind == "append", page_size=16))
-    used = sum(q_lens)
-    lengths, ends = call.seq_lens[:2].contiguous(), call.cu_seqlens_q[:3].contiguous()
-    options = call.options | {"cu_seqlens_q": ends, "kv_format": "bf16", "out": torch.full_like(call.q, 7.0)}
-    options["block_table"] = call.options["block_table"][:2]
-    tensors = (call.q, call.k_cache, call.v_cache, lengths)
-    if kind == "transform":
-        options["transform"] = CacheTransform(k_center=torch.ones(2, 128), v_rotation=128)
-    if kind == "empty cache":
-        options["block_table"] = options["block_table"][:, :0]
-        tensors = (*tensors[:3], torch.zeros_like(lengths))
-    attend: Any = extend_attention
-    if kind in ("all decode", "mixed"):
-        attend = functools.partial(mixed_attention, num_decodes=len(q_lens) if kind == "all decode" else 1)
-    if kind == "append":
-        new = options.pop("new_k"), options.pop("new_v")
-        attend = lambda q, *cache, **given: append_and_extend(q, *new, *cache, **given)  # noqa: E731
-    if kind == "operator":
-        attend = torch.compile(extend_attention, backend="eager", fullgraph=True)
-    out = attend(*tensors, **options)
-    assert out is options["out"] or kind == "operator"
-    assert torch.all(options["out"][used:] == 7.0) and not torch.any((options["out"][:used] == 7.0).all(dim=-1))
+    assert_other_rows_stay(kind, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,10 @@ def test_rows_of_a_batch_invariant_product_are_those_of_each_by_itself(activatio
 
 def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
     packed, x = known(70, 64).pack(), numbers(5, 64)
-    want = quantized_linear(x, packed)
-    assert torch.equal(quantized_linear(x, packed, batch_invariant=True), want)
     fields = (packed.codes, packed.scales, None, None, None, "w4_g32", 70, 64, None, BF16)
-    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields, True), want)
-    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields), want)
+    operator = torch.ops.cute_kernels.weight_only_linear
+    assert torch.equal(operator(x, *fields, True), quantized_linear(x, packed, batch_invariant=True))
+    assert torch.equal(operator(x, *fields), quantized_linear(x, packed))
 
 
 def test_strides_do_not_matter():
