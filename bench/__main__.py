@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from cute_kernels.gemm.tuning.linear import Format
 from layouts.broken_pipes import ends_with_its_reader
 
 if TYPE_CHECKING:
+    from bench.compare_rows import Row
     from bench.suites import Bench
     from cute_kernels.runtime import KernelSpec
 
@@ -210,6 +213,49 @@ def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder, earlier:
     return _finish(recorder, e2e_steps.text)
 
 
+def _compare(options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import compare, compare_rows
+
+    rows = [row for row in compare_rows.ROWS if re.search(options.only, row.name)]
+    if not rows or (options.revision is None and options.base_dir is None):
+        print("compare: want BASE or --base-dir, and rows that --only leaves", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("python -m bench compare times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+        return 2
+    try:
+        with compare.base_tree(options.revision, options.base_dir) as (tree, name):
+            return _compare_with(tree, name, rows, options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _compare_with(tree: Path, name: str, rows: Sequence[Row], options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import compare
+
+    path = options.json or _default_path("compare", torch.cuda.get_device_name())
+    recorder = _recorder(path, kind="compare", base=name, command=sys.argv[1:], compare=[])
+    if recorder is None:
+        return 2
+    end = time.monotonic() + options.seconds
+    trees, say = {compare.BASE: tree, compare.NEW: records.ROOT}, _teller(recorder)
+    found: list[compare.Verdict] = []
+    try:
+        found += compare.run(recorder, trees, compare.Processes(end), say, rows)
+        left = end - time.monotonic()
+        if compare.serves() and not options.no_served and left > compare.SERVED_SECONDS:
+            found += compare.run_served(recorder, trees, say, left)
+    except (compare.OutOfTimeError, RuntimeError) as error:
+        say(recorder.add_failure("compare", error))
+    _finish(recorder, compare.text)
+    return 1 if compare.fails(found) or not found else 0
+
+
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
     """What times kernels and records it; None, with a word to the user, where there is no GPU or no place for it."""
     import torch
@@ -377,6 +423,7 @@ COMMANDS = {
     "table": _table,
     "pages": _pages,
     "e2e": _e2e,
+    "compare": _compare,
 }
 
 

@@ -155,7 +155,15 @@ def _add_accuracy(commands: Any) -> None:
 
 
 def _add_records(commands: Any) -> None:
-    """What is made of records."""
+    """Two revisions beside each other, and what is made of records."""
+    compare = commands.add_parser("compare", help="fixed calls and served steps of two revisions, in turn on one GPU")
+    compare.add_argument("revision", nargs="?", metavar="BASE", help="git revision to compare this tree with")
+    compare.add_argument("--base-dir", type=Path, metavar="DIR", help="its files, where git does not have them")
+    compare.add_argument("--only", default="", metavar="REGEX", help="rows whose name it is found in")
+    compare.add_argument("--no-served", action="store_true", help="no steps that vLLM serves")
+    compare.add_argument("--seconds", type=_count, default=480, help="that it may take; engines begin if there is time")
+    compare.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+
     plot = commands.add_parser("plot", help="figures from a recorded run")
     plot.add_argument("result", type=_record)
     plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")

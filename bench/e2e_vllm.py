@@ -180,11 +180,14 @@ def run_together(recorder: Recorder, cases: Iterable[Case], say: Callable[[str],
         in_turns({folder: process for folder, (_, process) in started.items()}, limit_s, record, TURNS)
 
 
-def start_process(case: Case, folder: Path) -> subprocess.Popen[bytes]:
-    """A process that measures a case, with the plugin found as an entry point. folder: for what it writes, its log."""
+def start_process(case: Case, folder: Path, tree: Path = ROOT) -> subprocess.Popen[bytes]:
+    """A process that measures a case, with the plugin found as an entry point.
+
+    folder: for what it writes, its log. tree: the checkout whose package and benchmark it runs.
+    """
     command = [sys.executable, "-m", "bench.e2e_vllm", json.dumps(asdict(case)), str(folder)]
     with open(folder / "log", "w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment_of(case, folder), stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=tree, env=environment_of(case, folder, tree), stdout=log, stderr=log)
 
 
 def rows_of(process: subprocess.Popen[bytes], folder: Path) -> list[dict[str, Any]]:
@@ -217,14 +220,14 @@ def measure_apart(case: Case, limit_s: int) -> list[dict[str, Any]]:
         return rows_of(process, folder)
 
 
-def environment_of(case: Case, folder: Path) -> dict[str, str]:
-    """The environment of a case's process. The plugin is found as vLLM finds an installed one."""
+def environment_of(case: Case, folder: Path, tree: Path = ROOT) -> dict[str, str]:
+    """The environment of a case's process. The plugin of ``tree`` is found as vLLM finds an installed one."""
     packages = folder / "packages"
     info = packages / "cute_kernels_checkout-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels-checkout\nVersion: 0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINT)
-    path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(packages), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
