@@ -3,16 +3,11 @@
 import cutlass.cute as cute
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.policies import WARPGROUP_WARPS
-from cute_kernels.device import numbers
 from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
 READY, CONSUMERS, PRODUCERS = 1, 2, 3
-FIRST_WARPGROUP = 4  # of as many as there are warpgroups
-FIRST_TURN = 8  # of two warpgroups that take turns
 ROWS_WRITTEN = 10
-WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
 def announce_ready(config: DecodeConfig) -> None:
@@ -48,23 +43,3 @@ def sync_producers(config: DecodeConfig) -> None:
     """All producer warps wait for each other."""
     if config.filling_warps > 1:
         cute.arch.barrier(barrier_id=PRODUCERS, number_of_threads=config.filling_warps * WARP_THREADS)
-
-
-def sync_warpgroup(number) -> None:
-    """The warps of one warpgroup wait for each other."""
-    cute.arch.barrier(barrier_id=FIRST_WARPGROUP + number, number_of_threads=WARPGROUP_THREADS)
-
-
-def any_of_warpgroup(number, condition):
-    """As :func:`sync_warpgroup`; 1 if ``condition`` is not 0 in any of the threads, else 0."""
-    return numbers.barrier_any(condition, FIRST_WARPGROUP + number, WARPGROUP_THREADS)
-
-
-def await_turn(number) -> None:
-    """One of two warpgroups waits until the other one has passed the turn."""
-    cute.arch.barrier(barrier_id=FIRST_TURN + number, number_of_threads=2 * WARPGROUP_THREADS)
-
-
-def pass_turn(number) -> None:
-    """One of two warpgroups lets the other one have its turn; it does not wait."""
-    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - number, number_of_threads=2 * WARPGROUP_THREADS)

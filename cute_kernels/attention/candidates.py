@@ -17,7 +17,6 @@ from cute_kernels.attention.policies import (
     CacheLoad,
     CopyPipeline,
     TokenRuns,
-    WarpgroupMma,
     WarpMma,
 )
 from cute_kernels.attention.problem import DecodeProblem
@@ -36,8 +35,6 @@ SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
 SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
-WARPGROUP_HEAD_DIM = 128  # of K and V, where warpgroups multiply
-WARPGROUP_STAGES = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -62,8 +59,7 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
             for ctas in ((1,) if copy == "map" else _cta_counts(problem, contiguous))  # of blocks for a CTA alone
         ]
     borrows = _borrows_registers(problem)
-    configs = list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
-    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else configs
+    return list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
 
 
 def _cta_counts(problem: DecodeProblem, contiguous: bool) -> tuple[int, ...]:
@@ -110,29 +106,9 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
     ]
 
 
-def _fits_warpgroups(problem: DecodeProblem) -> bool:
-    """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
-    forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
-    return (
-        2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
-        and all(form.decode and form.decode.warpgroups for form in forms)
-        and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
-        and _fits_four_blocks(problem)
-        and (problem.num_kv_heads == 1 or problem.features.head_major)
-        and problem.aligned
-        and problem.tokens_touch
-    )
-
-
 def _is_contiguous(problem: DecodeProblem, num_heads: int) -> bool:
     """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
-
-
-def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
-    """``config`` with products of warpgroups, and a ring of as many tiles as are worth it."""
-    config = changed(config, mainloop=WarpgroupMma())
-    return changed(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
 
 
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:

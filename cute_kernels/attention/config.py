@@ -13,7 +13,6 @@ from cute_kernels.attention.policies import (
     CacheLoad,
     CopyPipeline,
     TokenRuns,
-    WarpgroupMma,
     WarpMma,
     joined,
 )
@@ -54,7 +53,7 @@ class DecodeConfig:
     k: CacheLoad
     v: CacheLoad
     q_dtype: str
-    mainloop: WarpMma | WarpgroupMma = ONE_HEAD
+    mainloop: WarpMma = ONE_HEAD
     pipeline: CopyPipeline = THREE_STAGES
     runs: TokenRuns = WHOLE_CACHE
     features: Features = PLAIN
@@ -124,10 +123,6 @@ class DecodeConfig:
     @property
     def early_tiles(self) -> int:
         return self.pipeline.early_tiles
-
-    @property
-    def warpgroups(self) -> bool:
-        return self.mainloop.warpgroups
 
     @property
     def num_heads(self) -> int:
@@ -213,13 +208,8 @@ class DecodeConfig:
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory beside the ring: queries, and what warps exchange."""
+        """Shared memory beside the ring: queries."""
         return self.mainloop.query_bytes(self.k)
-
-    @property
-    def num_merged(self) -> int:
-        """Sums of all of a row's outputs that a CTA merges at the end: of each slice, or of each warpgroup."""
-        return self.mainloop.num_merged
 
     @property
     def columns(self) -> int:
@@ -273,8 +263,8 @@ class DecodeConfig:
     @property
     def merge_bytes(self) -> int:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
-        outputs = self.num_merged * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
-        return outputs + self.num_merged * self.num_rows * PAIR_BYTES
+        outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
+        return outputs + self.num_slices * self.num_rows * PAIR_BYTES
 
     @property
     def partial_words(self) -> int:
@@ -315,7 +305,7 @@ class DecodeConfig:
         return (
             self.k.problem(self.q_dtype)
             or self.v.problem(self.q_dtype)
-            or self.mainloop.problem(self.k, self.v)
+            or self.mainloop.problem()
             or self.features.problem(self.v_head_dim)
             or self._problem_of_maps()
             or self._problem_of_blocks()

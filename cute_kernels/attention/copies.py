@@ -36,7 +36,6 @@ class TileCopier:
         operands: what brings K and what brings V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
         lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
-        cleared: operands, 0 for K and 1 for V, whose rows that no query sees must be zeros.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -52,9 +51,6 @@ class TileCopier:
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
         self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
         self.lane_tokens = lane_tokens(config)
-        # What lies behind a request's end may be anything. Probabilities there are 0, but 0 times NaN is NaN; and
-        # warpgroups hide dot products before they scale them: -inf times NaN or a negative scale is not -inf.
-        self.cleared = (0, 1) if config.warpgroups else (1,)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""
@@ -197,19 +193,13 @@ class TileCopier:
         if self.words:
             cute.arch.cp_async_wait_group(0)
 
-    def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows from token ``first`` on, all consumer threads together: see ``cleared``."""
-        for index in self.cleared:
-            self._clear_from(index, tiles, stage, first, tid)
-
-    def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """As :meth:`clear_rows`, the rows before token ``end`` (at most the tile's)."""
-        for index in self.cleared:
-            self._clear_before(index, tiles, stage, end, tid)
-
     @cute.jit
-    def _clear_from(self, index: cutlass.Constexpr, tiles, stage: Int32, first: Int32, tid: Int32):
-        operand = self.operands[index]
+    def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
+        """Zeroes a stage's rows of V from token ``first`` on, all consumer threads together.
+
+        What lies behind a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
+        """
+        operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         start = address + operand.row_start(first)
         aligned = (start + (VECTOR_BYTES - 1)) & -VECTOR_BYTES
@@ -224,8 +214,9 @@ class TileCopier:
                 ptx.store_shared_zero16(target, 0)
 
     @cute.jit
-    def _clear_before(self, index: cutlass.Constexpr, tiles, stage: Int32, end: Int32, tid: Int32):
-        operand = self.operands[index]
+    def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
+        """As :meth:`clear_rows`, the rows before token ``end`` (at most the tile's)."""
+        operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
         step = self.config.num_threads * WORD_BYTES

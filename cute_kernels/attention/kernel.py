@@ -3,7 +3,7 @@
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
 Producer warps keep a ring of K and V tiles full (:mod:`.filler`, :mod:`.copies`); every consumer warp waits for a tile,
 takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
-registers (:mod:`.mainloop`, or :mod:`.warpgroup` where four warps multiply together); what the bytes of K and of V mean
+registers (:mod:`.mainloop`); what the bytes of K and of V mean
 is known to its two :mod:`.readers` alone, what a score becomes before the softmax to :mod:`.logits`. Consumer warps do
 not wait for each other in the loop but for the tile in which the request ends. At the end they merge in shared memory,
 and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the output is bitwise reproducible.
@@ -20,11 +20,11 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
-from cute_kernels.attention.config import PRODUCER_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
+from cute_kernels.attention.config import PRODUCER_REGISTERS, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import Logits
-from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop
+from cute_kernels.attention.mainloop import WarpMainloop
 from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.place import (
     RECIPROCAL_BITS,
@@ -42,7 +42,6 @@ from cute_kernels.attention.place import (
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
-from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.scores import tensors_in
@@ -63,9 +62,8 @@ class DecodeKernel:
         self.filler = RingFiller(config, self.copier, writes_rows=self.appends)
         logits = Logits(config)
         self.terms = logits.terms
-        unit = UnitTiles(config, self.copier, self.key_reader, self.value_reader, logits)
         merger = Merger(config, self.value_reader)
-        self.mainloop = (WarpgroupMainloop if config.warpgroups else WarpMainloop)(unit, merger)
+        self.mainloop = WarpMainloop(config, self.copier, self.key_reader, self.value_reader, logits, merger)
         self.assigner = Assigner(config.tile_tokens)
 
     def launch(self, given, stream):
@@ -161,8 +159,7 @@ class DecodeKernel:
         ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
         queries = Int32(0)
         if const_expr(config.query_bytes > 0):
-            alignment = SWIZZLE_ALIGNMENT if config.warpgroups else QUERY_VECTOR_BYTES
-            queries = Int32(smem.allocate(config.query_bytes, byte_alignment=alignment).toint())
+            queries = Int32(smem.allocate(config.query_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())
         rotated = Int32(0)
         if const_expr(self.appends):
             rotated = Int32(smem.allocate(self.rows.shared_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())

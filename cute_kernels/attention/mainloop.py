@@ -1,7 +1,4 @@
-"""What consumer warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V.
-
-`.warpgroup` has the mainloop of warps that multiply together. `UnitTiles` is what both do alike.
-"""
+"""What consumer warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V."""
 
 from dataclasses import dataclass
 
@@ -34,36 +31,53 @@ class WarpState:
     logits: LogitState
 
 
-class UnitTiles:
-    """The tiles of a unit as a consumer warp meets them: what it keeps between them, when they come and go."""
+class WarpMainloop:
+    """Each warp multiplies its own slice of a tile's tokens, and has a softmax of its own."""
 
-    def __init__(self, config: DecodeConfig, copier: TileCopier, key_reader, value_reader, logits: Logits):
-        self.config, self.copier, self.logits = config, copier, logits
+    def __init__(
+        self, config: DecodeConfig, copier: TileCopier, key_reader, value_reader, logits: Logits, merger: Merger
+    ):
+        self.config, self.copier, self.logits, self.merger = config, copier, logits, merger
         self.key_reader, self.value_reader = key_reader, value_reader
 
-    def open_state(self, cta, work, query, place_queries):
-        """What a warp keeps of a unit from tile to tile.
-
-        place_queries: puts the queries where the key reader looks for them.
-        """
+    def open_state(self, cta, work, query):
+        """What a warp keeps of a unit from tile to tile."""
         roles = cta.roles
         keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
         if const_expr(self.config.features.tail):
             self.key_reader.open_tail(keys, cta.features.tail, work, roles.head)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
-        place_queries(cta, keys)
+        if const_expr(self.config.shares_queries):
+            keys.shared_query = self.share_query(cta, query_vectors(keys))
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(cta.lane, roles.head, roles.slice_index, v_scale, keys)
         logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
         return WarpState(keys, values, OnlineSoftmax.make(self.config.columns), logits)
 
-    def begin(self, cta, work, query, place_queries):
-        """(what a warp keeps, first token of its first tile, tokens from one tile to its next)."""
+    @cute.jit
+    def attend_tiles(self, cta, work, query, tile: PipelineState):
+        """One unit, whose first tile is ``tile``."""
         config = self.config
-        if config.lends_registers:
+        if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        return self.open_state(cta, work, query, place_queries), token, stride
+        state = self.open_state(cta, work, query)
+        slice_offset = cta.roles.slice_index * config.slice_tokens
+        self.ask(state, token + slice_offset)
+        while token < work.length:
+            self.await_tile(cta, work, token, tile)
+            masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
+            first_token = token + slice_offset
+            addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
+            for block in cutlass.range_constexpr(config.blocks_per_slice):
+                last = block == config.blocks_per_slice - 1
+                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
+                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
+            self.recentre(state, tile)
+            self.give_back(cta, tile)
+            token = token + stride
+            tile = cta.pipeline.next(tile)
+        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
@@ -94,46 +108,6 @@ class UnitTiles:
         cute.arch.sync_warp()
         if cta.lane == 0:
             cta.pipeline.consumer_release(tile)
-
-
-class WarpMainloop:
-    """Each warp multiplies its own slice of a tile's tokens, and has a softmax of its own."""
-
-    def __init__(self, unit: UnitTiles, merger: Merger):
-        self.config, self.copier, self.logits = unit.config, unit.copier, unit.logits
-        self.key_reader, self.value_reader = unit.key_reader, unit.value_reader
-        self.unit, self.merger = unit, merger
-
-    @cute.jit
-    def attend_tiles(self, cta, work, query, tile: PipelineState):
-        """One unit, whose first tile is ``tile``."""
-        config = self.config
-        state, token, stride = self.unit.begin(cta, work, query, self.place_queries)
-        slice_offset = cta.roles.slice_index * config.slice_tokens
-        self.ask(state, token + slice_offset)
-        while token < work.length:
-            self.unit.await_tile(cta, work, token, tile)
-            masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
-            first_token = token + slice_offset
-            addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
-            for block in cutlass.range_constexpr(config.blocks_per_slice):
-                last = block == config.blocks_per_slice - 1
-                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
-                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
-            self.unit.recentre(state, tile)
-            self.unit.give_back(cta, tile)
-            token = token + stride
-            tile = cta.pipeline.next(tile)
-        self.finish(cta, work, state)
-
-    def finish(self, cta, work, state):
-        """Hands over what the warp has summed up."""
-        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
-
-    def place_queries(self, cta, keys):
-        """Puts the queries where the key reader looks for them; they are in registers."""
-        if const_expr(self.config.shares_queries):
-            keys.shared_query = self.share_query(cta, query_vectors(keys))
 
     @cute.jit
     def share_query(self, cta, vectors):

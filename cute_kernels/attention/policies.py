@@ -4,20 +4,14 @@ kernel's name, and why a configuration cannot have it. No GPU types here."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cute_kernels.attention.tiles import cannot_read, copies_of, kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import KvFormat, format_of
-from layouts.kv.tile import BLOCK_TOKENS
 
 BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
 MAX_BLOCKS_PER_WARP = 4
 QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
-WARPGROUP_WARPS = 4
-WGMMA_ROW_BYTES = 128  # 64 elements of a row of a wgmma operand with 128-byte swizzling
-WGMMA_QUERIES = BLOCK_QUERIES * MAX_BLOCKS_PER_WARP  # columns of the products of a warpgroup
-EXCHANGE_BYTES = WARPGROUP_WARPS * WGMMA_QUERIES * 8  # of a warpgroup: two numbers of each warp and query
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 
 
@@ -71,17 +65,11 @@ class WarpMma:
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
     """
 
-    warpgroups: ClassVar[bool] = False
     num_heads: int = 1
     num_query_blocks: int = 1
     blocks_per_warp: int = 1
     num_slices: int = 4
     blocks_per_slice: int = 1
-
-    @property
-    def num_merged(self) -> int:
-        """Sums of all of a row's outputs that a CTA merges at the end: of each slice."""
-        return self.num_slices
 
     @property
     def name(self) -> str:
@@ -102,70 +90,14 @@ class WarpMma:
         """Shared memory beside the ring: queries."""
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
-    def problem(self, k: CacheLoad, v: CacheLoad) -> str | None:
-        """Why it cannot multiply what ``k`` and ``v`` bring, or None."""
+    def problem(self) -> str | None:
+        """Why there is no such mainloop, or None."""
         if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         return None
 
 
 ONE_HEAD = WarpMma()
-
-
-@dataclass(frozen=True)
-class WarpgroupMma:
-    """The warps of four neighbouring slices multiply together, by wgmma: see :mod:`cute_kernels.attention.warpgroup`.
-
-    Of a CTA, two warpgroups take turns, with four blocks of queries of one KV head, of INT4 caches with one group of
-    128 columns.
-
-    Their part of shared memory holds, by offsets from its begin: queries, B [32, 128]; probabilities, two of B
-    [32, 128] for each warpgroup; what warps tell each other; the sum of each query; what recentring took off each
-    warp's columns, by query.
-    """
-
-    warpgroups: ClassVar[bool] = True
-    head_dim: ClassVar[int] = 128
-    num_heads: ClassVar[int] = 1
-    num_query_blocks: ClassVar[int] = 1
-    blocks_per_warp: ClassVar[int] = MAX_BLOCKS_PER_WARP
-    num_slices: ClassVar[int] = 2 * WARPGROUP_WARPS
-    blocks_per_slice: ClassVar[int] = 1
-    num_merged: ClassVar[int] = num_slices // WARPGROUP_WARPS
-    name: ClassVar[str] = f"h1q1w{MAX_BLOCKS_PER_WARP}gs{num_slices}b1"
-
-    probability_bytes: ClassVar[int] = WGMMA_QUERIES * 2 * WARPGROUP_WARPS * BLOCK_TOKENS
-    """Of one B operand of a warpgroup's probabilities."""
-
-    probability_offset: ClassVar[int] = WGMMA_QUERIES * 2 * head_dim
-    """To the probabilities."""
-
-    exchange_offset: ClassVar[int] = probability_offset + 2 * num_merged * probability_bytes
-    """To what warps tell each other."""
-
-    sum_offset: ClassVar[int] = exchange_offset + num_merged * EXCHANGE_BYTES
-    """To the sum of each query, fp32."""
-
-    centre_offset: ClassVar[int] = sum_offset + WGMMA_QUERIES * 4
-    """To what recentring took off each warp's columns, fp32 by query."""
-
-    def shares_queries(self, k: CacheLoad) -> bool:
-        return False
-
-    def role_query_bytes(self, k: CacheLoad) -> int:
-        return 0
-
-    def query_bytes(self, k: CacheLoad) -> int:
-        """Shared memory beside the ring: queries, and what the warps of a warpgroup exchange."""
-        return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
-
-    def problem(self, k: CacheLoad, v: CacheLoad) -> str | None:
-        """Why it cannot multiply what ``k`` and ``v`` bring, or None."""
-        if not all(load.form.decode and load.form.decode.warpgroups for load in (k, v)):
-            return f"warpgroups of {joined(k.format, v.format)} caches, not of 'int4_g1'"
-        if (k.head_dim, v.head_dim) != (self.head_dim, self.head_dim):
-            return f"warpgroups of head_dim {k.head_dim}, v_head_dim {v.head_dim}, not of {self.head_dim}"
-        return None
 
 
 @dataclass(frozen=True)

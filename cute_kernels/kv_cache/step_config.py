@@ -58,8 +58,8 @@ class StepConfig:
 
     def _problem(self) -> str | None:
         attention, append = self.attention, self.append
-        if attention.warpgroups or attention.features.queries or attention.features.tail:
-            return "a step in one launch of several queries, of warpgroups or of keys in blocks"
+        if attention.features.queries or attention.features.tail:
+            return "a step in one launch of several queries or of keys in blocks"
         if not attention.after_append or not attention.has_features:
             return "a step in one launch whose attention is not after an append, or without its features' arguments"
         if "word" in attention.copies:

@@ -10,7 +10,7 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.policies import CacheLoad, CopyPipeline, WarpgroupMma, WarpMma
+from cute_kernels.attention.policies import CacheLoad, CopyPipeline, TokenRuns, WarpMma
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.runtime.composed import changed
 from cute_kernels.runtime.wanted import record_of, spec_of
@@ -21,13 +21,12 @@ ONE_CTA, FEW_WARPS = CopyPipeline(ctas_per_sm=1), WarpMma(num_slices=2)
 INT4 = DecodeConfig(CacheLoad("int4_g4", 128), CacheLoad("int4_g4", 128), "bf16", pipeline=ONE_CTA)
 DENSE = DecodeConfig(CacheLoad("bf16", 128, "tma"), CacheLoad("bf16", 128, "tma"), "bf16", FEW_WARPS, ONE_CTA)
 MIXED = DecodeConfig(CacheLoad("int8_channel", 192, "tma"), CacheLoad("int4_g2", 128), "fp16", FEW_WARPS, ONE_CTA)
-WARPGROUPS = DecodeConfig(CacheLoad("int4_g1", 128), CacheLoad("int4_g1", 128), "bf16", WarpgroupMma(), ONE_CTA)
-FEW_HEADS = changed(WARPGROUPS, mainloop=WarpMma(4, num_slices=2), k_copy="map", v_copy="map", contiguous=False)
-ALONE = WarpMma(blocks_per_warp=4, num_slices=8)  # as many warps, each of which multiplies by itself
+MAPPED = CacheLoad("int4_g1", 128, "map")
+FEW_HEADS = DecodeConfig(MAPPED, MAPPED, "bf16", WarpMma(4, num_slices=2), ONE_CTA, TokenRuns(contiguous=False))
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, WARPGROUPS, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config: DecodeConfig):
     assert config.can_implement() is None
 
@@ -51,8 +50,6 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (changed(FEW_HEADS, num_heads=16), "a map of 16 heads' rows of int4_g1: more than 256 words"),
         (changed(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (changed(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
-        (changed(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),
-        (changed(WARPGROUPS, k_head_dim=64), "warpgroups of head_dim 64, v_head_dim 128, not of 128"),
         (changed(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
 )
@@ -72,14 +69,13 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, WARPGROUPS, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
     k_bytes, v_bytes = config.tile_bytes
     first_v = config.ring_offsets[1]
     assert first_v >= config.num_stages * k_bytes and config.ring_bytes == first_v + config.num_stages * v_bytes
-    # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer; of a warpgroup, once.
-    num_outputs = config.num_warps // 4 if config.warpgroups else config.num_warps
-    assert config.merge_bytes >= num_outputs * config.warp_queries * (4 * config.v_head_dim + 8)
+    # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer.
+    assert config.merge_bytes >= config.num_warps * config.warp_queries * (4 * config.v_head_dim + 8)
     assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.num_stages * 8
     resident = config.ctas_per_sm * (config.smem_bytes + HOPPER.reserved_shared_bytes)
     assert resident <= HOPPER.sm_shared_bytes
@@ -150,15 +146,9 @@ def test_names_are_identifiers_and_differ_where_configurations_do():
         assert changed(INT4, **{name: other}).name != INT4.name, name
 
 
-@pytest.mark.parametrize("config", [changed(INT4, features=Features(window=True, bias="bf16")), MIXED, WARPGROUPS])
+@pytest.mark.parametrize("config", [changed(INT4, features=Features(window=True, bias="bf16")), MIXED])
 def test_a_configuration_survives_json(config: DecodeConfig):
     assert spec_of(json.loads(json.dumps(record_of(DecodeSpec(config))))) == DecodeSpec(config)
-
-
-def test_warpgroups_have_a_shape_of_their_own_that_cannot_be_written_otherwise():
-    assert not dataclasses.fields(WarpgroupMma)
-    with pytest.raises(TypeError, match="num_slices: got a field that none of"):
-        changed(WARPGROUPS, num_slices=2)
 
 
 def test_a_change_names_a_field_that_is_nobodys_or_several_policies():
@@ -169,18 +159,3 @@ def test_a_change_names_a_field_that_is_nobodys_or_several_policies():
     assert changed(INT4, k_format="int4_g1", k_copy="word", units=True) == dataclasses.replace(
         INT4, k=CacheLoad("int4_g1", 128, "word"), units=True
     )
-
-
-def test_warpgroups_have_places_for_queries_probabilities_and_what_their_warps_say():
-    """Each a multiple of what swizzling permutes, side by side; the merge takes a slice for each warpgroup."""
-    queries, probabilities = 32 * 2 * 128, 32 * 2 * 128
-    assert WARPGROUPS.num_merged == 2 and not WARPGROUPS.shares_queries
-    assert (WarpgroupMma.probability_offset, WarpgroupMma.probability_bytes) == (queries, probabilities)
-    assert WarpgroupMma.exchange_offset == queries + 4 * probabilities
-    assert WarpgroupMma.sum_offset == WarpgroupMma.exchange_offset + 2 * 4 * 32 * 8
-    # A number of each query: of the CTA, and of each warp.
-    assert WarpgroupMma.centre_offset == WarpgroupMma.sum_offset + 32 * 4
-    assert WARPGROUPS.query_bytes == WarpgroupMma.centre_offset + 8 * 32 * 4
-    assert WarpgroupMma.probability_offset % 1024 == WarpgroupMma.exchange_offset % 1024 == 0
-    assert WARPGROUPS.merge_bytes < changed(WARPGROUPS, mainloop=ALONE).merge_bytes
-    assert WARPGROUPS.name != changed(WARPGROUPS, mainloop=ALONE).name

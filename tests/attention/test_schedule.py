@@ -214,31 +214,6 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
         assert config.lends_registers == (blocks[1] == 4 or grouped) and config.can_implement() is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "together"),
-    [
-        ({}, True),
-        ({"q_len": 2}, False),
-        ({"q_len": 5}, False),
-        ({"k_format": "int4_g2"}, False),
-        ({"v_format": "int8_tensor"}, False),
-        ({"head_dim": 64}, False),
-        ({"aligned": False}, False),
-        ({"num_q_heads": 64, "num_kv_heads": 8}, False),
-        ({"num_q_heads": 64, "num_kv_heads": 8, "features": Features(queries=True, head_major=True)}, True),
-        ({"features": Features(queries=True, alibi=True)}, False),
-        ({"features": Features(queries=True, window=True, soft_cap=True, sinks=True)}, True),
-    ],
-)
-def test_warpgroups_serve_many_queries_of_one_head_of_int4(changes, together):
-    problem = dataclasses.replace(issue_problem("int4_g1", 32), q_len=4, features=Features(queries=True, causal=True))
-    for config in candidate_configs(dataclasses.replace(problem, **changes)):
-        assert config.warpgroups == together and config.can_implement() is None
-        if together:
-            assert (config.num_roles, config.blocks_per_warp, config.num_warps) == (1, 4, 8)
-            assert config.lends_registers and config.num_stages == 4
-
-
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
         problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)

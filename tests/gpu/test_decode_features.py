@@ -57,7 +57,7 @@ SCORES: dict[str, dict[str, Any]] = {
         "bias_dims": "ihj",
     },
 }
-# 17 to 32 rows of one KV head and INT4 with one group: warpgroups.
+# 17 to 32 rows of one KV head and INT4 with one group: four blocks of queries a warp.
 TOGETHER: dict[str, dict[str, Any]] = {
     "3 queries": {"q_len": 3},
     "9 queries of 2 heads": {"q_len": 9, "group": 2},
@@ -145,7 +145,7 @@ def test_one_long_request_among_many_short_ones():
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_scores_that_fp32_has_in_steps_of_64_come_to_an_end(name):
-    """A warpgroup's reference is raised once, though some logit then exceeds it by what it is rounded by."""
+    """Also where a logit exceeds a raised reference by what it is rounded by."""
     call = call_of(f"int4_g1, {name}", LENGTHS)
     call.q.mul_(2.0**30)
     call.run()

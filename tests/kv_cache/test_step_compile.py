@@ -177,7 +177,6 @@ def test_queries_that_meet_more_than_rope_are_an_appends_where_many_waves_of_cta
 
 UNSERVED = {
     "two tokens a request": (problem("int4_g4", 1, 8, q_len=2, features=Features(queries=True, head_major=True)), {}),
-    "warpgroups": (problem("int4_g1", 1, 1, features=HEADS_FIRST, page_tokens=64), {"queries": 32}),
     "words": (problem("int4_g1", 1, aligned=False, features=HEADS_FIRST, page_tokens=64), {}),
     "no features": (problem("int4_g4"), {}),
     "a shift": (problem("int4_g4", features=HEADS_FIRST), {"transform": RowTransform(center=True, shift=True)}),
@@ -188,7 +187,5 @@ UNSERVED = {
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_a_step_in_one_launch_does_not_do_is_left_to_two(name):
     of, changes = UNSERVED[name]
-    changes = dict(changes)
-    of = replace(of, num_q_heads=changes.pop("queries", of.num_q_heads))
     append = AppendConfig.alike(of.k_format, "bf16", 128, RowPrologue("half", 128), leads=True)
     assert step_config(after_append(of), replace(append, **changes)) is None

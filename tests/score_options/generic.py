@@ -25,7 +25,7 @@ from cute_kernels.attention.extend.schedule import ExtendProblem, choose
 from cute_kernels.attention.extend.softmax import Rows, Softmax
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.logits import Logits
-from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop, WarpState
+from cute_kernels.attention.mainloop import WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
@@ -340,8 +340,8 @@ def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int,
     shape = SimpleNamespace(q_len=Int32(q_len), group=Int32(GROUP), group_reciprocal=reciprocal, num_q_heads=GROUP)
     work = SimpleNamespace(request=Int32(0), length=Int32(length), place=Place(stand_in(shape), Int32(0), Int32(0)))
     values = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4, None, None, addresses)
-    unit = UnitTiles(config, stand_in(None), rig.key_reader, rig.value_reader, Logits(config))
-    mainloop = WarpMainloop(unit, stand_in(None))
+    readers = rig.key_reader, rig.value_reader
+    mainloop = WarpMainloop(config, stand_in(None), *readers, Logits(config), stand_in(None))
     roles = Roles(Int32(0), Int32(0), Int32(config.num_slices - 1))
     logits = mainloop.logits.open(values, work, roles, rig.key_state.t, Float32(SOFTMAX_SCALE))
     softmax: Any = OnlineSoftmax(*(stand_in(Registers(config.columns, Float32)) for _ in range(2)))

@@ -23,39 +23,6 @@ QUERY_EXPONENT = 14
 assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are query heads 2t and 2t + 1
 
 
-@dataclass(frozen=True)
-class Warpgroup:
-    """A warp's place among those that it multiplies with; run-time values.
-
-    Attributes:
-        number: of the warpgroup.
-        warp: of the warpgroup's.
-        lane: of the warp's.
-        exchange: shared address of what its warps tell each other.
-        probabilities: shared address of two places for a tile's probabilities.
-        offset: register tensor of one number, bytes from there to the place of the next tile's.
-    """
-
-    number: Int32
-    warp: Int32
-    lane: Int32
-    exchange: Int32
-    probabilities: Int32
-    offset: RegisterTensor[Int32]
-
-    def operand(self):
-        """Shared address of the next tile's probabilities."""
-        return self.probabilities + self.offset[0]
-
-    def last_operand(self, size: int):
-        """Shared address of the last tile's; ``size``: bytes of a place."""
-        return self.probabilities + (size - self.offset[0])
-
-    def go_on(self, size: int):
-        """What was the next tile is the last one."""
-        self.offset[0] = size - self.offset[0]
-
-
 class State:
     """Registers of a warp that live as long as it does; a namespace that a reader's ``make_state`` fills."""
 
@@ -68,12 +35,6 @@ class State:
     query: list[list[Uint32]]  # B operands: [block][register]
     query_sums: list[list[Any]]  # [column][group], or the operands that readers of codes make of them
     shared_query: Int32  # the lane's address of both, where they are shared
-    query_operand: Uint32  # descriptor of the queries of warpgroups
-    warp: Int32  # of the warpgroup
-    warpgroup: Warpgroup  # the warp's place in it
-    centres: Int32  # shared address of what every output of the warp has too little, by query
-    query_sum_address: Int32  # shared address of the queries' sums
-    probability_row: Int32  # the lane's row of a probability operand, bytes
     scale_offset: Int32  # of the loads of a block's scales, bytes
     tail: Int64  # address of the rows of 16 bits of a block that is not full
     tail_stride: Int32  # bytes from one of them to the next

@@ -38,14 +38,12 @@ class DecodeReader:
         keys, values: places of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`; None for
             values of a format that is for keys alone.
         cost: whose measured times the schedule goes by: "dense" (16 bits), "int4" or "byte".
-        warpgroups: whether :mod:`cute_kernels.attention.warpgroup` multiplies such rows.
         codes: place of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
     """
 
     keys: str
     values: str | None
     cost: str = "byte"
-    warpgroups: bool = False
     codes: str | None = None
 
     @classmethod

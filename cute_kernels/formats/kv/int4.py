@@ -22,7 +22,7 @@ def _int4(num_groups: int) -> KvFormat:
         make_row=lambda head_dim: Int4Row(head_dim, num_groups),
         num_groups=num_groups,
         header_bytes=4 * num_groups,
-        decode=DecodeReader(keys, values, "int4", warpgroups=num_groups == 1),
+        decode=DecodeReader(keys, values, "int4"),
         extend=ExtendReader("cute_kernels.attention.extend.decode:Int4Words", "groups", "int4", INT4_UNIT),
     )
 

@@ -1,7 +1,7 @@
 """The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
 
 A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
-warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
+warps share probabilities and a softmax reference: they write probabilities as of the
 reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
 then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
 then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
