@@ -351,7 +351,7 @@ def start_sooner() -> None:
     from vllm.utils import jit_monitor
 
     registry._run_in_subprocess = lambda look: look()
-    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda *_: None
     jit_monitor._setup_cutedsl_jit_hook = lambda: None
 
 

@@ -75,7 +75,7 @@ def test_a_traced_one_has_the_same_bits():
     given = arguments(layer)
 
     def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, qkv = torch.ops.cute_kernels.gemm.layer(x, residual, *given[2:])
+        rows, qkv = torch.ops.cute_kernels.layer_products(x, residual, *given[2:])
         return rows, qkv * 2
 
     want = operator.layer_products(*given)

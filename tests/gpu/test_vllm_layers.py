@@ -63,6 +63,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("form", layers.CHECKPOINTS, ids=str)
 def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
+    if form.act_order and not layers.has_act_order():
+        pytest.skip("this vLLM loads no act-order")
     layer = layers.make(form, "cuda")
     assert type(layer.kernel).__name__ == "CuteKernelsLinearKernel"
     for rows in ROWS:

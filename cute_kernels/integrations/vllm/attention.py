@@ -18,18 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionType,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from cute_kernels import append_and_decode, append_kv, arguments, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.arguments import strides_of
-from cute_kernels.attention.checks import MAX_Q_LEN, head_dim_of_row
+from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import (
     attention_choice,
@@ -49,6 +44,7 @@ from cute_kernels.integrations.vllm.attention_metadata import (
     is_invariant,
     most_queries,
 )
+from cute_kernels.integrations.vllm.attention_pages import BACKENDS_PACK, PREFERRED_BLOCK, Pages
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
@@ -56,10 +52,8 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 logger = logging.getLogger("vllm.cute_kernels")
 
-PREFERRED_BLOCK = 64  # tokens of a page, if the user names none: fewer, larger copies than vLLM's 16
 
-
-class CuteKernelsAttentionBackend(AttentionBackend):
+class CuteKernelsAttentionBackend(Pages):
     """What vLLM asks of a backend before it chooses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
@@ -76,28 +70,6 @@ class CuteKernelsAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
         return MetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [16, 32, 64, 128, 256]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return max(default_block_size, PREFERRED_BLOCK)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """[num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in it."""
-        formats = kv_formats.formats_for(cache_dtype_str)
-        if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`cache_spec`)
-            head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)
-        return num_blocks, kv_formats.page_bytes(formats, head_size, block_size, num_kv_heads)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        return (1, 0, 2) if include_num_layers_dimension else (0, 1)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -118,6 +90,10 @@ class CuteKernelsAttentionBackend(AttentionBackend):
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # a step's parts are cut by the lengths that the host knows
 
     @classmethod
     def supports_compute_capability(cls, capability: Foreign) -> bool:
@@ -175,9 +151,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
         "sleep mode": prepare.may_sleep(),
         "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
         # Their states' pages are as large as attention's in 16 bits, where vLLM does not ask what these take.
-        "Mamba layers beside such pages": kv_formats.is_own(kv_cache_dtype)
-        and model.is_hybrid
-        and not hasattr(AttentionBackend, "customize_spec"),
+        "Mamba layers beside such pages": kv_formats.is_own(kv_cache_dtype) and model.is_hybrid and not BACKENDS_PACK,
         # Layers that serve these put metadata of their own making under a backend.
         "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVQuantMode
 
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import environment, kv_formats
+from cute_kernels.integrations.vllm import environment
+from cute_kernels.integrations.vllm.attention_pages import counted
 from cute_kernels.integrations.vllm.versions import Interface
 
 
@@ -119,7 +118,7 @@ def _counts_bytes(original: Any) -> Any:
         if getattr(self.impl, "takes_constants", False):
             if spec.page_size_padded is None:  # vLLM 0.26 gives layers that slide its smallest pages, which are slower
                 spec = dataclasses.replace(spec, block_size=vllm_config.cache_config.block_size)
-            return cache_spec(self, spec)
+            return counted(self, spec)
         named = environment.wanted_kv_format() if environment.wanted_seams() else None
         if named is not None:
             kind = type(self.impl).__name__
@@ -129,13 +128,3 @@ def _counts_bytes(original: Any) -> Any:
         return spec
 
     return get_kv_cache_spec
-
-
-def cache_spec(layer: Foreign, spec: Any) -> Any:
-    """A layer's cache specification; of formats that vLLM does not know, with the bytes of rows for head sizes."""
-    if not kv_formats.is_own(layer.kv_cache_dtype):
-        return spec
-    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
-    return dataclasses.replace(
-        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
-    )

@@ -161,9 +161,10 @@ def views(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
 
-    kv_cache: [num_blocks, page], as vLLM has a layer's pages; pages may lie apart.
+    kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], as vLLM has a layer's pages; pages may lie
+        apart.
     """
-    content = kv_cache.view(torch.uint8)
+    content = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
     rows = row_bytes(formats, head_size)
     block_size = content.shape[1] // (num_kv_heads * sum(rows))
     parts = content.split([block_size * num_kv_heads * row for row in rows], dim=1)

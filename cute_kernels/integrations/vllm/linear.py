@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm import envs
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
-from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
@@ -25,6 +25,7 @@ from cute_kernels.gemm import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.gemm.plan import DTYPES
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_layers, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
@@ -79,12 +80,17 @@ def form_of(c: MPLinearLayerConfig) -> Form:
         raise ValueError(f"results in {c.out_type} of activations in {c.act_type}; supported: the same")
     k, n = c.partition_weight_shape
     whole = k == c.full_weight_shape[0]
-    if c.has_g_idx and not whole:
+    if in_act_order(c) and not whole:
         raise ValueError("act-order with the inputs shared out among GPUs")
     group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
     if group_size and (group_size not in GROUP_SIZES or k % group_size):
         raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {GROUP_SIZES}, and -1")
     return Form(WEIGHT_TYPES[c.weight_type][0], group_size, n, k, c.act_type, c.zero_points)
+
+
+def in_act_order(c: MPLinearLayerConfig) -> bool:
+    """Whether a layer's inputs are shared out to groups in any order, which vLLM refuses from 0.30 on."""
+    return bool(getattr(c, "has_g_idx", False))
 
 
 class CuteKernelsLinearKernel(MPLinearKernel):
@@ -134,7 +140,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             fused_layers.settle_norms(form.n, form.dtype)
         if self.fused.sums and fused_layers.reads_norm(layer):
             fused_layers.settle_norms(form.k, form.dtype)
-        side = fused_layers.side_of_norm(layer) if self.fused.sums and not self.config.has_g_idx else None
+        side = fused_layers.side_of_norm(layer) if self.fused.sums and not in_act_order(self.config) else None
         if side is not None and form.dtype == torch.bfloat16:
             problem = form.problem(_num_sms(torch.cuda.current_device()))
             fused_layers.make_ready(problem, prepare.engine_rows(), side)
@@ -148,17 +154,13 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         things: what is traced may not depend on them.
         """
         form = self.form
-        codes, scales, zeros, group_of = self._get_weight_params(layer)
-        permute_param_layout_(codes, input_dim=1, output_dim=0, packed_dim=1)
-        permute_param_layout_(scales, input_dim=1, output_dim=0)
-        if form.zero_point:
-            permute_param_layout_(zeros, input_dim=1, output_dim=0, packed_dim=0)
+        codes, scales, zeros, group_of = self._tensors(layer)
         weight = PackedWeight.from_compressed_tensors(
-            codes.data,
-            scales.data,
-            weight_zero_point=zeros.data if form.zero_point else None,
+            rows_first(codes),
+            rows_first(scales),
+            weight_zero_point=rows_first(zeros) if form.zero_point else None,
             weight_shape=torch.tensor([form.n, form.k]),
-            weight_g_idx=group_of.data if self.config.has_g_idx else None,
+            weight_g_idx=group_of.data if in_act_order(self.config) else None,
             bits=form.bits,
             group_size=form.group_size or -1,
             dtype=form.dtype,
@@ -171,19 +173,24 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             assert self.w_zp_name is not None
             middle = torch.full_like(weight.scales, symmetric_zero(form.bits), dtype=torch.uint8)
             fields[self.w_zp_name] = middle if weight.zeros is None else weight.zeros
-        if self.config.has_g_idx:
+        if in_act_order(self.config):
             assert self.w_gidx_name is not None
             in_order = torch.arange(form.k, dtype=torch.int32, device=weight.device)
             fields[self.w_gidx_name] = in_order if weight.perm is None else weight.perm
         return fields
 
+    def _tensors(self, layer: torch.nn.Module) -> list[Any]:
+        """Codes, scales, zero points and the order of inputs; None for what the layer has not."""
+        names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
+        return [getattr(layer, name or "", None) for name in names]
+
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         form = self.form
         if x.dtype != form.dtype or (bias is not None and bias.dtype != form.dtype):
             raise TypeError(f"x, bias: got {x.dtype}, {bias.dtype if bias is not None else None}, want {form.dtype}")
-        codes, scales, zeros, perm = self._get_weight_params(layer)
+        codes, scales, zeros, perm = self._tensors(layer)
         rows = x.reshape(-1, form.k)
-        if self.config.has_g_idx:
+        if in_act_order(self.config):
             rows = rows.index_select(1, perm)
         out = torch.ops.cute_kernels.weight_only_linear(
             rows.contiguous(),
@@ -202,6 +209,11 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if self.is_interleaved:
             out = fused_layers.in_order(out)
         return out.reshape(*x.shape[:-1], form.n)
+
+
+def rows_first(parameter: Foreign) -> torch.Tensor:
+    """A parameter's tensor with a row for each output; the parameter keeps the order in which it is loaded again."""
+    return parameter.data if parameter.output_dim == 0 else parameter.data.t()
 
 
 def replace(interface: Interface) -> str:

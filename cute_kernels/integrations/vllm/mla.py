@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from typing import Any, ClassVar
 
 import torch
 from vllm import envs
@@ -77,6 +78,9 @@ class CuteKernelsMlaImpl(FlashMLAImpl):
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
     """Chosen tokens, of 656 bytes or in bf16, for as many heads as there are."""
 
+    gives_lse: ClassVar[bool] = True
+    """`Interface.mla_gives_lse` of the vLLM that is there, which reads the sums where contexts are cut alone."""
+
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.serves = False
@@ -104,10 +108,17 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         kv_c_and_k_pe_cache: torch.Tensor,
         topk_indices: torch.Tensor,
         topk_length: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """q: [tokens, heads, 576]; the cache, or a workspace of rows."""
+        actual_num_heads: int | None = None,
+        **given: torch.Tensor,
+    ) -> Any:
+        """q: [tokens, heads, 576], of which actual_num_heads are (None: all); the cache, or a workspace of rows.
+
+        given: where vLLM has room for the result, which it copies from wherever it is.
+        """
         if not self.serves:
-            return super()._bf16_flash_mla_kernel(q, kv_c_and_k_pe_cache, topk_indices, topk_length)
+            more = () if actual_num_heads is None else (actual_num_heads,)
+            return super()._bf16_flash_mla_kernel(q, kv_c_and_k_pe_cache, topk_indices, topk_length, *more, **given)
+        q = q[:, :actual_num_heads]
         rows = kv_c_and_k_pe_cache.view(-1, 1, kv_c_and_k_pe_cache.shape[-1])  # slots are rows: pages of one token
         out = sparse_mla_decode(
             q.unsqueeze(1).contiguous(),
@@ -117,7 +128,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
             softmax_scale=self.softmax_scale,
             topk_length=topk_length,
         )
-        return out.squeeze(1)
+        return (out.squeeze(1), None) if self.gives_lse else out.squeeze(1)
 
 
 def reason_against(impl: Foreign, form: str | None) -> str | None:
@@ -128,6 +139,7 @@ def reason_against(impl: Foreign, form: str | None) -> str | None:
         f"{impl.kv_cache_dtype} caches": form is None,
         f"{impl.head_size} columns": impl.head_size != HEAD_DIM or impl.kv_lora_rank != V_DIM,
         f"{impl.num_heads} heads": impl.num_heads > MAX_HEADS,
+        "decode context parallelism": impl.dcp_world_size > 1,
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
     }
     found = [what for what, is_so in wrong.items() if is_so]
@@ -189,6 +201,7 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 def replace(interface: Interface) -> str:
     """Has FlashMLA's backends make these layers; says what was done."""
+    CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
     served = {"FlashMLABackend": CuteKernelsMlaImpl, "FlashMLASparseBackend": CuteKernelsSparseMlaImpl}
     for module, name in interface.mla_backends:
         backend = getattr(importlib.import_module(module), name)

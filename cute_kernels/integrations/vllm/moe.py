@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
@@ -44,8 +45,10 @@ class Source:
 
     Attributes:
         words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
-        pack: what packs them.
+        pack: what packs them, as [E, inputs, outputs].
         form: (method) to (bits, group size, whether there are zero points, whether inputs are in act-order).
+        outputs_first: whether parameters are [E, outputs, inputs].
+        backends: vLLM's names of experts for which the method loads weights so.
     """
 
     words: str
@@ -53,11 +56,20 @@ class Source:
     zeros: str
     pack: Callable[..., PackedExperts]
     form: Callable[[Any], tuple[int, int, bool, bool]]
+    outputs_first: bool = False
+    backends: tuple[str, ...] = ("MARLIN", "HUMMING")
+
+    def tensors(self, layer: Foreign, name: str, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Words, scales, and zero points or None, each [E, inputs, outputs]. name: "w13" or "w2"."""
+        texts = (self.words, self.scales, *((self.zeros,) if zero_point else ()))
+        found = [getattr(layer, text.format(name)).data for text in texts]
+        words, scales, *zeros = (x.transpose(1, 2) if self.outputs_first else x for x in found)
+        return words, scales, zeros[0] if zeros else None
 
 
 def _compressed_tensors_form(method: Foreign) -> tuple[int, int, bool, bool]:
-    order = getattr(method.actorder, "value", method.actorder)
-    return method.num_bits, method.group_size, not method.symmetric, order == "group"
+    order = getattr(method, "actorder", None)  # vLLM refuses it from 0.30 on
+    return method.num_bits, method.group_size, not method.symmetric, getattr(order, "value", order) == "group"
 
 
 def _gptq_form(method: Foreign) -> tuple[int, int, bool, bool]:
@@ -79,6 +91,15 @@ SOURCES = {
         "{}_weight_zero_point",
         expert_weights.from_inputs_packed,
         _compressed_tensors_form,
+        backends=("MARLIN",),
+    ),
+    "CompressedTensorsWNA16MoEMethod": Source(
+        "{}_weight_packed",
+        "{}_weight_scale",
+        "{}_weight_zero_point",
+        expert_weights.from_inputs_packed,
+        _compressed_tensors_form,
+        outputs_first=True,
     ),
     "AutoGPTQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_inputs_packed, _gptq_form),
     "AutoAWQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_awq, _awq_form),
@@ -178,16 +199,16 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         bits, group_size, _, act_order = source.form(method)
     except ValueError as error:
         return str(error)
-    words = getattr(layer, source.words.format("w13"))
-    scales = getattr(layer, source.scales.format("w13"))
+    words, scales, _ = source.tensors(layer, "w13", zero_point=False)
     n, experts = scales.shape[2] // 2, words.shape[0]
-    hidden = getattr(layer, source.scales.format("w2")).shape[2]
+    hidden = source.tensors(layer, "w2", zero_point=False)[1].shape[2]
     backend = getattr(method, "wna16_backend", None) or getattr(method, "wna16_moe_backend", None)
+    backend = getattr(backend, "value", backend)
     parallel = method.moe.moe_parallel_config
-    limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "w13_bias", "w2_bias")
+    limits = [getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")]
     wrong = {
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
-        f"weights laid out for {getattr(backend, 'value', backend)}": getattr(backend, "value", None) != "MARLIN",
+        f"weights laid out for {backend}": backend not in source.backends,
         f"{bits}-bit weights": bits not in (4, 8),
         f"groups of {group_size}": group_size not in (-1, *GROUP_SIZES),
         "act-order": act_order,
@@ -198,7 +219,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
             getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
         ),
         f"the activation {layer.activation}": not CuteKernelsExperts._supports_activation(layer.activation),
-        "biases or limits": any(getattr(layer, name, None) is not None for name in limits),
+        "biases or limits": bool(_biases(method, layer)) or any(limit is not None for limit in limits),
         "weights on the input": bool(layer.apply_router_weight_on_input),
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
         "experts that move between GPUs": bool(parallel.enable_eplb),
@@ -210,6 +231,16 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     return prepare.why_not_ready(words.device, _kernels_of(method, layer, source)) if words.is_cuda else None
 
 
+BIASES = ("w13_bias", "w2_bias")
+
+
+def _biases(method: Foreign, layer: Foreign) -> list[str]:
+    """A layer's biases. From 0.30 on vLLM makes parameters for every GPTQ layer, and notes which were loaded."""
+    there = [name for name in BIASES if getattr(layer, name, None) is not None]
+    loaded = getattr(layer, "_loaded_expert_biases", there)
+    return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
+
+
 def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[KernelSpec]:
     """The kernels that a layer will ask for once it is packed; looked for where they cannot be compiled alone."""
     if compiler_version() is not None:
@@ -217,14 +248,12 @@ def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[Ker
     bits, group_size, zero_point, _ = source.form(method)
     forms = []
     for name in ("w13", "w2"):
-        scales = getattr(layer, source.scales.format(name))
+        words, scales, zeros = source.tensors(layer, name, zero_point)
         experts, _, n = scales.shape
-        words = getattr(layer, source.words.format(name))
         k = words.shape[1] * (1 if source.pack is expert_weights.from_awq else 32 // bits)
         size = 0 if group_size == -1 else group_size
         k_pad = padded_shape((n, k), size or None)[1]
         index = prepare.index_of(scales.device)
-        zeros = getattr(layer, source.zeros.format(name)) if zero_point else None
         form = integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
         forms.append(ExpertsForm(experts, n, k, k_pad, form, scales.dtype, index))
     yield from _asked(method, forms[0], forms[1])
@@ -257,12 +286,11 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
     for name, gated in (("w13", True), ("w2", False)):
-        words, scales = (getattr(layer, text.format(name)) for text in (source.words, source.scales))
-        zeros = getattr(layer, source.zeros.format(name)) if zero_point else None
+        words, scales, zeros = source.tensors(layer, name, zero_point)
         packed[name] = source.pack(
-            words.data,
-            scales.data,
-            None if zeros is None else zeros.data,
+            words,
+            scales,
+            zeros,
             bits=bits,
             group_size=None if group_size == -1 else group_size,
             dtype=scales.dtype,
@@ -277,7 +305,10 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     layer.w2_weight = getattr(layer, source.words.format("w2"))
     note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
     _load_kernels(method, packed["w13"], packed["w2"])
-    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
+    for name in BIASES:  # parameters that no checkpoint filled
+        if getattr(layer, name, None) is not None:
+            _set(layer, name, None)
+    method.moe_quant_config = FUSED_MOE_UNQUANTIZED_CONFIG  # of activations; vLLM's experts would read the rest
     method.experts_cls = CuteKernelsExperts
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 DISTRIBUTION = "vllm"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
+COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors_moe"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Interface:
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
+        mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
         pass_manager: the module and class that says which passes rewrite a traced model.
     """
 
@@ -34,22 +37,31 @@ class Interface:
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
     mla_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     expert_methods: tuple[tuple[str, str], ...] = (
-        (
-            "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
-            "compressed_tensors_moe_wna16_marlin",
-            "CompressedTensorsWNA16MarlinMoEMethod",
-        ),
-        ("vllm.model_executor.layers.quantization.auto_gptq", "AutoGPTQMoEMethod"),
-        ("vllm.model_executor.layers.quantization.auto_awq", "AutoAWQMoEMethod"),
+        (f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16", "CompressedTensorsWNA16MoEMethod"),
+        (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
+        (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
     )
     mla_backends: tuple[tuple[str, str], ...] = (
         ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
         ("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),
     )
+    mla_gives_lse: bool = True
     pass_manager: tuple[str, str] = ("vllm.compilation.passes.pass_manager", "PostGradPassManager")
 
 
-INTERFACES = {(0, 26): Interface("served on an H200, interface tests")}
+SERVED, CHECKED = "served on an H200, interface tests", "interface tests"
+_OLD_EXPERTS = f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16_marlin"
+INTERFACES = {
+    (0, 26): Interface(
+        SERVED,
+        expert_methods=(
+            (_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"),
+            *Interface.expert_methods[1:],
+        ),
+        mla_gives_lse=False,
+    ),
+    **{(0, minor): Interface(CHECKED) for minor in (30, 31, 32, 33)},
+}
 """By (major, minor)."""
 
 

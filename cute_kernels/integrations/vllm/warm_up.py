@@ -23,6 +23,10 @@ logger = logging.getLogger("vllm.cute_kernels")
 
 def slot_mapping(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.device) -> None:
     """Compiles the kernel for pages of this size. If that fails it says why, and the first request compiles it."""
+    from vllm.v1.worker import block_table
+
+    if not hasattr(block_table, "_compute_slot_mapping_kernel"):
+        return  # from 0.30 on vLLM compiles the kernel for the size that there is
     if kv_cache_spec.block_size in COMPILED_BY_VLLM or vllm_config.use_v2_model_runner:
         return
     start = time.perf_counter()

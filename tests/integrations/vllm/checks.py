@@ -18,6 +18,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+ONCE: set[str] = set()
+"""Names of those that see hardly anything of vLLM, and take seconds: they run with the reference alone."""
+
+
+def check_once(function: Callable[[], None]) -> Callable[[], None]:
+    ONCE.add(function.__name__)
+    return check(function)
+
+
 def hopper() -> Any:
     """The platform as the plugin sees it on an H200."""
     from vllm.platforms import PlatformEnum

@@ -57,13 +57,42 @@ CHECKPOINTS = (
 )
 
 
+def checkpoints() -> list[Checkpoint]:
+    """Those that the vLLM that is there loads: from 0.30 on it refuses act-order."""
+    return [form for form in CHECKPOINTS if has_act_order() or not form.act_order]
+
+
+def has_act_order() -> bool:
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+
+    return "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__
+
+
+def linear_config(shape: tuple[int, int] = (512, 256), **changes: Any) -> Any:
+    """vLLM's description of a layer [inputs, outputs]."""
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.scalar_type import scalar_types
+
+    usual: dict[str, Any] = {
+        "full_weight_shape": shape,
+        "partition_weight_shape": shape,
+        "weight_type": scalar_types.uint4b8,
+        "act_type": torch.bfloat16,
+        "group_size": 128,
+        "zero_points": False,
+    }
+    usual |= {"has_g_idx": False} if has_act_order() else {}
+    return MPLinearLayerConfig(**{**usual, **changes})
+
+
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose weights are processed. apply: x [..., k] to [..., n]. weight: fp64 [n, k]."""
+    """A layer whose weights are processed. apply: x [..., k] to [..., n]. weight: fp64 [n, k]. layer: vLLM's."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     kernel: Any
     weight: torch.Tensor
+    layer: torch.nn.Module
 
 
 def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Layer:
@@ -91,7 +120,7 @@ def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Lay
             getattr(layer, name).data.copy_(tensor)
         method.process_weights_after_loading(layer)
     apply = getattr(method, "apply_weights", None) or method.apply
-    return Layer(lambda x: apply(layer, x, None), method.kernel, weight)
+    return Layer(lambda x: apply(layer, x, None), method.kernel, weight, layer)
 
 
 def _parts(form: Checkpoint, layer: Any) -> list[int]:
@@ -105,12 +134,13 @@ def _compressed_tensors(form: Checkpoint, layer: torch.nn.Module, device: str) -
         CompressedTensorsWNA16,
     )
 
+    order = {"actorder": ActivationOrdering.GROUP if form.act_order else None} if has_act_order() else {}
     scheme = CompressedTensorsWNA16(
         strategy="group" if form.group_size else "channel",
         num_bits=form.bits,
         group_size=form.group_size or None,
         symmetric=not form.zero_point,
-        actorder=ActivationOrdering.GROUP if form.act_order else None,
+        **order,
     )
     with torch.device(device):
         scheme.create_weights(layer, form.n, form.k, _parts(form, layer), form.k, form.dtype, _no_loader)
@@ -159,7 +189,8 @@ def _tensors(
             tensors["weight_g_idx"] = group_of
         return tensors
     if form.checkpoint == "gptq":
-        return {"qweight": words(codes, form.bits, order).T, "scales": scales.T, "g_idx": group_of}
+        order_of_inputs = {"g_idx": group_of} if has_act_order() else {}
+        return {"qweight": words(codes, form.bits, order).T, "scales": scales.T, **order_of_inputs}
     return {
         "qweight": words(codes.T, form.bits, AWQ_ORDER),
         "qzeros": words(zeros.T, form.bits, AWQ_ORDER),
@@ -228,11 +259,15 @@ def make_experts(form: Checkpoint, device: str, num_experts: int = NUM_EXPERTS, 
             packed = words(codes, form.bits, order).transpose(1, 2)
         tensors = [packed, scales.transpose(1, 2), words(zeros.transpose(1, 2), form.bits, order)]
         for text, tensor in zip(names, tensors, strict=True):
+            tensor = tensor.transpose(1, 2) if expert_source(form).outputs_first else tensor
             parameter = torch.nn.Parameter(tensor.contiguous().to(device), requires_grad=False)
             layer.register_parameter(text.format(name), parameter)
     layer.activation = SimpleNamespace(value="silu")  # type: ignore[assignment]
     layer.apply_router_weight_on_input = False  # type: ignore[assignment]
     layer._expert_routing_tables = lambda: None  # type: ignore[assignment]
+    if form.checkpoint == "gptq" and not has_act_order():  # from 0.30 on, whether a checkpoint has some or not
+        layer._loaded_expert_biases = set()  # type: ignore[assignment]
+        layer.w13_bias = torch.nn.Parameter(torch.zeros(num_experts, 2 * form.n), requires_grad=False)
     return Experts(_expert_method(form), layer, *dense)
 
 
@@ -251,9 +286,8 @@ def _expert_method(form: Checkpoint) -> Any:
         symmetric=not form.zero_point,
         actorder="group" if form.act_order else None,
         quant_config=config,
-        wna16_backend=SimpleNamespace(value="MARLIN"),
-        moe=SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=False, experts_per_token=2),
-        get_fused_moe_quant_config=lambda layer: SimpleNamespace(),
+        wna16_backend=SimpleNamespace(value=expert_source(form).backends[-1]),
+        moe=mock.MagicMock(moe_parallel_config=parallel, is_lora_enabled=False, experts_per_token=2, has_bias=False),
     )
 
 
@@ -267,12 +301,19 @@ EXPERTS = (
 )
 """Checkpoint, bits, group size, whether there are zero points, dtype."""
 
-EXPERT_METHODS = {
-    "ct": "CompressedTensorsWNA16MarlinMoEMethod",
-    "gptq": "AutoGPTQMoEMethod",
-    "awq": "AutoAWQMoEMethod",
-}
-"""vLLM's names for the methods of experts, by kind of checkpoint."""
+EXPERT_METHODS = ("ct", "gptq", "awq")
+"""Kinds of checkpoint, in the order of `versions.Interface.expert_methods`."""
+
+
+def expert_source(form: Checkpoint) -> Any:
+    """How the vLLM that is there holds a checkpoint's experts."""
+    import vllm
+
+    from cute_kernels.integrations.vllm import moe, versions
+
+    interface = versions.interface_of(vllm.__version__)
+    assert interface is not None
+    return moe.SOURCES[interface.expert_methods[EXPERT_METHODS.index(form.checkpoint)][1]]
 
 
 def serve_experts(form: Checkpoint, device: str) -> tuple[Experts, Any]:
@@ -282,7 +323,7 @@ def serve_experts(form: Checkpoint, device: str) -> tuple[Experts, Any]:
     from cute_kernels.integrations.vllm import moe
 
     layer = make_experts(form, device)
-    source = moe.SOURCES[EXPERT_METHODS[form.checkpoint]]
+    source = expert_source(form)
     reason = moe.reason_against(layer.method, layer.layer, source)
     assert reason is None, reason
     no_hand_out = mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", lambda **_: None)
@@ -342,7 +383,7 @@ def block_of(rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16, bits: i
             tensors = {
                 "qweight": words(codes, bits, tuple(range(32 // bits))).T.contiguous(),
                 "scales": scales.to(dtype).T.contiguous(),
-                "g_idx": (torch.arange(inputs) // GROUP_OF_BLOCK).int(),
+                **({"g_idx": (torch.arange(inputs) // GROUP_OF_BLOCK).int()} if has_act_order() else {}),
                 "qzeros": torch.zeros(inputs // GROUP_OF_BLOCK, n * bits // 32, dtype=torch.int32),
             }
             for name, parameter in layer.named_parameters():

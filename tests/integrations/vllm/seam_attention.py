@@ -15,60 +15,101 @@ from unittest import mock
 
 import torch
 
-from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.checks import check, check_once
 from tests.integrations.vllm.steps import (
     Layer,
     constants_file,
     give_constants,
 )
 
+KV_DTYPES = (
+    ("fp8", ""),
+    ("fp8_e4m3", ""),
+    ("int8_per_token_head", ""),
+    ("fp8_per_token_head", ""),
+    ("int4_per_token_head", ""),
+    ("auto", "int4_g4"),
+    ("auto", "bf16"),
+    ("bfloat16", "int8_token_head,int4_g4"),
+)
+"""vLLM's, and the format that the environment names."""
 
-@check
-def pages_have_the_bytes_that_vllm_counts() -> None:
+
+def layer_spec(kv_cache_dtype: str, own: str, head_size: int, block_size: int = 64, **given: Any) -> Any:
+    """A layer's specification, with 8 KV heads, as an engine has it; the environment names a format."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-    from cute_kernels.integrations.vllm.attention import (
-        CuteKernelsAttentionBackend,
-        CuteKernelsAttentionImpl,
-    )
-    from cute_kernels.integrations.vllm.attention_choice import cache_spec
+    from cute_kernels.integrations.vllm import attention, attention_pages, kv_formats
 
-    for kv_cache_dtype, own in (
-        ("fp8", ""),
-        ("fp8_e4m3", ""),
-        ("int8_per_token_head", ""),
-        ("fp8_per_token_head", ""),
-        ("int4_per_token_head", ""),
-        ("auto", "int4_g4"),
-        ("auto", "bf16"),
-        ("bfloat16", "int8_token_head,int4_g4"),
-    ):
-        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = own
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+        dtype = torch.bfloat16 if own else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
+        quant = get_kv_quant_mode(kv_cache_dtype)
+        given |= {"block_size": block_size, "num_kv_heads": 8, "head_size": head_size, "dtype": dtype}
+        spec: Any = FullAttentionSpec(kv_quant_mode=quant, **given)
+        if attention_pages.BACKENDS_PACK:
+            from vllm.v1.worker import utils
+
+            asked = getattr(utils, "customize_attention_spec", lambda backend, spec: backend.customize_spec(spec))
+            return asked(attention.CuteKernelsAttentionBackend, spec)
+        formats = kv_formats.formats_for(kv_cache_dtype)
+        impl = mock.Mock(spec=attention.CuteKernelsAttentionImpl, formats=formats)
+        layer = SimpleNamespace(impl=impl, kv_cache_dtype=kv_cache_dtype, head_size=head_size)
+        return attention_pages.counted(layer, spec)
+
+
+def engine_caches(spec: Any, num_blocks: int, kv_cache_dtype: str, own: str) -> list[tuple[torch.Tensor, int]]:
+    """Layers' caches as vLLM makes them of a specification, in all of its layouts, and tokens of their pages."""
+    from cute_kernels.integrations.vllm import attention_pages
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    if not attention_pages.BACKENDS_PACK:
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+            sizes = num_blocks, spec.block_size, 8, spec.head_size, kv_cache_dtype
+            shape = CuteKernelsAttentionBackend.get_kv_cache_shape(*sizes)
+        apart = torch.zeros(shape[0], shape[1] + 256, dtype=spec.dtype)[:, : shape[1]]  # with room between pages
+        return [(torch.zeros(shape, dtype=spec.dtype), spec.block_size), (apart, spec.block_size)]
+    from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    assert CuteKernelsAttentionBackend.supported_kv_cache_layouts() is None  # any
+    found, names = [], ["first", "second"]
+    for layout in KVCacheLayout:
+        raw = torch.zeros(len(names) * num_blocks * spec.page_size_bytes, dtype=torch.int8)
+        layer, block, *_ = compute_layout_strides(spec, num_blocks, len(names), layout)
+        tensor = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=layer, block_stride=block)
+        views = create_kv_cache_views(raw, spec, num_blocks, layout, tensor)
+        found += [(view, spec.block_size) for view in views]
+        if layout.is_layer_compact:  # pages of fewer tokens than the engine counts, as hybrid models have them
+            found += [(view, 16) for view in create_kv_cache_views(raw, spec, num_blocks, layout, tensor, 16)]
+    return found
+
+
+@check
+def pages_have_the_bytes_that_vllm_counts() -> None:
+    from cute_kernels.integrations.vllm import kv_formats
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    for kv_cache_dtype, own in KV_DTYPES:
         for head_size in (64, 128, 256):
-            dtype = torch.bfloat16 if own else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
-            quant = get_kv_quant_mode(kv_cache_dtype)
-            spec: Any = FullAttentionSpec(
-                block_size=64, num_kv_heads=8, head_size=head_size, dtype=dtype, kv_quant_mode=quant
-            )
-            from cute_kernels.integrations.vllm import kv_formats
-
-            formats = kv_formats.formats_for(kv_cache_dtype)
-            impl = mock.Mock(spec=CuteKernelsAttentionImpl, formats=formats)
-            spec = cache_spec(SimpleNamespace(impl=impl, kv_cache_dtype=kv_cache_dtype, head_size=head_size), spec)
-            shape = CuteKernelsAttentionBackend.get_kv_cache_shape(5, 64, 8, spec.head_size, kv_cache_dtype)
-            cache = torch.zeros(shape, dtype=spec.dtype)
-            assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
-            apart = torch.zeros(5, shape[1] + 256, dtype=spec.dtype)[:, : shape[1]]  # pages with room between them
-            for pages in (cache, apart):
-                for view, form in zip(
-                    kv_formats.views(pages, formats, head_size, 8), (formats.k, formats.v), strict=True
-                ):
-                    assert view.shape == (5, 64, 8, form.row_elements(head_size)), (kv_cache_dtype, view.shape)
-                    assert view.dtype == form.cache_dtype and view.stride(0) * view.itemsize == pages.stride(0)
-            block = CuteKernelsAttentionBackend.get_kv_cache_block_dim(64, 8, spec.head_size, kv_cache_dtype)
-            assert block == 0 and CuteKernelsAttentionBackend.indexes_kv_by_block_stride()
-    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+            spec = layer_spec(kv_cache_dtype, own, head_size)
+            with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+                formats = kv_formats.formats_for(kv_cache_dtype)
+            assert spec.page_size_bytes == kv_formats.page_bytes(formats, head_size, 64, 8), (own, head_size)
+            for cache, tokens in engine_caches(spec, 5, kv_cache_dtype, own):
+                assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, cache.shape)
+                pages = 5 * 64 // tokens
+                views = kv_formats.views(cache, formats, head_size, 8)
+                for view, form in zip(views, (formats.k, formats.v), strict=True):
+                    assert view.shape == (pages, tokens, 8, form.row_elements(head_size)), (own, view.shape)
+                    assert view.dtype == form.cache_dtype
+                    assert view.stride(0) * view.itemsize == cache.stride(0) * cache.itemsize
+                k, v = (view.view(torch.uint8) for view in views)
+                k.fill_(1)
+                v.fill_(2)  # the other half, and nobody else's
+                assert int(cache.view(torch.uint8).long().sum()) == k.numel() + 2 * v.numel()
+    sizes = CuteKernelsAttentionBackend.get_supported_kernel_block_sizes
+    assert sizes() == sizes(None)
 
 
 @check
@@ -77,9 +118,7 @@ def more_requests_fit_as_vllm_counts_them() -> None:
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-    from cute_kernels.integrations.vllm import kv_formats
-    from cute_kernels.integrations.vllm.attention import PREFERRED_BLOCK, CuteKernelsAttentionImpl
-    from cute_kernels.integrations.vllm.attention_choice import cache_spec
+    from cute_kernels.integrations.vllm.attention_pages import PREFERRED_BLOCK
 
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8192),
@@ -89,17 +128,13 @@ def more_requests_fit_as_vllm_counts_them() -> None:
     def requests(spec: Any) -> int:
         return int(100e9) // (32 * spec.max_memory_usage_bytes(engine))
 
-    def room(own: str) -> int:
-        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = own
-        spec = FullAttentionSpec(block_size=PREFERRED_BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-        impl = mock.Mock(spec=CuteKernelsAttentionImpl, formats=kv_formats.formats_for("auto"))
-        return requests(cache_spec(SimpleNamespace(impl=impl, kv_cache_dtype="auto", head_size=128), spec))
-
     quant, dtype = get_kv_quant_mode("fp8"), STR_DTYPE_TO_TORCH_DTYPE["fp8"]
     theirs = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=dtype, kv_quant_mode=quant)
-    found = {own: room(own) / requests(theirs) for own in ("int4_g4", "int4_g1", "int8_token_head,int4_g4")}
+    found = {
+        own: requests(layer_spec("auto", own, 128, PREFERRED_BLOCK)) / requests(theirs)
+        for own in ("int4_g4", "int4_g1", "int8_token_head,int4_g4")
+    }
     assert found["int4_g4"] >= 1.59 and found["int4_g1"] >= 1.86 and found["int8_token_head,int4_g4"] >= 1.2, found
-    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
 def selected(**changes: Any) -> dict[str, Any]:
@@ -121,6 +156,13 @@ def selected(**changes: Any) -> dict[str, Any]:
         "has_sliding_window": False,
     }
     return {**usual, **changes}
+
+
+def is_asked(name: str) -> bool:
+    """Whether vLLM asks backends for something."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    return name in AttentionSelectorConfig._fields
 
 
 def reasons_against(**changes: Any) -> list[str]:
@@ -162,6 +204,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
+        *({name: True} for name in ("use_adaptive_verification", "use_dcp", "use_rswa") if is_asked(name)),
     ):
         assert reasons_against(**changes), changes
 
@@ -212,6 +255,7 @@ def a_format_of_our_own_is_never_silently_another() -> None:
         layer = mock.MagicMock(impl=SimpleNamespace(), **given)
         config = mock.MagicMock()
         config.cache_config.block_size, config.cache_config.cache_dtype = 64, "auto"
+        config.model_config.dtype = torch.bfloat16
         spec = lambda: layer_class.get_kv_cache_spec(layer, config)  # noqa: B023, E731
         refused(spec, f"{environment.KV_FORMAT}=int4_g4: model.layers.0 is served by SimpleNamespace")
         with mock.patch.dict(os.environ, {environment.KV_FORMAT: ""}):
@@ -323,7 +367,7 @@ def constants_that_do_not_fit_are_refused_by_name() -> None:
                     raise AssertionError(changes)
 
 
-@check
+@check_once
 def rotated_rows_lose_no_more_than_vllms() -> None:
     """`int4_per_token_head`: of rows with outliers, with a mean and of one sign, less is lost than by vLLM's rows."""
     from cute_kernels import dequantize_kv, quantize_kv
@@ -396,6 +440,9 @@ def slot_mappings_of_other_page_sizes_are_compiled_before_the_first_request() ->
 
     from cute_kernels.integrations.vllm import warm_up
 
+    if not hasattr(block_table, "_compute_slot_mapping_kernel"):
+        warm_up.slot_mapping(SimpleNamespace(), SimpleNamespace(), torch.device("cpu"))  # vLLM does it itself
+        return
     calls: list[tuple[Any, ...]] = []
     kernel = mock.MagicMock()
     kernel.__getitem__.return_value = lambda *given, **named: calls.append((given[5], given[6], named))
@@ -430,15 +477,13 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
     import tempfile
     from pathlib import Path
 
-    from vllm.scalar_type import scalar_types
-
     from cute_kernels.integrations.vllm import attention, prepare
-    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel, MPLinearLayerConfig
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel
     from cute_kernels.runtime import gpu, wanted
     from cute_kernels.runtime.gpu import standing_in
+    from tests.integrations.vllm.layers import linear_config
 
-    shape = (4096, 6144)
-    layer = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False, False)
+    layer = linear_config((4096, 6144))
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: 32,
         get_num_kv_heads=lambda parallel: 8,

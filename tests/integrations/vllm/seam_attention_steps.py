@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.checks import check, check_once
 from tests.integrations.vllm.steps import (
     Layer,
     TorchLaunches,
@@ -325,7 +325,7 @@ def a_calibrated_cache_is_read_as_it_is_written() -> None:
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
-@check
+@check_once
 def every_kernel_of_a_step_is_listed() -> None:
     """One that is not would be compiled in a step that a user waits for, or be missed there."""
     from vllm.v1.attention.backends import fa_utils

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.checks import check, check_once
 
 HIDDEN, MIDDLE, EPS = 256, 384, 1e-5
 
@@ -116,7 +116,7 @@ def _ours(names: Counter[str]) -> dict[str, int]:
     return {name: count for name, count in names.items() if name.startswith("cute")}
 
 
-@check
+@check_once
 def norms_between_products_are_left_to_them() -> None:
     """What lies between two attentions: o, gate and up, down, the next layer's q, k and v."""
     from vllm.ir import ops
@@ -154,7 +154,7 @@ def norms_between_products_are_left_to_them() -> None:
     assert rewritten(layer(lambda x: (qkv(x),), weight.float()), *rows(HIDDEN, HIDDEN))[1]["left"] == 0
 
 
-@check
+@check_once
 def what_lies_between_two_attentions_is_one_operator() -> None:
     """Where its weights are such that one launch may serve it."""
     from vllm.ir import ops
@@ -253,7 +253,7 @@ def sums_over_gpus_keep_their_norms() -> None:
     assert _ours(names) == {LINEAR: 2, NORM: 1}, names
 
 
-@check
+@check_once
 def what_only_looks_like_it_is_left_alone() -> None:
     from vllm.ir import ops
 
@@ -433,7 +433,7 @@ def gated_layers_of_every_checkpoint_give_their_results_in_order() -> None:
     from tests.integrations.vllm import layers
 
     with mock.patch.object(fused_layers, "wanted", lambda: fused_layers.Fused(gates=True)):
-        for form in layers.CHECKPOINTS:
+        for form in layers.checkpoints():
             parts = [form.n // 2, form.n // 2]
             layer = layers.make(form, "cpu", prefix="model.layers.3.mlp.gate_up_proj", output_partition_sizes=parts)
             assert layer.kernel.is_interleaved, str(form)

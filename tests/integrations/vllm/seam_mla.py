@@ -74,8 +74,15 @@ def chosen_tokens_are_decoded_for_as_many_heads_as_there_are() -> None:
     scaled = quantize_mla_kv(tokens.flatten(0, 1), kv_format="mla_fp8")
     exact["mla_fp8"] = MlaFp8().dequantize(scaled).double()
     cache = scaled.view(4, 64, 656)
+    counts = torch.tensor([40, 40, 30, 40, 40]).int()
+    bf16 = layer._bf16_flash_mla_kernel(q, tokens, slots, counts)
+    if layer.gives_lse:  # and takes rows of more heads, and room for the result
+        padded = torch.nn.functional.pad(q, (0, 0, 0, 61))
+        again, _ = layer._bf16_flash_mla_kernel(padded, tokens, slots, counts, 3, out=torch.empty(5, 64, 512))
+        bf16, lse = bf16
+        assert lse is None and torch.equal(again, bf16)
     outs = {
-        "mla_bf16": layer._bf16_flash_mla_kernel(q, tokens, slots, torch.tensor([40, 40, 30, 40, 40]).int()),
+        "mla_bf16": bf16,
         "mla_fp8": layer._fp8_flash_mla_kernel(q.unsqueeze(0), cache, slots.unsqueeze(0), None)[0].squeeze(0),
     }
     for form, out in outs.items():
@@ -93,13 +100,14 @@ def other_mla_is_left_to_flashmla_with_a_reason() -> None:
     from cute_kernels.integrations.vllm import mla
 
     def reason(form: str | None = "mla_bf16", **changes: Any) -> str | None:
-        usual = {"kv_cache_dtype": "auto", "head_size": 576, "kv_lora_rank": 512, "num_heads": 16}
+        usual = {"kv_cache_dtype": "auto", "head_size": 576, "kv_lora_rank": 512, "num_heads": 16, "dcp_world_size": 1}
         return mla.reason_against(SimpleNamespace(**{**usual, **changes}), form)
 
     assert reason() is None
     assert "fp8 caches" in str(reason(None, kv_cache_dtype="fp8"))
     assert "320 columns" in str(reason(head_size=320))
     assert "256 heads" in str(reason(num_heads=256))
+    assert "decode context parallelism" in str(reason(dcp_world_size=2))
     with mock.patch.object(mla, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
         assert "VLLM_BATCH_INVARIANT" in str(reason())
 

@@ -36,10 +36,9 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     from tests.integrations.vllm import layers
 
     moe.current_platform = hopper()
-    source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
 
     def reason(form: Any, **changes: Any) -> str:
-        experts = layers.make_experts(form, "cpu")
+        experts, source = layers.make_experts(form, "cpu"), layers.expert_source(form)
         for name, value in changes.items():
             setattr(experts.layer, name, value)
         return str(moe.reason_against(experts.method, experts.layer, source))
@@ -50,6 +49,13 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     assert "experts of 80 features" in reason(layers.Checkpoint(**{**usual, "n": 80, "group_size": 0}))
     assert "the activation" in reason(layers.Checkpoint(**usual), activation=SimpleNamespace(value="gelu"))
     assert "biases or limits" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
+    loaded = {"w13_bias": torch.zeros(1), "_loaded_expert_biases": {"w13_bias"}}
+    assert "biases or limits" in reason(layers.Checkpoint(**usual), **loaded)
+    experts = layers.make_experts(layers.Checkpoint(**usual), "cpu")
+    experts.method.wna16_backend.value = "TRITON"  # as `--moe-backend` asks for
+    assert "weights laid out for TRITON" in str(
+        moe.reason_against(experts.method, experts.layer, layers.expert_source(layers.Checkpoint(**usual)))
+    )
     assert "weights on the input" in reason(layers.Checkpoint(**usual), apply_router_weight_on_input=True)
 
 
@@ -60,11 +66,11 @@ def kernels_of_experts_are_those_of_their_zero_points() -> None:
     from tests.integrations.vllm import layers
 
     moe.current_platform = hopper()
-    source = moe.SOURCES["AutoAWQMoEMethod"]
     for bits, symmetric in ((4, False), (4, True), (8, True)):
         form = layers.Checkpoint("awq", bits, 32, not symmetric, dtype=torch.float16, n=96, k=128)
         if bits == 8:  # as compressed-tensors has it
-            form, source = replace(form, checkpoint="ct"), moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+            form = replace(form, checkpoint="ct")
+        source = layers.expert_source(form)
         experts = layers.make_experts(form, "cpu")
         experts.method.quant_config.zero_point, experts.method.symmetric = True, False
         with (

@@ -107,7 +107,7 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
     moe.current_platform = hopper()
     experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
     layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
-    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16)
+    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16, dcp_world_size=1)
     for sleeps in (False, True):
         config = engine(sleeps)
         with (
@@ -115,7 +115,7 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
             mock.patch.object(attention, "get_current_vllm_config_or_none", lambda config=config: config),
         ):
             assert prepare.may_sleep() is sleeps
-            source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+            source = layers.expert_source(layers.Checkpoint("ct"))
             reasons = (
                 CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
                 "; ".join(reasons_against()),
@@ -173,13 +173,13 @@ def another_engine_of_a_process_may_ask_for_less() -> None:
     moe.current_platform = hopper()
     experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
     layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
-    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16)
+    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16, dcp_world_size=1)
     before = plugin.fingerprint()
     with mock.patch.dict(os.environ, {environment.SWITCH: "0", environment.KV_FORMAT: ""}):
         reasons = (
             linear.CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
             "; ".join(reasons_against()),
-            moe.reason_against(experts.method, experts.layer, moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]),
+            moe.reason_against(experts.method, experts.layer, layers.expert_source(layers.Checkpoint("ct"))),
             mla.reason_against(impl, "mla_bf16"),
         )
         assert all("CUTE_KERNELS_VLLM=0" in str(reason) for reason in reasons), reasons

@@ -1,7 +1,11 @@
-"""The plugin fits vLLM: its Python, imported without a GPU and without its extensions; `interface` has the checks."""
+"""The plugin fits vLLM: its Python, imported without a GPU and without its extensions; `interface` has the checks.
+
+CUTE_KERNELS_VLLM_SOURCE names another folder than those of the versions that `tools/fetch_vllm.py` fetches.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,34 +14,55 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.interface import CHECKS
-from tools.fetch_vllm import FOLDER, REFERENCE
+from cute_kernels.integrations.vllm.versions import interface_of
+from tests.integrations.vllm.interface import CHECKS, ONCE
+from tools.fetch_vllm import FOLDER, REFERENCE, TESTED
 
 ROOT = Path(__file__).resolve().parents[3]
+SOURCE = os.environ.get("CUTE_KERNELS_VLLM_SOURCE")
+FOLDERS = {"given": Path(SOURCE)} if SOURCE else {version: FOLDER / version for version in TESTED}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """Of each check; CUTE_KERNELS_VLLM_SOURCE names another folder than that of the reference version."""
-    folder = Path(os.environ.get("CUTE_KERNELS_VLLM_SOURCE", FOLDER / REFERENCE))
-    if not (folder / "vllm" / "__init__.py").is_file():
-        pytest.skip(f"vLLM's Python is not in {folder}: python tools/fetch_vllm.py")
+@functools.cache
+def processes() -> dict[str, subprocess.Popen[str]]:
+    """Of each version that is there, side by side."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "CUTE_KERNELS_VLLM"))
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.vllm.interface", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "tests.integrations.vllm.interface"]
+    return {
+        version: subprocess.Popen(
+            [*command, str(folder), *(["short"] if version in TESTED and version != REFERENCE else [])],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for version, folder in FOLDERS.items()
+        if (folder / "vllm" / "__init__.py").is_file()
+    }
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_interface(outcomes: dict[str, str], name: str):
-    assert outcomes[name] == "ok", outcomes[name]
+@functools.cache
+def outcomes(version: str) -> dict[str, str]:
+    """Of each check."""
+    process = processes().get(version)
+    if process is None:
+        pytest.skip(f"vLLM's Python is not in {FOLDERS[version]}: python tools/fetch_vllm.py")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [(version, name) for version in FOLDERS for name in CHECKS if version in ("given", REFERENCE) or name not in ONCE],
+)
+def test_interface(version: str, name: str):
+    found = outcomes(version)
+    assert found[name] == "ok", found[name]
+
+
+def test_versions_that_are_tested_are_supported():
+    assert all(interface_of(version) for version in TESTED) and TESTED[0] == REFERENCE

@@ -1,0 +1,75 @@
+"""How vLLM is told what a page of the attention backend holds: the one thing that it asks otherwise in each release.
+
+Up to 0.26 a backend says a cache's shape, and a layer's specification counts the bytes; a format that vLLM does not
+know is told as a head of so many bytes. From 0.30 on the backend packs the specification itself (`customize_spec`), and
+caches come as views [pages, heads, tokens, content] of it. Here a page is one head whose tokens hold all heads' rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
+
+from cute_kernels.attention.checks import head_dim_of_row
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.vllm import kv_formats
+
+BACKENDS_PACK = hasattr(AttentionBackend, "customize_spec")
+"""Whether vLLM asks backends for what their pages hold (0.30 on)."""
+PREFERRED_BLOCK = 64  # tokens of a page, if the user names none: fewer, larger copies than vLLM's 16
+
+
+class Pages(AttentionBackend):
+    """The part of a backend that describes its pages."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return [16, 32, 64, 128, 256]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, PREFERRED_BLOCK)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in it."""
+        formats = kv_formats.formats_for(cache_dtype_str)
+        if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`counted`)
+            head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)
+        return num_blocks, kv_formats.page_bytes(formats, head_size, block_size, num_kv_heads)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2) if include_num_layers_dimension else (0, 1)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A layer's specification with the bytes of its pages, in any layout: a page's bytes lie together in all."""
+        if spec.state_content_bytes is not None:
+            return spec
+        formats = kv_formats.formats_for(_cache_dtype_of(spec))
+        content = spec.num_kv_heads * sum(kv_formats.row_bytes(formats, spec.head_size))
+        return dataclasses.replace(spec, num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
+
+
+def _cache_dtype_of(spec: Foreign) -> str:
+    """A name of `--kv-cache-dtype` that asks for pages such as a specification's."""
+    same = (name for name in kv_formats.BY_DTYPE if get_kv_quant_mode(name) == spec.kv_quant_mode)
+    return next(same, kv_formats.OWN[0])
+
+
+def counted(layer: Foreign, spec: Any) -> Any:
+    """A layer's specification where vLLM does not ask the backend; of formats that it does not know, with the bytes of
+    rows for head sizes."""
+    if BACKENDS_PACK or not kv_formats.is_own(layer.kv_cache_dtype):
+        return spec
+    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
+    return dataclasses.replace(
+        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
+    )
