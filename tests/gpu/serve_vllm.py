@@ -277,9 +277,9 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.gemm import deferred
     from cute_kernels.gemm.layer import call as layer_call
-    from cute_kernels.integrations.vllm import fusion, mla, plugin
+    from cute_kernels.integrations.vllm import mla, plugin, seams
 
-    fusion._said.clear()
+    seams.said.clear()
     deferred.deferred_plan_of.cache_clear()
     left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
     with left if scenario.leaves_mla else nullcontext():
@@ -289,7 +289,8 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         ranks = llm.collective_rpc(kinds_of_layers)
         kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
         replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-        about = {"ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
+        fused = sorted(line for line in seams.said if "gates and" in line)
+        about = {"ranks": len(ranks), "replaced": replaced, "fused": fused}
         about["plans_around_norms"] = deferred.deferred_plan_of.cache_info().currsize
         about["plans_of_layers"] = sum(
             isinstance(one, layer_call.LayerPlan) for one in layer_call._layer.plans.values()

@@ -46,11 +46,10 @@ from cute_kernels.integrations.vllm.attention_metadata import (
 )
 from cute_kernels.integrations.vllm.attention_pages import BACKENDS_PACK, PREFERRED_BLOCK, Pages
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
+from cute_kernels.integrations.vllm.seams import say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.plans import ALIGNMENT
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 
 class CuteKernelsAttentionBackend(Pages):
@@ -132,7 +131,7 @@ class CuteKernelsAttentionBackend(Pages):
         words = f"a {formats} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
         if kv_formats.is_own(kv_cache_dtype) and named.get("attn_type") == AttentionType.DECODER:
             raise ValueError(f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: cannot serve {words}")
-        _say_once(f"cute-kernels: attention over {words}; it is left to vLLM")
+        say_once(f"attention over {words}; it is left to vLLM", logging.WARNING)
         return reasons
 
 
@@ -460,12 +459,3 @@ def replace(interface: Interface) -> str:
     dtypes = ", ".join(kv_formats.BY_DTYPE)
     more = f", and every {own} cache" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
-
-
-_said: set[str] = set()
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.warning(line)

@@ -7,11 +7,9 @@ process, an engine may be put to sleep, a layer may have ALiBi slopes. It choose
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,29 +19,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment
 from cute_kernels.integrations.vllm.attention_pages import counted
+from cute_kernels.integrations.vllm.seams import replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 
 
 def replace(interface: Interface) -> None:
     """Has the backend asked first and anew, and its pages counted in bytes. Doing it again changes nothing."""
-    _once(*interface.backend_priorities, _asks_first)
-    _once(*interface.backend_choice, _chooses_anew)
+    replace_once(*interface.backend_priorities, _asks_first)
+    replace_once(*interface.backend_choice, _chooses_anew)
     for module, name in (interface.attention_layer, interface.mla_layer):
-        _once(module, f"{name}.get_kv_cache_spec", _counts_bytes)
+        replace_once(module, f"{name}.get_kv_cache_spec", _counts_bytes)
     module, name = interface.attention_layer
-    _once(module, f"{name}.__init__", _notes_alibi)
-
-
-def _once(module_name: str, name: str, made: Any) -> None:
-    """Puts ``made`` of a function of vLLM's in its place, unless it is there."""
-    *path, last = name.split(".")
-    owner = functools.reduce(getattr, path, importlib.import_module(module_name))
-    original = getattr(owner, last)
-    if getattr(original, "is_cute_kernels", False):
-        return
-    replacement = functools.wraps(original)(made(original))
-    vars(replacement)["is_cute_kernels"] = True
-    setattr(owner, last, replacement)
+    replace_once(module, f"{name}.__init__", _notes_alibi)
 
 
 def _asks_first(original: Any) -> Any:
@@ -57,19 +44,15 @@ def _asks_first(original: Any) -> Any:
 
 
 def _chooses_anew(original: Any) -> Any:
-    known: list[Any] = []
+    of_engine: Callable[[], Any] = lambda: None  # noqa: E731
+    of: tuple[Any, ...] = ()
 
     def choose(*arguments: object, **named: object) -> Any:
-        engine = get_current_vllm_config_or_none()
-        state = [
-            None if engine is None else weakref.ref(engine),
-            environment.wanted_kv_format(),
-            environment.switch(),
-            has_alibi(),
-        ]
-        if state != known:
+        nonlocal of_engine, of
+        engine, now = get_current_vllm_config_or_none(), (environment.wanted_kv_format(), environment.switch(), _alibi)
+        if engine is not of_engine() or now != of:
             original.cache_clear()
-            known[:] = state
+            of_engine, of = (lambda: None) if engine is None else weakref.ref(engine), now
         return original(*arguments, **named)
 
     vars(choose)["cache_clear"] = original.cache_clear

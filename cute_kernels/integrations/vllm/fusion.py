@@ -10,9 +10,8 @@ overlap, or take none. Without torch.compile nothing is fused.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import logging
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,9 +21,8 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_graph, fused_layers, plugin
+from cute_kernels.integrations.vllm.seams import replace_once, say_once
 from cute_kernels.integrations.vllm.versions import Interface
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 
 class FusionPass(InductorPass):
@@ -33,8 +31,8 @@ class FusionPass(InductorPass):
     def __call__(self, graph: fx.Graph) -> None:
         found = fused_graph.fuse(graph, _sums())
         if any(found.values()):
-            _say_once(
-                f"cute-kernels: in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
+            say_once(
+                f"in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
                 f"are fused into products, {found['norms']} norms run here, {found['left']} of them in products around "
                 f"them where kernels can, and all products of {found['whole']} layers are one launch where a kernel can"
             )
@@ -55,13 +53,6 @@ def _sums() -> fused_graph.Sums | None:
 
 
 _operators = "vllm_ir"
-_said: set[str] = set()
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.info(line)
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------
@@ -70,16 +61,14 @@ def _say_once(line: str) -> None:
 def replace(interface: Interface) -> str:
     """Has vLLM's passes end with this one; says what was done."""
     module, name = interface.pass_manager
-    manager = getattr(importlib.import_module(module), name)
-    original = manager.configure
-    if not getattr(original, "ends_with_cute_kernels", False):
-
-        @functools.wraps(original)
-        def configure(self: Foreign, config: object) -> None:
-            original(self, config)
-            if plugin.is_replaced("fusion") and not envs.VLLM_BATCH_INVARIANT:
-                self.passes.append(FusionPass())
-
-        vars(configure)["ends_with_cute_kernels"] = True
-        manager.configure = configure
+    replace_once(module, f"{name}.configure", _ends_with_fusion)
     return "gates, residual sums and norms are fused into quantised products in compiled graphs"
+
+
+def _ends_with_fusion(original: Any) -> Any:
+    def configure(self: Foreign, config: object) -> None:
+        original(self, config)
+        if plugin.is_replaced("fusion") and not envs.VLLM_BATCH_INVARIANT:
+            self.passes.append(FusionPass())
+
+    return configure

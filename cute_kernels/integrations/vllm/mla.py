@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +24,10 @@ from cute_kernels.integrations.vllm import mla_kernels, prepare
 from cute_kernels.integrations.vllm.attention_kernels import batches_up_to
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
+from cute_kernels.integrations.vllm.seams import say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.gpu import GPU
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 PAGE_SIZE = 64  # of FlashMLA's backends
 MAX_Q_LEN = 16  # of `mla_decode`
@@ -182,17 +180,11 @@ def _make_ready(decodes: Decodes | None) -> str | None:
     return reason
 
 
-_said: set[str] = set()
-
-
 def _outcome(what: str, reason: str | None) -> bool:
     """Whether a layer is served; said once for all that are alike."""
     if reason is None:
         note_served(what)
-    line = f"{what} runs here" if reason is None else f"{what} is left to FlashMLA: {reason}"
-    if line not in _said:
-        _said.add(line)
-        logger.info("cute-kernels: %s", line)
+    say_once(f"{what} runs here" if reason is None else f"{what} is left to FlashMLA: {reason}")
     return reason is None
 
 

@@ -8,8 +8,6 @@ experts are these. What is not served keeps vLLM's experts, and one line says wh
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +28,10 @@ from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N, padded_shape, symmetri
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
+from cute_kernels.integrations.vllm.seams import replace_once, say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 MAX_EXPERTS = 512
 
@@ -266,15 +263,16 @@ def _are_symmetric(zeros: torch.Tensor, bits: int) -> bool:
 
 
 @functools.cache
-def _specs(gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int, ...]) -> tuple[KernelSpec, ...]:
-    invariant = bool(envs.VLLM_BATCH_INVARIANT)
+def _specs(
+    gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int, ...], invariant: bool
+) -> tuple[KernelSpec, ...]:
     return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant))
 
 
 def _asked(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
     """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
     tokens = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS)
-    return _specs(gate_up, down, method.moe.experts_per_token, tokens)
+    return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT))
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> None:
@@ -296,11 +294,12 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
             dtype=scales.dtype,
             gated=gated,
         )
-        _set(layer, source.words.format(name), packed[name].codes)
-        _set(layer, source.scales.format(name), packed[name].scales)
+    packed = method.cute_kernels_experts = _kept(getattr(method, "cute_kernels_experts", packed), packed)
+    for name, experts in packed.items():
+        _set(layer, source.words.format(name), experts.codes)
+        _set(layer, source.scales.format(name), experts.scales)
         if zero_point:
-            _set(layer, source.zeros.format(name), packed[name].zeros)
-    _check_same_form(method, packed["w13"].form, packed["w2"].form)
+            _set(layer, source.zeros.format(name), experts.zeros)
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
     note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
@@ -323,13 +322,21 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
 
 
-def _check_same_form(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> None:
-    """Raises ValueError if a method's experts were of another form before."""
-    before = getattr(method, "cute_kernels_forms", (gate_up, down))
-    if before != (gate_up, down):
-        got, want = (" and ".join(form.format.key for form in forms) for forms in ((gate_up, down), before))
+def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> dict[str, PackedExperts]:
+    """``now``, where ``before`` lies: captured graphs read experts there, and they are held once.
+
+    Raises:
+        ValueError: they are of another form.
+    """
+    old, new = ([experts.form for experts in each.values()] for each in (before, now))
+    if old != new:
+        got, want = (" and ".join(form.format.key for form in forms) for forms in (new, old))
         raise ValueError(f"experts: got weights loaded again in {got}, want {want}, as graphs were captured with")
-    method.cute_kernels_forms = before
+    for name, experts in now.items():
+        for tensor in ("codes", "scales", "zeros"):
+            if (there := getattr(before[name], tensor)) is not None:
+                there.copy_(getattr(experts, tensor))
+    return before
 
 
 def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
@@ -349,7 +356,6 @@ def _load_kernels(method: Foreign, gate_up: PackedExperts, down: PackedExperts) 
 
 
 _loaded: set[tuple[KernelSpec, ...]] = set()
-_said: set[str] = set()
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------
@@ -358,29 +364,17 @@ _said: set[str] = set()
 def replace(interface: Interface) -> str:
     """Has vLLM's methods for such layers make these experts; says what was done."""
     for module, name in interface.expert_methods:
-        _replace_method(getattr(importlib.import_module(module), name), SOURCES[name])
+        replace_once(module, f"{name}.process_weights_after_loading", functools.partial(_makes_experts, SOURCES[name]))
     return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
 
 
-def _replace_method(method_class: Foreign, source: Source) -> None:
-    original = method_class.process_weights_after_loading
-    if getattr(original, "makes_cute_experts", False):
-        return
-
+def _makes_experts(source: Source, original: Any) -> Any:
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
         reason = reason_against(self, layer, source)
         if reason is None:
             process(self, layer, source)
-            _say_once("cute-kernels: experts run here")
         else:
-            _say_once(f"cute-kernels: experts are left to vLLM: {reason}")
             original(self, layer)
+        say_once("experts run here" if reason is None else f"experts are left to vLLM: {reason}")
 
-    vars(process_weights_after_loading)["makes_cute_experts"] = True
-    method_class.process_weights_after_loading = process_weights_after_loading
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.info(line)
+    return process_weights_after_loading

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import logging
 from dataclasses import dataclass
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, versions
+from cute_kernels.integrations.vllm.seams import logger
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
@@ -96,7 +96,7 @@ def _platform() -> Foreign | None:
 @functools.cache
 def _say_nothing(reason: str) -> None:
     ignored = f"; {environment.KV_FORMAT} is not looked at" if environment.wanted_kv_format() else ""
-    _logger().warning("cute-kernels %s: nothing is replaced: %s%s", __version__, reason, ignored)
+    logger.warning("cute-kernels %s: nothing is replaced: %s%s", __version__, reason, ignored)
 
 
 def is_replaced(seam: str) -> bool:
@@ -134,11 +134,6 @@ def _log(seams: list[str]) -> None:
     for seam in seams:
         outcome = _outcomes[seam]
         if outcome.reason is None:
-            _logger().info("cute-kernels %s: %s", __version__, outcome.what)
+            logger.info("cute-kernels %s: %s", __version__, outcome.what)
         else:
-            _logger().warning("cute-kernels %s: %s is left to vLLM: %s", __version__, seam, outcome.reason)
-
-
-def _logger() -> logging.Logger:
-    # A child of vLLM's logger, so that it goes where vLLM's lines go.
-    return logging.getLogger("vllm.cute_kernels")
+            logger.warning("cute-kernels %s: %s is left to vLLM: %s", __version__, seam, outcome.reason)

@@ -7,7 +7,6 @@ say here what they are; the first one whose weights are processed has all of the
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.gemm.tuned import chosen
 from cute_kernels.integrations.vllm import environment, plugin
+from cute_kernels.integrations.vllm.seams import logger
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
@@ -37,8 +37,6 @@ Steps of other numbers of rows run these kernels too (`cute_kernels.gemm.served`
 
 WANTED = "wanted_by_vllm.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ backends too, the first request compiles it. Pages have 64 tokens here, so a sta
 
 from __future__ import annotations
 
-import logging
 import time
 
 import torch
 
 from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.vllm.seams import logger
 
 COMPILED_BY_VLLM = (3, 16)
 TOKENS = 8  # of the step that calls it
-
-logger = logging.getLogger("vllm.cute_kernels")
 
 
 def slot_mapping(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.device) -> None:

@@ -88,8 +88,8 @@ def kernels_of_experts_are_those_of_their_zero_points() -> None:
 
 
 @check
-def experts_that_are_loaded_again_in_another_form_are_refused() -> None:
-    """Captured graphs would go on with the kernels that they have."""
+def experts_that_are_loaded_again_lie_where_they_were_or_are_refused() -> None:
+    """Captured graphs go on with the kernels and the memory that they have."""
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
 
@@ -103,13 +103,22 @@ def experts_that_are_loaded_again_in_another_form_are_refused() -> None:
     )
     no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
     with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+        before = _tensors(first.method.moe_kernel)
         moe.process(first.method, again.layer, source)
+        made = first.method.moe_kernel
+        assert [x.data_ptr() for x in _tensors(made)] == [x.data_ptr() for x in before]  # as graphs read them; once
+        assert dict(again.layer.named_parameters())["w13_qweight"].data_ptr() == made.gate_up.codes.data_ptr()
+        assert layers.error_of_experts(again, made, 7, torch.float16) < 2**-9
         try:
             moe.process(first.method, symmetric.layer, source)
         except ValueError as error:
             assert "experts: got weights loaded again in" in str(error), error
         else:
             raise AssertionError("weights of another form were taken")
+
+
+def _tensors(made: Any) -> list[torch.Tensor]:
+    return [x for one in (made.gate_up, made.down) for x in (one.codes, one.scales, one.zeros)]
 
 
 def all2all_utils() -> Any:

@@ -144,12 +144,12 @@ def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> 
             mock.patch.multiple(plugin, POOL=touched, COUNTERS=touched),
             mock.patch.object(versions, "interface_of", lambda version: more.get("interface", versions.Interface(""))),
             mock.patch.dict(os.environ, more.get("environment", {})),
-            mock.patch.object(plugin, "_logger") as logger,
+            mock.patch.object(plugin, "logger") as logger,
         ):
             register()
             register()  # by a program, and by vLLM
             assert plugin.outcomes() == [] and not touched.mock_calls
-        ((call, *others),) = (logger().method_calls,)
+        ((call, *others),) = (logger.method_calls,)
         assert call[0] == "warning" and not others
         text, *values = call.args
         return text % tuple(values)
@@ -195,9 +195,9 @@ def seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> None:
     with mock.patch.object(versions, "interface_of", lambda version: moved):
         left = plugin._replace("linear")
     assert left.what == "" and "it does not fit vLLM" in str(left.reason), left
-    with mock.patch.dict(plugin._outcomes, {"linear": left}), mock.patch.object(plugin, "_logger") as logger:
+    with mock.patch.dict(plugin._outcomes, {"linear": left}), mock.patch.object(plugin, "logger") as logger:
         plugin._log(["linear"])
-    assert logger().warning.call_count == 1 and not logger().info.called
+    assert logger.warning.call_count == 1 and not logger.info.called
 
 
 @check

@@ -1,0 +1,31 @@
+"""What seams have in common: how a function of vLLM's is replaced, and lines of its log that are said once."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("vllm.cute_kernels")  # a child of vLLM's, so that lines go where vLLM's go
+said: set[str] = set()
+"""Lines of `say_once`."""
+
+
+def say_once(line: str, level: int = logging.INFO) -> None:
+    """Writes a line to vLLM's log, unless it stands there already."""
+    if line not in said:
+        said.add(line)
+        logger.log(level, "cute-kernels: %s", line)
+
+
+def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
+    """Puts ``made`` of a function of vLLM's in its place, unless it is there. name: "function" or "Class.method"."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    original = getattr(owner, last)
+    if not getattr(original, "is_cute_kernels", False):
+        replacement = functools.wraps(original)(made(original))
+        vars(replacement)["is_cute_kernels"] = True
+        setattr(owner, last, replacement)
