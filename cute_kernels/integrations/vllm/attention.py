@@ -355,7 +355,8 @@ class _LayerCall:
             cu_seqlens_q=piece.starts,
             block_table=piece.block_table,
             num_splits=1 if self.impl.invariant else None,
-            unpack=False if self.impl.invariant else None,  # else it depends on how many queries there are
+            # Else it depends on how many queries there are, and graphs would hold memory for the longest contexts.
+            unpack=False if self.impl.invariant or piece.max_seq_len is None else None,
             max_seq_len=piece.max_seq_len,
             out=output,
             **self._options,
