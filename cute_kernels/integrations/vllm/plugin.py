@@ -81,8 +81,11 @@ def _why_nothing() -> str | None:
         return f"vLLM {version} is not supported; supported: {versions.supported()}"
     if (platform := _platform()) is None:
         return "vLLM serves another device than a CUDA GPU"
-    if not platform.is_device_capability(CAPABILITY):
-        return f"compute capability {platform.get_device_capability()} is not supported; supported: 9.0 (Hopper)"
+    try:
+        if not platform.is_device_capability(CAPABILITY):
+            return f"compute capability {platform.get_device_capability()} is not supported; supported: 9.0 (Hopper)"
+    except Exception as error:  # a driver that does not answer: vLLM says so where it needs it
+        return f"the GPU is not known ({type(error).__name__}: {error})"
     return None if environment.wanted_seams() or _outcomes else f"{environment.SWITCH}=0"
 
 

@@ -157,6 +157,8 @@ def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> 
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         said = line(other(*capability))
         assert "nothing is replaced: compute capability " + ".".join(map(str, capability)) in said, said
+    silent = SimpleNamespace(is_device_capability=mock.Mock(side_effect=OSError("no driver")))
+    assert "the GPU is not known (OSError: no driver)" in line(silent)
     assert "another device than a CUDA GPU; CUTE_KERNELS_VLLM_KV_FORMAT is not looked at" in line()
     assert "is not supported; supported: 0.26" in line(other(9, 0), interface=None)
     assert "nothing is replaced: CUTE_KERNELS_VLLM=0" in line(other(9, 0), environment={environment.SWITCH: "0"})
