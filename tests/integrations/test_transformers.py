@@ -60,7 +60,11 @@ QUANTISED = [name for name, form in FORMATS.items() if not (form.given_scale or 
     "kv_format", [name for name in QUANTISED if name != "int8_g8"]
 )  # a group is 8 columns at least
 def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, tokens, kv_format, monkeypatch):
-    """The yardstick quantises K and V and runs them through a BF16 cache: same values, other bytes."""
+    """The yardstick quantises K and V and runs them through a BF16 cache: same values, other bytes.
+
+    In one layer: a second one's numbers would differ in last bits, which move codes by a step on some processors.
+    """
+    del model.model.layers[1:]
     got = in_steps(model, tokens, DecodeCache(kv_format, 30), [1] * 30)
     form = FORMATS[kv_format]
     update = integration.DecodeCacheLayer.update
@@ -70,7 +74,7 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
 
     monkeypatch.setattr(integration.DecodeCacheLayer, "update", update_with_rounded)
     want = in_steps(model, tokens, DecodeCache("bf16", 30), [1] * 30)
-    assert relative_error(got, want) < 3e-2
+    assert relative_error(got, want) < 2**-7  # the yardstick's K and V are rounded to 8 bits, and both results
     if kv_format.startswith("int4"):
         assert relative_error(got, in_one(model, tokens)) > 3e-2  # and the quantisation is visible at all
 
