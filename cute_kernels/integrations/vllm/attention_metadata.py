@@ -184,6 +184,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.page_size = kv_cache_spec.block_size
+        # Of a rank without requests, vLLM's drafting model runs over tables of requests that are gone, without slots.
+        is_draft = getattr(kv_cache_spec, "is_draft", False)  # 0.33 on
+        self.by_slots = is_draft and vllm_config.parallel_config.data_parallel_size > 1
         layers = vllm_config.compilation_config.static_forward_context
         _note_sharing(layers)
         kv_constants.give(layers, vllm_config, device)
@@ -217,8 +220,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             slot_mapping=common.slot_mapping,
             pieces=tuple(self._pieces(common, decodes)) if others else (),
         )
-        by_extend = decodes and (self.caches.invariant or length > MAX_Q_LEN)
-        return metadata.as_piece(Way.EXTEND) if by_extend else metadata
+        if decodes and (self.caches.invariant or length > MAX_Q_LEN):
+            return metadata.as_piece(Way.EXTEND)
+        return metadata.as_piece(Way.PARTS) if decodes and self.by_slots else metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
         """A step of a model that drafts. At the end of the longest context vLLM gives a request the length 1 and no

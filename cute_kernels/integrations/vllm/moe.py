@@ -201,6 +201,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     hidden = source.tensors(layer, "w2", zero_point=False)[1].shape[2]
     backend = getattr(method, "wna16_backend", None) or getattr(method, "wna16_moe_backend", None)
     backend = getattr(backend, "value", backend)
+    inputs = getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
     parallel = method.moe.moe_parallel_config
     limits = [getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")]
     wrong = {
@@ -212,9 +213,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         f"experts of {n} features": n % (TILE_N // 2) or hidden % TILE_N,
         f"{experts} experts": experts > MAX_EXPERTS,
         f"activations in {scales.dtype}": scales.dtype not in DTYPES,
-        "quantised activations": bool(
-            getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
-        ),
+        "quantised activations": inputs is not None and inputs.itemsize == 1,
         f"the activation {layer.activation}": not CuteKernelsExperts._supports_activation(layer.activation),
         "biases or limits": bool(_biases(method, layer)) or any(limit is not None for limit in limits),
         "weights on the input": bool(layer.apply_router_weight_on_input),

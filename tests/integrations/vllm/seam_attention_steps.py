@@ -134,6 +134,8 @@ def drafted_tokens_without_a_slot_are_not_stored() -> None:
     assert not output.isnan().any()
     common.seq_lens_cpu_upper_bound[0] = 512
     assert builder().build_for_drafting(common, 2).num_decodes == 2
+    # Where ranks have requests of their own, one without any drafts over the tables of requests that are gone.
+    assert [builder(drafts_on=ranks).build(0, common).num_decodes for ranks in (0, 1, 2)] == [2, 2, 0]
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 

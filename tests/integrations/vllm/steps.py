@@ -43,14 +43,22 @@ def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 1
     )
 
 
-def builder(speculative: int = 0, device: str = "cpu", *, layers: dict[str, Any] | None = None, **caches: Any) -> Any:
-    """layers: the engine's. caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
+def builder(
+    speculative: int = 0,
+    device: str = "cpu",
+    *,
+    layers: dict[str, Any] | None = None,
+    drafts_on: int = 0,
+    **caches: Any,
+) -> Any:
+    """layers: the engine's. drafts_on: ranks with requests of their own, for layers of a model that drafts; 0 for
+    others. caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
     from cute_kernels.integrations.vllm import attention_metadata
 
     speculation = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False) if speculative else None
     config = SimpleNamespace(
         speculative_config=speculation,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, data_parallel_size=drafts_on),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}, cudagraph_capture_sizes=[1, 2, 4]),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
@@ -67,7 +75,8 @@ def builder(speculative: int = 0, device: str = "cpu", *, layers: dict[str, Any]
             ),
         ),
     ):
-        return attention_metadata.MetadataBuilder(SimpleNamespace(block_size=16), [], config, torch.device(device))
+        spec = SimpleNamespace(block_size=16, is_draft=drafts_on > 0)
+        return attention_metadata.MetadataBuilder(spec, [], config, torch.device(device))
 
 
 def flash_attention(**given: Any) -> None:
