@@ -145,8 +145,8 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
     wrong = {
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
-        "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
-        "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
+        "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        "--kv-sharing-fast-prefill": bool(config.cache_config.kv_sharing_fast_prefill),
         "sleep mode": prepare.may_sleep(),
         "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
         # Their states' pages are as large as attention's in 16 bits, where vLLM does not ask what these take.
