@@ -3,6 +3,10 @@
 A definition's text is its syntax tree without comments, docstrings, positions and imports, so neither wording and
 formatting nor the place of a module changes it. What its names mean is told by links to other definitions.
 
+The methods of a class are definitions of their own, but for those that Python calls by itself (`__init__`): a method
+counts where its name is mentioned, as an attribute or a string. So what the host alone asks of a policy decides no
+kernel.
+
 A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
 patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code does not run
 because of them.
@@ -15,11 +19,13 @@ import functools
 import hashlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+PACKAGES = ("cute_kernels", "layouts")
 TYPE_TESTS = ("isinstance", "issubclass")
 TYPE_MAKERS = ("NewType", "ParamSpec", "TypeVar")
 
@@ -32,16 +38,20 @@ class Definition:
         binds: the names that it gives a value.
         digest: of its text.
         uses: dotted names that it refers to, sorted; weak: those of types alone.
-        lines: the first and the last.
+        mentions: names of attributes, and strings that may be such.
+        spans: the first and the last line of each of its parts.
         is_class: whether weak links end here.
+        members: of a class, its methods by name.
     """
 
     binds: tuple[str, ...]
     digest: str
     uses: tuple[str, ...]
     weak: tuple[str, ...]
-    lines: tuple[int, int]
+    mentions: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
     is_class: bool = False
+    members: tuple[tuple[str, Definition], ...] = ()
 
 
 class Import(NamedTuple):
@@ -84,18 +94,50 @@ def read(name: str, file: Path) -> Module:
     """Reads a module. Raises ValueError for an import whose names cannot be seen."""
     tree = ast.parse(file.read_bytes(), str(file))
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    imports: dict[str, tuple[Import, ...]] = {}
+    for bound, target in _imports(tree, package, file):
+        imports[bound] = tuple(dict.fromkeys((*imports.get(bound, ()), target)))
+    known = {*sys.stdlib_module_names, *PACKAGES, name.partition(".")[0]}
+    tops = {bound: {target.module.partition(".")[0] for target in targets} for bound, targets in imports.items()}
+    foreign = {bound for bound in tops if tops[bound] - known}
     definitions: dict[str, tuple[Definition, ...]] = {}
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
         binds = tuple(dict.fromkeys(_bound_by(node)))
         if binds:
-            found = _definition(node, binds)
+            whole = isinstance(node, ast.ClassDef) and _is_called_by(foreign, node)
+            found = _definition(node, binds) if whole or not isinstance(node, ast.ClassDef) else _class(node)
             definitions |= {bound: (*definitions.get(bound, ()), found) for bound in binds}
-    imports: dict[str, tuple[Import, ...]] = {}
-    for bound, target in _imports(tree, package, file):
-        imports[bound] = tuple(dict.fromkeys((*imports.get(bound, ()), target)))
     return Module(name, file, definitions, imports)
+
+
+def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
+    """Whether other software may call a class's methods by names that it alone mentions: it derives from a class of
+    such, or one decorates it."""
+    parts = [part for item in (*node.bases, *node.decorator_list) for part in ast.walk(item)]
+    return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
+
+
+def _class(node: ast.ClassDef) -> Definition:
+    """A class without its methods, which are its members."""
+    methods = [
+        item
+        for item in node.body
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not item.name.startswith("__")
+    ]
+    rest = [item for item in node.body if item not in methods]
+    head = ast.ClassDef(node.name, node.bases, node.keywords, rest, node.decorator_list)
+    ast.copy_location(head, node)
+    members = [(item.name, _definition(item, (item.name,))) for item in methods]
+    found = _definition(head, (node.name,))
+    inner = sorted(span for _, member in members for span in member.spans)
+    (start, end), spans = found.spans[0], []
+    for first, last in inner:
+        spans.append((start, first - 1))
+        start = last + 1
+    spans.append((start, end))
+    return replace(found, spans=tuple(span for span in spans if span[0] <= span[1]), members=tuple(members))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -150,7 +192,8 @@ def _definition(node: ast.stmt, binds: tuple[str, ...]) -> Definition:
     start = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", ()))])
     lines = start, node.end_lineno or start
     strong, weak = tuple(sorted(uses.strong)), tuple(sorted(uses.weak - uses.strong))
-    return Definition(binds, digest, strong, weak, lines, isinstance(node, ast.ClassDef))
+    mentions = tuple(sorted(uses.mentions))
+    return Definition(binds, digest, strong, weak, mentions, (lines,), isinstance(node, ast.ClassDef))
 
 
 def text_of(node: object) -> object:
@@ -186,6 +229,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self) -> None:
         self.strong: set[str] = set()
         self.weak: set[str] = set()
+        self.mentions: set[str] = set()
         self._is_weak = False
         self._plain_class = False  # whether a class's annotations are types alone
 
@@ -202,11 +246,16 @@ class _Uses(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         (self.weak if self._is_weak else self.strong).add(node.id)
 
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and node.value.isidentifier() and not self._is_weak:
+            self.mentions.add(node.value)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         names, value = [node.attr], node.value
         while isinstance(value, ast.Attribute):
             names.append(value.attr)
             value = value.value
+        self.mentions.update(() if self._is_weak else names)
         if isinstance(value, ast.Name):
             (self.weak if self._is_weak else self.strong).add(".".join((value.id, *reversed(names))))
         else:
@@ -235,6 +284,7 @@ class _Uses(ast.NodeVisitor):
 
     def visit_MatchClass(self, node: ast.MatchClass) -> None:
         self._weakly([node.cls])
+        self.mentions.update(node.kwd_attrs)
         self._visit_all([*node.patterns, *node.kwd_patterns])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_kernels.runtime import definitions
-from cute_kernels.runtime.definitions import Definition, Module
+from cute_kernels.runtime.definitions import PACKAGES, Definition, Module
 from cute_kernels.runtime.spec import KernelSpec
-
-PACKAGES = ("cute_kernels", "layouts")
 
 # Sources changed after this moment may differ from what this process has imported.
 _STARTED = time.time()
@@ -105,6 +103,11 @@ def _file_of(kind: type) -> Path:
     return module.file
 
 
+def _is_others(value: Any) -> bool:
+    top = value.__module__.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("torch", "numpy")
+
+
 def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
     """The types of a value and of what it holds, where they are of some packages or derive from such.
 
@@ -113,7 +116,7 @@ def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> 
     if isinstance(value, tuple | list):
         for item in value:
             yield from _roots_of(item, packages, name)
-    elif callable(value) and hasattr(value, "__qualname__"):
+    elif callable(value) and hasattr(value, "__qualname__") and not _is_others(value):
         yield Root(value.__module__, value.__qualname__.partition(".")[0])
     elif any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__):
         yield Root(type(value).__module__, type(value).__qualname__.partition(".")[0])
@@ -133,36 +136,59 @@ class _Node(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _reached(roots: tuple[Root, ...]) -> Reached:
-    """Walks the graph in an order that the definitions alone decide, and hashes each with the numbers of its links."""
-    packages = {*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module)}
-    numbers: dict[tuple[Path, tuple[int, int], bool], int] = {}
-    todo: list[_Node] = []
+    walk = _Walk({*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module)})
+    for root in roots:
+        walk.note("root", root.member, walk.linked(_of_root(root, walk.packages)))
+    walk.go_on()
+    return Reached(walk.digest.hexdigest(), frozenset(walk.places))
 
-    def number(node: _Node) -> str:
+
+class _Walk:
+    """Follows links in an order that the definitions alone decide, and hashes each with the numbers of its links."""
+
+    def __init__(self, packages: set[str]) -> None:
+        self.packages = packages
+        self.digest = hashlib.sha256()
+        self.places: set[Place] = set()
+        self._numbers: dict[tuple[int, bool], int] = {}
+        self._todo: list[_Node] = []
+        self._mentioned: set[str] = set()
+        self._waiting: dict[str, list[tuple[int, _Node]]] = {}  # methods that nobody has mentioned, and their classes
+
+    def note(self, *what: object) -> None:
+        self.digest.update(f"{what}\n".encode())
+
+    def linked(self, targets: Iterable[_Node | str]) -> list[int | str]:
+        """The numbers of definitions, which are to be followed if they are new; names of what ends a link."""
+        return [target if isinstance(target, str) else self._number(target) for target in targets]
+
+    def _number(self, node: _Node) -> int | str:
         if not node.strong and node.definition.is_class:
             return node.definition.binds[0]
-        key = node.module.file, node.definition.lines, node.strong
-        if key not in numbers:
-            numbers[key] = len(numbers)
-            todo.append(node)
-        return str(numbers[key])
+        key = id(node.definition), node.strong
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._todo.append(node)
+            self.places.update(Place(node.module.file, *span) for span in node.definition.spans)
+        return self._numbers[key]
 
-    digest = hashlib.sha256()
-    for root in roots:
-        links = [link if isinstance(link, str) else number(link) for link in _of_root(root, packages)]
-        digest.update(f"root {root.member} {links}\n".encode())
-    for node in todo:  # grows as links are followed
-        digest.update(f"{node.definition.digest}\n".encode())
-        for uses, strong in ((node.definition.uses, node.strong), (node.definition.weak, False)):
-            for name in uses:
-                links = [
-                    link if isinstance(link, str) else number(link)
-                    for link in _targets(node.module, name, strong, packages)
-                ]
-                if links:
-                    digest.update(f"{name} {links}\n".encode())
-    places = frozenset(Place(file, *lines) for file, lines, _ in numbers)
-    return Reached(digest.hexdigest(), places)
+    def go_on(self) -> None:
+        """Until nothing new is found."""
+        for number, node in enumerate(self._todo):  # grows as links are followed
+            found = node.definition
+            self.note(found.digest)
+            for uses, strong in ((found.uses, node.strong), (found.weak, False)):
+                for name in uses:
+                    links = self.linked(_targets(node.module, name, strong, self.packages))
+                    if links:
+                        self.note(name, links)
+            if node.strong:
+                for name, member in found.members:
+                    self._waiting.setdefault(name, []).append((number, _Node(node.module, member, True)))
+                self._mentioned.update(found.mentions)
+                for name in sorted(self._mentioned & self._waiting.keys()):
+                    for owner, method in self._waiting.pop(name):
+                        self.note(owner, name, self._number(method))
 
 
 def _of_root(root: Root, packages: set[str]) -> Iterator[_Node | str]:

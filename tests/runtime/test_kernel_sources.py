@@ -28,8 +28,8 @@ PACKAGE = Path(cute_kernels.__file__).resolve().parent
 LAYOUTS = Path(layouts.__file__).resolve().parent
 ALL_SOURCES = sorted(path for folder in (PACKAGE, LAYOUTS) for path in folder.rglob("*.py"))
 ALL_SPECS = families.shipped_specs()
-# One of each kind and of other modules.
-SPECS = list({(type(spec), sources.reached(spec).files): spec for spec in ALL_SPECS}.values())
+# One of each kind and of other definitions.
+SPECS = list({(type(spec), sources.reached(spec).places): spec for spec in ALL_SPECS}.values())
 TO_TRACE = golden.sample(SPECS, 10)
 
 

@@ -32,7 +32,7 @@ class Spec(KernelSpec):
     def compile(self, arch):
         from a_family.kernel import Kernel
 
-        return Kernel(self.config, scale_of(arch))
+        return Kernel(self.config, scale_of(arch)).launch()
 
 
 def scale_of(arch):
@@ -78,6 +78,10 @@ class Whole:
 
         return keep
 
+    def time_us(self):
+        cost = 1
+        return cost
+
 
 KINDS = (Split, Whole)
 """,
@@ -104,6 +108,12 @@ class Kernel:
         assert isinstance(config.reduction, KINDS)
         self.parts = 2 if type(config.reduction) is Split else 1
         self.device = config.reduction.device()
+
+    def launch(self):
+        return self.parts
+
+    def cost(self):
+        return 0
 """,
     "schedule.py": """
 from a_family.config import Config
@@ -193,6 +203,9 @@ def test_what_a_method_overrides_counts_where_the_method_calls_it(room: Room):
         ("kernel.py", "self.parts = 2", "self.parts = 3", {"split", "whole"}),
         ("compile.py", "LARGE = 3", "LARGE = 4", {"split", "whole"}),
         ("reductions.py", "KINDS = (Split, Whole)", "KINDS = (Whole, Split)", {"split", "whole"}),
+        ("kernel.py", "return self.parts", "return -self.parts", {"split", "whole"}),
+        ("kernel.py", "return 0", "return 1", set()),
+        ("reductions.py", "cost = 1", "cost = 2", set()),
         ("schedule.py", "Config(Whole())", "Config(Whole(), 128)", set()),
         ("compile.py", "[Spec(choose())]", "[]", set()),
         ("device.py", '"""Adds."""', '"""Returns the double."""', set()),
