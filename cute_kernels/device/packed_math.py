@@ -1,8 +1,6 @@
 """What decoders of codes compute with: words, byte permutations, and packed pairs of 16-bit floats.
 
-A weight format is given one of these, so that its file needs no compiler to be imported. bf16 pairs are added and
-multiplied by instructions of their own since sm_90. fma.rn.bf16x2 exists since sm_80 and rounds once, so a times 1 plus
-b is the sum, and a times b plus -0 the product, signs of zeros included.
+A weight format is given one of these, so that its file needs no compiler to be imported.
 """
 
 from __future__ import annotations
@@ -11,11 +9,9 @@ from cutlass import Uint32
 
 from cute_kernels.device import numbers, ptx
 
-BF16_ONE, BF16_MINUS_ZERO = 0x3F803F80, 0x80008000
 
-
-class PortableMath:
-    """For sm_80 and later. Every sum and product of a pair of ``dtype``, "bf16" or "fp16", is rounded once."""
+class HopperMath:
+    """Of sm_90 and later. Every sum and product of a pair of ``dtype``, "bf16" or "fp16", is rounded once."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -29,21 +25,11 @@ class PortableMath:
         return ptx.prmt(a, b, selector)
 
     def add(self, a: Uint32, b: Uint32) -> Uint32:
-        return numbers.fma_bf16x2(a, Uint32(BF16_ONE), b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
-
-    def multiply(self, a: Uint32, b: Uint32) -> Uint32:
-        return numbers.fma_bf16x2(a, b, Uint32(BF16_MINUS_ZERO)) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)
-
-    def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32:
-        """a * b + c."""
-        return numbers.fma_bf16x2(a, b, c) if self.dtype == "bf16" else ptx.fma_f16x2(a, b, c)
-
-
-class HopperMath(PortableMath):
-    """The same for sm_90 and later."""
-
-    def add(self, a: Uint32, b: Uint32) -> Uint32:
         return ptx.add_bf16x2(a, b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
 
     def multiply(self, a: Uint32, b: Uint32) -> Uint32:
         return ptx.mul_bf16x2(a, b) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)
+
+    def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32:
+        """a * b + c."""
+        return numbers.fma_bf16x2(a, b, c) if self.dtype == "bf16" else ptx.fma_f16x2(a, b, c)

@@ -176,6 +176,11 @@ class LinearConfig(Generic[ActivationsT]):
         return self.k_block_groups * self.format.group_scale_bytes
 
     @property
+    def more_scale_bytes(self) -> int:
+        """Scales of a second level of a tile's rows."""
+        return self.format.more_groups * self.format.group_scale_bytes
+
+    @property
     def k_block_zero_bytes(self) -> int:
         return self.k_block_groups * self.format.group_zero_bytes
 

@@ -28,7 +28,7 @@ from cute_kernels.device.pipeline import Pipeline, fence_init
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.gemm.epilogue import Epilogue
-from cute_kernels.gemm.work import RECIPROCAL_BITS, Operands, StreamSizes, Work, operands_of
+from cute_kernels.gemm.work import RECIPROCAL_BITS, Operands, StreamSizes, Work, load_row_scales, operands_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -213,17 +213,21 @@ class StreamRoles:
         address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
         parts = [
-            (operands.codes, 0, config.k_block_bytes),
-            (operands.scales, config.scale_offset, config.k_block_scale_bytes),
-            (operands.zeros, config.zero_offset, config.k_block_zero_bytes),
+            (operands.codes, 0, config.k_block_bytes, 0),
+            # Of each tile scales of a second level lie behind those of its groups.
+            (operands.scales, config.scale_offset, config.k_block_scale_bytes, config.more_scale_bytes),
+            (operands.zeros, config.zero_offset, config.k_block_zero_bytes, 0),
         ]
         for i in range(config.n_tiles):
-            place = work.k_block_of_tile(work.tile(segment, i, config.n_tiles), k_block)
-            for source, offset, k_block_bytes in parts:
+            tile = work.tile(segment, i, config.n_tiles)
+            place = work.k_block_of_tile(tile, k_block)
+            for source, offset, k_block_bytes, more_bytes in parts:
                 if k_block_bytes:
+                    first = place * k_block_bytes
+                    first = first + Int64(tile) * more_bytes if more_bytes else first
                     ptx.bulk_copy_to_shared(
                         target + (offset + i * config.chunk_k_blocks * k_block_bytes),
-                        source + place * k_block_bytes,
+                        source + first,
                         count * k_block_bytes,
                         address,
                     )
@@ -294,10 +298,10 @@ class StreamRoles:
             for i in range(config.n_tiles)
         ]
         x_rows = [row + x_offset for row in place.x_rows]
+        pair: list[Any] = []  # of two steps, which may be of two groups
         for group in range(groups):
             numbers = [self.load_group(base, i, k_block, group, place, channel) for i in range(config.n_tiles)]
             parts = [[[] for _ in range(config.m_fragments)] for _ in range(config.n_tiles)]
-            pair: list[Any] = []
             for step in range(group * steps, (group + 1) * steps):
                 if step % 2 == 0:
                     pair = [ptx.load_matrix_x4(row, step * STEP_K * 2, transpose=False) for row in x_rows]
@@ -353,6 +357,11 @@ class StreamRoles:
                 if config.format.has_zeros:
                     zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([to_float(config.dtype, word) for word in words], decoder.row_numbers(None, zeros)))
+        if config.format.row_scales:
+            tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
+            for i in range(config.n_tiles):
+                behind = (Int64(work.tile(segment, i, config.n_tiles)) + 1) * tile_bytes
+                channel.append((load_row_scales(config.format, operands.scales + behind, place.scale_offset), None))
         return channel
 
     def add_group(self, acc, tile: int, block: int, chains, scales):

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.weight import (
@@ -26,6 +27,7 @@ from cute_kernels.gemm.weight import (
     per_row,
     row_blocks,
     rows_of,
+    scales_of,
     symmetric_zero,
 )
 from layouts import transform
@@ -79,6 +81,9 @@ def quantize_weight(
     w = w.detach()
     shape = (w.shape[0], w.shape[1])
     length = chosen.group_size or shape[1]
+    of_rows = chosen.choose_row_scales(w) if chosen.row_scales else None
+    if of_rows is not None:
+        w = w.float() / of_rows.unsqueeze(-1)
     scales, zeros = _choose_scales(w, chosen, length, dtype)
 
     def codes_of(start: int, stop: int) -> torch.Tensor:
@@ -87,7 +92,8 @@ def quantize_weight(
         return codes.flatten(1)[:, : shape[1]]
 
     chosen, zeros = simplest(chosen, zeros)
-    return pack(chosen, codes_of, scales, zeros, shape=shape, device=device)
+    stored = scales if of_rows is None else with_row_scales(scales, of_rows)
+    return pack(chosen, codes_of, stored, zeros, shape=shape, device=device)
 
 
 def chosen_format(
@@ -208,13 +214,13 @@ def pack(
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1
-    for name, tensor in (("scales", scales), ("zeros", zeros)):
-        if tensor is not None and tuple(tensor.shape) != (n, groups):
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups]}")
+    for name, tensor, more in (("scales", scales, chosen.more_groups), ("zeros", zeros, 0)):
+        if tensor is not None and tuple(tensor.shape) != (n, groups + more):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups + more]}")
     if perm is not None:
         check_permutation("perm", perm)
     where = device_of(device) or scales.device
-    tile_scales = _tiled(scales, shape, group_size).to(where)
+    tile_scales = _tiled(scales, shape, group_size, chosen.more_groups).to(where)
     tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size)
     n_pad, k_pad = padded_shape(shape, group_size)
     tiles = n_pad // TILE_N
@@ -276,7 +282,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     packed = pack(
         chosen,
         codes_of,
-        in_turn(rows_of(gate.scales)[:n, :groups], rows_of(up.scales)[:n, :groups]),
+        in_turn(*(scales_of(each, slice(groups))[:n] for each in (gate, up))),
         zeros,
         shape=(2 * n, k),
     )
@@ -301,11 +307,12 @@ def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)
 
 
-def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None) -> torch.Tensor:
-    """[N_pad / 64, G, 64] of [N, groups], new rows and groups 0."""
+def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, more: int = 0) -> torch.Tensor:
+    """[N_pad / 64, G + more, 64] of [N, groups + more], new rows and groups 0."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
-    more = (0, groups - values.shape[1], 0, n_pad - values.shape[0])
-    return pad(values, more).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
+    own = values.shape[1] - more
+    values = torch.cat((pad(values[:, :own], (0, groups - own)), values[:, own:]), dim=1)
+    return pad(values, (0, 0, 0, n_pad - values.shape[0])).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
 def _pad_codes(

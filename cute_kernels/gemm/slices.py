@@ -16,7 +16,7 @@ from cute_kernels.arguments import check_count, check_permutation, check_tensors
 from cute_kernels.formats.weights import GROUP_SIZES
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.quantize import pack, simplest
-from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of
+from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of, scales_of
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
 
@@ -41,7 +41,7 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
     form, zeros = simplest(weight.format, zeros)
-    packed = pack(form, codes_of, rows_of(weight.scales)[start:stop, :groups], zeros, shape=(stop - start, k))
+    packed = pack(form, codes_of, scales_of(weight, slice(groups))[start:stop], zeros, shape=(stop - start, k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 
@@ -75,7 +75,7 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
         return codes[rows[first:last], :k]
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
-    packed = pack(weight.format, codes_of, rows_of(weight.scales)[rows, :groups], zeros, shape=(n, k))
+    packed = pack(weight.format, codes_of, scales_of(weight, slice(groups))[rows], zeros, shape=(n, k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 
@@ -101,9 +101,10 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
         raise ValueError("weight: got one with perm (act-order), whose groups have inputs of every part, want it whole")
     size, groups = weight.group_size, torch.zeros(1, dtype=torch.long, device="cpu")
     if size is not None:
-        fitting = [each for each in GROUP_SIZES if each <= size and start % each == 0]
+        least = min(GROUP_SIZES[0], size)
+        fitting = [each for each in (least, *GROUP_SIZES) if each <= size and start % each == 0]
         if not fitting:
-            raise ValueError(f"start: got {start}, want a multiple of {GROUP_SIZES[0]}, the smallest group of inputs")
+            raise ValueError(f"start: got {start}, want a multiple of {least}, the smallest group of inputs")
         groups = torch.arange(start, stop, fitting[-1], device="cpu") // size
         size = fitting[-1]
     groups = groups.to(weight.device)
@@ -115,7 +116,7 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     scale = weight.input_scale
     form, zeros = simplest(weight.format.with_group_size(size or 0), zeros)
     scale = None if scale is None else scale[start:stop]
-    return pack(form, codes_of, rows_of(weight.scales)[:n, groups], zeros, shape=(n, stop - start), input_scale=scale)
+    return pack(form, codes_of, scales_of(weight, groups)[:n], zeros, shape=(n, stop - start), input_scale=scale)
 
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.formats.weights import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.formats.weights.base import CODE_BITS as BITS
+from cute_kernels.formats.weights.base import without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.runtime.gpu import GPU
@@ -49,10 +50,24 @@ def symmetric_zero(bits: int) -> int:
     return 1 << (bits - 1)
 
 
+def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int) -> torch.Tensor:
+    """A rank's groups of [tiles, G + more, 64], and all that lies behind them."""
+    groups = tensor.shape[1] - more
+    own = tensor[:, :groups].chunk(world_size, dim=1)[rank]
+    return torch.cat((own, tensor[:, groups:]), dim=1) if more else own.contiguous()
+
+
 def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
     """(N_pad, K_pad) of a weight [N, K]: N in whole tiles of 64, K in whole groups and multiples of 64."""
     (n, k), k_multiple = shape, max(K_MULTIPLE, group_size or 0)
     return -(-n // TILE_N) * TILE_N, -(-k // k_multiple) * k_multiple
+
+
+def scales_of(weight: PackedWeight, groups: slice | torch.Tensor) -> torch.Tensor:
+    """Stored scales [N_pad, ..] of some groups of a weight, and those of a second level behind them."""
+    scales, more = rows_of(weight.scales), weight.format.more_groups
+    own = scales[:, : scales.shape[1] - more][:, groups]
+    return torch.cat((own, scales[:, scales.shape[1] - more :]), dim=1) if more else own
 
 
 def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
@@ -122,17 +137,17 @@ class PackedWeight(Packed):
         check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
         tiles, k = n_pad // TILE_N, self.shape[1]
-        per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
+        groups = num_groups(self.shape, self.group_size)
         dtype = self.format.activation_dtype(self.scales.dtype)
         check_presence(self.zeros, self.format)
         self._check("codes", torch.uint8, (tiles, k_pad // hopper.tile_k(self.bits), TILE_BYTES))
-        self._check("scales", self.scales.dtype, per_group)
-        self._check("zeros", torch.uint8, per_group)
+        self._check("scales", self.scales.dtype, (tiles, groups + self.format.more_groups, TILE_N))
+        self._check("zeros", torch.uint8, (tiles, groups, TILE_N))
         self._check("perm", torch.int32, (k,))
         self._check("input_scale", dtype, (k,))
         check_flag("check_values", check_values)
         if check_values and has_values(self.codes):
-            self.format.check_values(self.scales, self.zeros)
+            self.format.check_values(self.scales[:, :groups], self.zeros)
             if self.perm is not None:
                 check_permutation("perm", self.perm)
 
@@ -191,10 +206,12 @@ class PackedWeight(Packed):
     def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
         """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
         codes = self.unpack_tiles(first, last)
-        rows, groups = codes.shape[0], self.scales.shape[1]
         zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
-        w = self.format.dequantize(codes.view(rows, groups, -1), rows_of(self.scales[first:last]), zeros)
-        w = w.view(rows, -1)[: self.shape[0] - first * TILE_N, : self.shape[1]]
+        scales, of_rows = without_row_scales(self.format, rows_of(self.scales[first:last]))
+        rows, groups = scales.shape
+        w = self.format.dequantize(codes.view(rows, groups, -1), scales, zeros).view(rows, -1)
+        w = w if of_rows is None else w * of_rows.unsqueeze(-1)
+        w = w[: self.shape[0] - first * TILE_N, : self.shape[1]]
         if self.perm is None:
             return w
         return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
@@ -250,7 +267,8 @@ class PackedWeight(Packed):
         if self.group_size is not None:
             for name in ("scales", "zeros"):
                 tensor = getattr(self, name)
-                own[name] = None if tensor is None else tensor.chunk(world_size, dim=1)[rank].contiguous()
+                more = self.format.more_groups if name == "scales" else 0
+                own[name] = None if tensor is None else _share_of_groups(tensor, rank, world_size, more)
         if self.input_scale is not None:
             own["input_scale"] = self.input_scale[rank * share : (rank + 1) * share].clone()
         if self.perm is not None:

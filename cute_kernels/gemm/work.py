@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
+from cute_kernels.formats.weights import WeightFormat
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 
@@ -33,6 +34,18 @@ def operands_of(kind: Any, given, **others) -> Any:
         others["x"] = ptx.address(given.x)
     names = (own.name for own in fields(kind) if own.name not in others)
     return kind(**{name: getattr(given, name) for name in names}, **others)
+
+
+def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
+    """Scales of the second level of rows ``row`` and ``row`` + 8 of a tile whose stored scales end at an address."""
+    size, bits = form.scale_bytes, 8 * form.scale_bytes
+    first = end - form.more_groups * form.group_scale_bytes + Int64(row) * size
+    words = [Uint32(0), Uint32(0)]
+    for part in range(form.more_groups):
+        for half in range(2):
+            found = numbers.load_global_part(first + part * form.group_scale_bytes, 8 * size * half, size)
+            words[half] = words[half] | (found << (bits * part))
+    return [word.bitcast(Float32) for word in words]
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,8 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
     found, dtype = _format_of(form), form["dtype"]
     check_matrix_shape("shape", shape)
     n_pad, k_pad = padded_shape(shape, found.group_size)
-    per_group = (n_pad // TILE_N, num_groups(shape, found.group_size), TILE_N)
+    groups = num_groups(shape, found.group_size)
+    per_group, stored = ((n_pad // TILE_N, rows, TILE_N) for rows in (groups, groups + found.more_groups))
 
     def empty(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -259,7 +260,7 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
     }
     tensors = {name: make() if name in form["tensors"] else None for name, make in optional.items()}
     codes = empty((n_pad // TILE_N, k_pad // hopper.tile_k(found.bits), TILE_BYTES), torch.uint8)
-    return {"codes": codes, "scales": empty(per_group, found.scale_dtype(dtype)), **tensors}
+    return {"codes": codes, "scales": empty(stored, found.scale_dtype(dtype)), **tensors}
 
 
 def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.gemm.deferred import DeferredParts, NormedRows, left_to_next
 from cute_kernels.gemm.plan import DTYPES
 from cute_kernels.gemm.quantize import pack_codes
@@ -24,6 +25,9 @@ def random_weight(form: WeightFormat, dtype: torch.dtype, n: int, k: int, seed: 
     codes = torch.randint(0, 1 << form.bits, (n, k), dtype=torch.uint8, generator=generator)
     groups = (n // TILE_N, k // form.group_size if form.group_size else 1, TILE_N)
     scales = form.stored_scales(torch.rand(groups, generator=generator) + 0.5, dtype)
+    if form.row_scales:  # powers of two, which round nothing
+        of_rows = 2.0 ** torch.randint(-3, 4, (n // TILE_N, TILE_N), generator=generator)
+        scales = with_row_scales(scales.transpose(1, 2), of_rows).transpose(1, 2).contiguous()
     zeros = torch.randint(0, 1 << form.bits, groups, dtype=torch.uint8, generator=generator)
     blob = hopper.pack(transform.pack(codes, form.bits), form.bits)
     return PackedWeight(blob, scales, zeros if form.has_zeros else None, form, (n, k))

@@ -56,7 +56,8 @@ def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, s
         if tensor is None or not k_block_bytes:
             continue
         for tile in range(config.n_tiles):
-            run = tensor[tile].contiguous().view(torch.uint8).numpy().reshape(-1)
+            rows = len(tensor[tile]) - (config.format.more_groups if tensor is weight.scales else 0)
+            run = tensor[tile, :rows].contiguous().view(torch.uint8).numpy().reshape(-1)
             place = start + offset + tile * config.chunk_k_blocks * k_block_bytes
             shared[place : place + run.size] = run
 
@@ -76,7 +77,8 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, run_o
     run_on(gpu)
     subject = kernel.LinearKernel(config).roles
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
-    work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
+    sizes = SimpleNamespace(m=m, num_tiles=config.n_tiles, k_blocks=k_blocks)
+    work = SimpleNamespace(shape=sizes, tile=lambda segment, i, n_tiles: i)
     operands = SimpleNamespace(scales=0, zeros=scales.size)
     for number in range(config.consumer_warps):
         place = subject.lane_places(memory, work, number, machine.LANES)

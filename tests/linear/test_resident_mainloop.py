@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline, PipelineState
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import MXFP4, NVFP4, integers
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight
@@ -68,6 +68,7 @@ CONFIGS = [
 FINE_CONFIGS = [
     replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
 ]
+FP4_CONFIGS = [replace(CONFIGS[i], format=MXFP4) for i in (0, 2, 7)]
 ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
 
@@ -200,13 +201,13 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS + FINE_CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS + FINE_CONFIGS + FP4_CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("missing", [0, 5])
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
     rows = config.tile_m - missing
     generator = torch.Generator().manual_seed(rows)
     dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.has_zeros
-    weight = quantize_weight(dense, 4, config.group_size, zero_point=zeros)
+    weight = quantize_weight(dense, format=config.format)
     x = (torch.randn(rows, K, generator=generator) + 3 * zeros).bfloat16()  # sums of inputs are no zeros
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
     total = np.zeros((rows, config.block_rows))
@@ -243,6 +244,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_o
 def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
+        {"format": NVFP4},
         {"format": integers(8)},
         {"format": integers(8, zero_points=True)},
         {"format": integers(4, 64, zero_points=True)},

@@ -115,7 +115,7 @@ class Machine:
     """All consumer warps, one after the other, on one stage."""
 
     def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, run_on):
-        self.config = config
+        self.config, self.weight = config, weight
         self.shared = np.zeros(1 << 18, np.uint8)
         load_stage(self.shared, config, weight, x)
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
@@ -131,7 +131,8 @@ class Machine:
         config, consumers = self.config, self.consumers
         memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, zeros=ZEROS)
         acc = machine.Registers(config.thread_acc, machine.Float32)
-        shape = SimpleNamespace(m=config.tile_m, num_tiles=config.block_tiles)
+        groups = self.weight.scales.shape[1]
+        shape = SimpleNamespace(m=config.tile_m, num_tiles=config.block_tiles, scale_groups=groups)
         place = consumers.lane(shape, warp, machine.LANES)
         first_tile, work_tile = warp // 4 * config.n_tiles, SimpleNamespace(block=0)
         channel = consumers.channel.load(self.operands, shape, work_tile, first_tile, place)

@@ -5,6 +5,7 @@ Importing `tests.weight_formats` registers those of this folder, which are no pa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
@@ -18,7 +19,15 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
-from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers, register, registered_formats
+from cute_kernels.formats.weights import (
+    MXFP4,
+    NVFP4,
+    IntegerFormat,
+    WeightFormat,
+    integers,
+    register,
+    registered_formats,
+)
 from cute_kernels.formats.weights import weight_format as format_of
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.experts import tuned as moe_tuned
@@ -41,7 +50,8 @@ from tests.weight_formats import codebook
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 FORMATS = registered_formats()
 # One of each kind for what takes long: tests/linear goes through all integers.
-KINDS = list({(type(form), form.bits, form.has_zeros): form for form in FORMATS if form.group_size == 32}.values())
+SMALL = [form for form in FORMATS if form.group_size in (16, 32)]
+KINDS = list({(type(form), form.bits, form.has_zeros): form for form in SMALL}.values())
 every_format = pytest.mark.parametrize("form", FORMATS, ids=str)
 every_kind = pytest.mark.parametrize("form", KINDS, ids=str)
 decoded = pytest.mark.parametrize(
@@ -61,6 +71,45 @@ def test_a_format_in_a_file_of_its_own_is_among_them():
     assert codebook.CODEBOOK in KINDS and not isinstance(codebook.CODEBOOK, IntegerFormat)
 
 
+def test_fp4_numbers_are_those_of_the_standard():
+    """As torch's E2M1 has them where there is one; scales of two levels multiply."""
+    codes = torch.arange(16, dtype=torch.uint8).view(1, 1, 16)
+    one = torch.tensor([[127]], dtype=torch.uint8)
+    wanted = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    assert MXFP4.dequantize(codes, one, None).flatten().tolist() == wanted
+    w = torch.tensor([[1.0, -6.0, 0.5, 3.0] * 4 + [384.0] * 16]) * 2.0**-10
+    weight = quantize_weight(w, format=NVFP4)
+    assert torch.equal(weight.dequantize(torch.float32), w)
+    assert weight.scales.shape == (1, 4 + 4, 64), "groups of the padded K, and four bytes of each row's own scale"
+    exact = weight.dequantize(torch.float64)
+    scaled = replace(weight, scales=weight.scales.clone(), check_values=False)
+    rows, more = weight.scales.shape[1] - NVFP4.more_groups, torch.tensor([0.3]).view(torch.uint8)
+    scaled.scales[0, rows:, 0] = more
+    ratio = scaled.dequantize(torch.float64)[0, 1] / exact[0, 1]
+    assert ratio.item() == pytest.approx(0.3 / NVFP4.choose_row_scales(w).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.codes_as_bytes and not form.has_zeros], ids=str)
+def test_bytes_of_codes_are_sixteen_times_their_numbers(form, run_on):
+    """A word's lower nibbles are those of row g, its upper ones of row g + 8."""
+    pytest.importorskip("cutlass")
+    from cute_kernels.device import packed_math
+    from tests.attention.warp import LANES, Uint32
+    from tests.linear.warp import LinearWarp
+
+    run_on(LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)))
+    decoder = form.byte_decoder(packed_math.HopperMath(form.dtypes[0]))
+    words = np.random.default_rng(0).integers(0, 1 << 32, 32, np.uint32)
+    found = decoder.fragment(Uint32(words), decoder.masks(Uint32(np.zeros_like(LANES))))
+    codes = torch.arange(16, dtype=torch.uint8).view(1, 1, 16)
+    one = form.stored_scales(torch.ones(1, 1), dtype_of(form))
+    numbers = 16 * form.dequantize(codes, one, None).flatten().numpy()
+    for half, word in enumerate(found):
+        of_bytes = np.asarray(word, np.uint32).view(np.int8).reshape(32, 4)
+        for byte in range(4):
+            assert np.array_equal(of_bytes[:, byte], numbers[words >> (8 * byte + 4 * half) & 15])
+
+
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +123,7 @@ def test_there_is_one_object_of_a_format(form):
 
 
 def test_what_is_no_format_is_refused_by_name():
-    with pytest.raises(ValueError, match="^format: got 'w5_g32', want one of w4_gchannel"):
+    with pytest.raises(ValueError, match="^format: got 'w5_g32', want one of .*w4_gchannel"):
         format_of("w5_g32")
     for arguments, message in (((5, 32), "bits: got 5, want 4 or 8"), ((4, 48), "group_size: got 48, want one of 32")):
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -228,6 +277,14 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
     near(Machine(config, weight, x, run_on).stage(packed=False), x, rounded(config, weight))
 
 
+def takes(form: WeightFormat, scales: torch.Tensor) -> bool:
+    """Whether a format has such stored scales."""
+    with contextlib.suppress(ValueError):
+        form.check_values(scales, None)
+        return True
+    return False
+
+
 @every_kind
 def test_every_scale_is_decoded(form, run_on):
     """Of one byte: of two `tests/linear/test_decode.py` has all that matter."""
@@ -246,6 +303,8 @@ def test_every_scale_is_decoded(form, run_on):
     unit = form.dequantize(code, unscaled, None).double().flatten()
     for first in range(0, 255 - 31, 31):
         stored = torch.from_numpy(first + LANES).to(torch.uint8)
+        if not takes(form, stored):
+            break
         wanted = form.dequantize(code.expand(32, 1, 1), stored.view(32, 1), None).double().flatten() / unit
         found = bf16_values(halves(decoder.scale_word(Uint32(stored.numpy()))))[:, 0]
         assert np.array_equal(found, wanted.numpy()), first
@@ -270,7 +329,7 @@ COMPILED = {form: golden.worth_compiling(kernels_of(form), lambda spec: spec) fo
 @pytest.mark.parametrize("form", FROM_ELSEWHERE, ids=str)
 def test_the_kernels_that_serve_it_compile_without_spills(form):
     pytest.importorskip("cutlass")
-    assert len(kernels_of(form)) >= 5
+    assert len(kernels_of(form)) >= 4
     found = golden.measure(COMPILED[form], default_cache())
     assert found
     for symbol, kernels in found.items():

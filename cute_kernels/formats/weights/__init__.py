@@ -8,10 +8,13 @@ its key. Adding a format is one file that registers it: see docs/add_weight_form
 from __future__ import annotations
 
 from cute_kernels.formats.weights.base import WeightFormat, register, registered_formats, weight_format
+from cute_kernels.formats.weights.fp4 import MXFP4, NVFP4
 from cute_kernels.formats.weights.integers import GROUP_SIZES, IntegerFormat, integers
 
 __all__ = [
     "GROUP_SIZES",
+    "MXFP4",
+    "NVFP4",
     "IntegerFormat",
     "WeightFormat",
     "integers",

@@ -12,12 +12,13 @@ import torch
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
-    from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+    from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
 CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
-GROUP_MULTIPLE = 2 * STEP_K  # of a group size: kernels multiply by pairs of k16 steps
+GROUP_MULTIPLE = STEP_K  # of a group size
 COPY_BYTES = 16  # of what bulk copies bring, a multiple
 MOST_SCALE_BYTES = 2
+ROW_SCALE_BYTES = 4  # fp32
 _NAME = re.compile(r"[a-z][a-z0-9]*\Z")
 
 Format = TypeVar("Format", bound="WeightFormat")
@@ -33,13 +34,13 @@ class WeightFormat(ABC):
 
     Attributes:
         bits: of a code, 4 or 8.
-        group_size: consecutive inputs that share a scale, a multiple of 32 that divides 256; 0: one scale per row.
+        group_size: consecutive inputs that share a scale, a multiple of 16 that divides 256; 0: one scale per row.
         has_zeros: whether each group has a zero point, uint8.
         scale_bytes: of a stored scale, 1 or 2.
         dtypes: of activations that meet such weights, "bf16" and "fp16".
-        takes_limbs: whether a code less ``1 << (bits - 1)``, as a signed byte, is the weight but for its scale, so that
-            products of int8 limbs are exact.
-        limb_zeros: whether the same holds once the group's zero point takes the place of that number.
+        row_scales: whether rows have scales of a second level, fp32, which meet the sums over all of K. Their bytes lie
+            behind those of a tile's groups, as if these were more groups: see `with_row_scales`.
+        codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
         pad_code: what fills rows and columns behind a weight's own.
         decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
         key: names the format in operators, state dicts and tables: ``codes_name`` and ``scales_name``.
@@ -50,6 +51,7 @@ class WeightFormat(ABC):
 
     has_zeros: ClassVar[Any] = False  # formats that may have them make it a field
     scale_bytes: ClassVar[int] = 2
+    row_scales: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
     decode_cost: ClassVar[float] = 1.0
 
@@ -66,7 +68,7 @@ class WeightFormat(ABC):
             raise ValueError(f"bits: got {self.bits!r}, want 4 or 8")
         size = self.group_size
         if size and (size < GROUP_MULTIPLE or 256 % size):
-            raise ValueError(f"group_size: got {size!r}, want 32, 64, 128 or 256, or 0 for one scale per row")
+            raise ValueError(f"group_size: got {size!r}, want 16, 32, 64, 128 or 256, or 0 for one scale per row")
         if self.scale_bytes not in (1, MOST_SCALE_BYTES):
             raise ValueError(f"scale_bytes: got {self.scale_bytes}, want 1 or 2")
         object.__setattr__(self, "key", f"{self.codes_name}_{self.scales_name}")
@@ -107,11 +109,12 @@ class WeightFormat(ABC):
         return TILE_N if self.has_zeros else 0
 
     @property
-    def takes_limbs(self) -> bool:
-        return False
+    def more_groups(self) -> int:
+        """Rows of 64 stored scales of a tile behind those of its groups: those of the second level."""
+        return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property
-    def limb_zeros(self) -> bool:
+    def codes_as_bytes(self) -> bool:
         return False
 
     @property
@@ -162,6 +165,11 @@ class WeightFormat(ABC):
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """Codes uint8 [rows, G, group] nearest to weights fp32 [rows, G, group], with such scales and zero points."""
 
+    def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
+        """Scales of the second level, fp32 [N], for weights [N, K], which `choose_scales` and `choose_codes` are given
+        divided by them; of formats with `row_scales`."""
+        raise NotImplementedError(f"{self.key} has no scales of a second level")
+
     # -- device --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -181,6 +189,10 @@ class WeightFormat(ABC):
         """Whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
         return False
 
+    def byte_decoder(self, math: PackedMath) -> ByteDecoder:
+        """What makes signed bytes of codes, 16 times a weight but for its scale; of formats with `codes_as_bytes`."""
+        raise NotImplementedError(f"{self.key} has no bytes of its codes")
+
     # -- identity ------------------------------------------------------------------------------------------------------
 
     def registered(self) -> WeightFormat:
@@ -189,6 +201,19 @@ class WeightFormat(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _registered, (type(self), self.key)
+
+
+def with_row_scales(scales: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
+    """Stored scales [rows, G + more_groups] of those of groups [rows, G] and of the second level, fp32 [rows]."""
+    return torch.cat((scales, of_rows.float().unsqueeze(-1).contiguous().view(scales.dtype)), dim=-1)
+
+
+def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(those of groups, those of the second level or None) of stored scales [rows, G + more_groups]: the inverse."""
+    if not form.row_scales:
+        return scales, None
+    groups = scales.shape[-1] - form.more_groups
+    return scales[..., :groups], scales[..., groups:].contiguous().view(torch.float32).squeeze(-1)
 
 
 _FORMATS: dict[str, WeightFormat] = {}

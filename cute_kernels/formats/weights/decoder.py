@@ -27,6 +27,21 @@ class PackedMath(Protocol):
     def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32: ...
 
 
+class ByteDecoder(ABC):
+    """4-bit codes of one format to signed bytes: 16 times the weight but for its scale.
+
+    Of formats with zero points it is the code less 8, instead of less its zero point.
+    """
+
+    def masks(self, nothing: Uint32) -> Any:
+        """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
+        return None
+
+    @abstractmethod
+    def fragment(self, word: Uint32, masks: Any) -> list[Uint32]:
+        """Two registers of the A operand: bytes of a k16 step of the thread's rows g and g + 8; word: its codes."""
+
+
 class CodeDecoder(ABC):
     """Codes of one format to one 16-bit float.
 

@@ -16,7 +16,7 @@ from typing import Any
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
 LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
 BF16_128 = 0x43004300  # a code in its low bits: 128 + code
@@ -30,6 +30,21 @@ BF16_EXPONENT = 0x00800080  # one of both exponents of a packed pair
 SUBNORMAL_EXPONENT = -133  # of the unit of subnormal bf16 numbers, and of the smallest normal ones
 UNIT_EXPONENT = -32  # of the unit of a `SubnormalDecoder`'s weights
 FP32_TWO_TO_23, MINUS_TWO_TO_23 = 0x4B000000, 0xCB000000
+
+
+SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+
+
+class NibbleBytes(ByteDecoder):
+    """A code less 8, times 16: a nibble at the upper end of its byte, with its first bit turned. Three instructions per
+    8 codes: a word's lower nibbles are row g's, its upper ones row g + 8's."""
+
+    def masks(self, nothing) -> Any:
+        """Kept in a register: an instruction has room for one constant."""
+        return nothing + Uint32(SIGNS)
+
+    def fragment(self, word, masks) -> list[Any]:
+        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
 
 
 class IntegerDecoder(CodeDecoder):

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.arguments import is_one_of
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
-from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
@@ -41,12 +41,8 @@ class IntegerFormat(WeightFormat):
         return self.symmetric_zero
 
     @property
-    def takes_limbs(self) -> bool:
-        return self.bits == 4 and not self.has_zeros
-
-    @property
-    def limb_zeros(self) -> bool:
-        return self.bits == 4 and self.has_zeros
+    def codes_as_bytes(self) -> bool:
+        return self.bits == 4
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -101,6 +97,11 @@ class IntegerFormat(WeightFormat):
         from cute_kernels.formats.weights.integer_decode import IntegerDecoder
 
         return IntegerDecoder(self.bits, dtype, math)
+
+    def byte_decoder(self, math: PackedMath) -> ByteDecoder:
+        from cute_kernels.formats.weights.integer_decode import NibbleBytes
+
+        return NibbleBytes()
 
     def scales_codes(self, dtype: str) -> bool:
         return dtype == "bf16"

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.formats.weights.integer_decode import SIGNS, NibbleBytes
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
     CODE_TILE_K,
@@ -28,7 +29,7 @@ from cute_kernels.gemm.layer.exchange import exchange_of
 from cute_kernels.gemm.layer.loads import HALF_CODES
 from cute_kernels.gemm.layer.memory import LayerMemory, Sizes, receive, turn
 from cute_kernels.gemm.layer.rows import COLUMN_BYTES, Rows
-from cute_kernels.gemm.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
+from cute_kernels.gemm.wgmma.limbs import LIMB_BASE
 
 FRAGMENT_N = 16  # features of an MMA
 FRAGMENTS = TILE_N // FRAGMENT_N
@@ -137,8 +138,7 @@ class Multiplier:
 
     def operands(self, first, second, masks) -> list:
         """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
-        upper = Uint32(UPPER_HALVES)
-        return [byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)]
+        return [byte for word in (first, second) for byte in NibbleBytes().fragment(word, masks)]
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):

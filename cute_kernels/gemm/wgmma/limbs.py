@@ -1,11 +1,11 @@
 """K blocks of a tile of few rows by MMAs of bytes: x in two limbs of 8 bits, accumulators in int32, exact.
 
-A 4-bit code less 8, times 16, is a signed byte: a nibble at the upper end of its byte, with its first bit turned. Three
-instructions make the bytes of 8 codes where bf16 takes 11, and none are left for scales, which meet the accumulators of
-a group. x comes in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base
-256 (`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand, so a code
-is decoded once and multiplied with both: twice the columns at twice the rate of bf16. 256 times the high limbs' sum
-and the low limbs' are the exact sum of the group's products.
+16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes: of integers by three instructions
+for 8 codes, where bf16 takes 11. None are left for scales, which meet the accumulators of a group. x comes in 16-bit
+fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256 (`.limb_rows`). All
+tokens' high limbs and then all low ones are the columns of one operand, so a code is decoded once and multiplied with
+both: twice the columns at twice the rate of bf16. 256 times the high limbs' sum and the low limbs' are the exact sum of
+the group's products.
 
 The k order of an operand is free if both have the same. A thread's nibbles of a k16 step, in the blob of
 `layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
@@ -24,9 +24,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.formats.weights.decoder import ByteDecoder
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
@@ -35,8 +37,7 @@ from layouts.weights.hopper import STEP_K, TILE_N
 MMA_K = 2 * STEP_K
 K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
-CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of codes are 16 times codes less 8
-SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
 TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
 
 Shift = Callable[[Any], Any]
@@ -70,11 +71,13 @@ class LimbProducts:
         tiles: of 64 output features that are multiplied with the same limbs.
         tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
         word_steps: k16 steps whose codes of a thread are a word.
+        bytes_of: makes bytes of codes.
         groups: of a k block that have scales of their own, and so accumulators.
     """
 
-    def __init__(self, tiles: int, tile_m: int, word_steps: int, groups: int = 1):
+    def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):
         self.tiles, self.tile_m, self.word_steps, self.groups = tiles, tile_m, word_steps, groups
+        self.bytes_of = bytes_of
 
     def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None) -> None:
         """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
@@ -104,7 +107,7 @@ class LimbProducts:
         return [
             register
             for step in range(K_BLOCK_STEPS)
-            for register in self.fragment(words[step // steps][step % steps], masks)
+            for register in self.bytes_of.fragment(words[step // steps][step % steps], masks)
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
@@ -119,14 +122,6 @@ class LimbProducts:
                 found, dots = found + dots, []
         wgmma.commit()
         return found
-
-    def fragment(self, word, masks) -> list[Any]:
-        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
-        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
-
-    def masks(self, nothing) -> Any:
-        """A constant for `fragment`, kept in a register: an instruction has room for one."""
-        return nothing + Uint32(SIGNS)
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
         """The exact products of a tile's groups, of both limbs' accumulators, less what zero points are multiplied
@@ -160,6 +155,12 @@ class LimbProducts:
                 total = ptx.fma(of_groups[group], scales[2 * group + i // 2 % 2], total)
             sums.append(total)
         return sums
+
+
+def limb_products(config: WgmmaConfig, stages: StageReader) -> LimbProducts:
+    """The products of a configuration of tiles."""
+    bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
+    return LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, bytes_of, config.k_block_groups)
 
 
 class LimbReader:
@@ -247,10 +248,10 @@ class LimbMainloop:
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config, self.stages = config, stages
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
+        self.products = limb_products(config, stages)
 
     def masks(self, shape, lane):
-        return self.products.masks(nothing(shape, lane))
+        return self.products.bytes_of.masks(nothing(shape, lane))
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):

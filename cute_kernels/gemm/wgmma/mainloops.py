@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
@@ -220,13 +221,18 @@ class MmaSync(Mainloop):
         return None
 
 
+def takes_limbs(form: WeightFormat) -> bool:
+    """Whether products of limbs and codes are exact, and scaled group by group."""
+    return form.codes_as_bytes and not form.row_scales
+
+
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Why products cannot be of limbs, or None.
 
     zeros: whether zero points can be taken off sums of limbs. least: inputs of a group, of codes without zero points.
     """
-    if not (config.format.takes_limbs or (zeros and config.format.limb_zeros)):
-        return f"limbs want 4-bit integers{'' if zeros else ' without zero points'}, not {config.format.key}"
+    if not takes_limbs(config.format) or (config.format.has_zeros and not zeros):
+        return f"limbs want codes that are bytes{'' if zeros else ', without zero points'}, not {config.format.key}"
     least = LIMB_GROUP if config.format.has_zeros else least
     if config.group_size < least:
         return f"limbs want groups of at least {least} inputs, not {config.group_size}"

@@ -16,6 +16,7 @@ from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import CodeDecoder
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.places import Places
+from cute_kernels.gemm.work import load_row_scales
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -150,7 +151,8 @@ def nothing(shape, lane):
 
 
 class Channel:
-    """Scales and zero points that hold for all of K: those of weights without groups, which meet the accumulators."""
+    """Scales and zero points that hold for all of K, and meet the accumulators: those of weights without groups, and
+    those of a second level."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
         self.config, self.stages, self.places = config, stages, places
@@ -171,6 +173,11 @@ class Channel:
                 if config.format.has_zeros:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.stages.to_float(word) for word in words], decoder.row_numbers(None, points)))
+        if config.format.row_scales:
+            for i in range(config.n_tiles):
+                tile = self.places.weight_tile(shape, work_tile, first_tile + i)
+                behind = (Int64(tile) + 1) * shape.scale_groups * config.format.group_scale_bytes
+                channel.append((load_row_scales(config.format, operands.scales + behind, place.row % TILE_N), None))
         return channel
 
     def scale(self, acc, finished, channel):

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.gemm.wgmma.limbs import LimbProducts, LimbReader
+from cute_kernels.gemm.wgmma.limbs import LimbReader, limb_products
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
@@ -36,10 +36,10 @@ class ResidentMainloop:
     def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader):
         self.config, self.limbs, self.stages = config, limbs, stages
         self.reader = LimbReader(config, stages, None, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
+        self.products = limb_products(config, stages)
 
     def masks(self, shape, lane):
-        return self.products.masks(nothing(shape, lane))
+        return self.products.bytes_of.masks(nothing(shape, lane))
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):

@@ -59,7 +59,7 @@ class TileSizes:
     k: Int32
     num_tiles: Int32  # tiles of 64 output features
     k_blocks: Int32  # of the padded K
-    scale_groups: Int32  # of the padded K, 1 where scales are per output feature
+    scale_groups: Int32  # rows of stored scales of a tile: groups of the padded K, and what lies behind them
     whole: Int32  # tiles that are computed whole
     splits: Int32  # parts that the K of the tiles after them is cut into
     split_k_blocks: Int32  # of a part; the last may have fewer
@@ -218,7 +218,7 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
     whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
     scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
     split_k_blocks = (k_blocks + splits - 1) // splits
-    cut = scale_groups, whole, splits, split_k_blocks
+    cut = scale_groups + config.format.more_groups, whole, splits, split_k_blocks
     return m, given.n, k, given.num_tiles, k_blocks, *cut, given.activation, given.out_kind
 
 

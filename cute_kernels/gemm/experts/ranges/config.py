@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.config import MMA_N, ROW_WARPS, Activations, LinearConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
@@ -75,8 +75,8 @@ class EntryLimbs(Activations):
         for field, (found, wanted) in choices.items():
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
-        if not config.format.takes_limbs:
-            return f"limbs want 4-bit integers without zero points, not {config.format.key}"
+        if not takes_limbs(config.format) or config.format.has_zeros:
+            return f"limbs want codes that are bytes, without zero points, not {config.format.key}"
         if config.num_stages % config.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
             return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"

@@ -178,7 +178,8 @@ class RangeRoles:
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.word_steps = self.decoder.steps
         self.rows = ResidentRows(room_of(config))
-        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
+        bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
+        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps, bytes_of)
         self.epilogue = Epilogue(config)
 
     @cute.jit
@@ -300,7 +301,7 @@ class RangeRoles:
             x_rows=[],
             x=memory.x,
             x_scales=self.limb_scales(shape, memory) + lane % 4 * 8,
-            masks=self.products.masks(Uint32(shape.n >> 31)),
+            masks=self.products.bytes_of.masks(Uint32(shape.n >> 31)),
         )
 
     @cute.jit

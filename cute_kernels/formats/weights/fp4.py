@@ -1,0 +1,196 @@
+"""FP4 codes (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign) under scales of one byte: MXFP4 and NVFP4.
+
+| key | scales | groups | second level |
+|---|---|---|---|
+| `e2m1_g32e8m0` (MXFP4, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 32 | none |
+| `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32 for each row, alike in a tensor |
+
+Both are exact in bf16, products of a code and its scale as well. 16 times a code's number is an integer of a signed
+byte, so products of int8 limbs are exact too; their MMAs have 32 inputs, and want groups of no fewer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cute_kernels.formats.weights.base import WeightFormat, register
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SIGN = 8  # bit of a code
+E8M0_BIAS, E8M0_MOST = 127, 254  # 255 is NaN
+E4M3_MOST, E4M3_LEAST = 448.0, 2.0**-9
+# Of packed pairs: sign, exponent and mantissa of a code that stands in bits 12 to 15, and six bits further down.
+BOTH_SIGNS, BOTH_NUMBERS = 0x80008000, 0x01C001C0
+TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
+# Bytes 16 times the numbers of codes 0 to 3 and 4 to 7, and those of codes with a sign.
+BYTES, MINUS_BYTES = (0x18100800, 0x60403020), (0xE8F0F800, 0xA0C0D0E0)
+EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Format(WeightFormat):
+    """W = the number of a code, times its group's scale. Activations are bf16, which has every scale."""
+
+    bits: int = 4
+    group_size: int = 32
+
+    scale_bytes: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
+    decode_cost: ClassVar[float] = 1.5
+
+    @property
+    def codes_name(self) -> str:
+        return "e2m1"
+
+    @property
+    def codes_as_bytes(self) -> bool:
+        return True
+
+    @abstractmethod
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        """What stored scales say, fp64."""
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        if scale_dtype != torch.uint8:
+            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.uint8, bytes of {self.scales_name}")
+        return torch.bfloat16
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        levels = torch.tensor(LEVELS, device=codes.device, dtype=torch.float64)
+        numbers = torch.cat((levels, -levels))[codes.int()]
+        return (numbers * self.numbers_of(scales).unsqueeze(-1)).float()
+
+    def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
+        return self.stored_scales(w.abs().amax(dim=-1) / LEVELS[-1], dtype), None
+
+    def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """The nearest number; of two as near the one with an even code."""
+        levels = torch.tensor(LEVELS, device=w.device, dtype=torch.float64)
+        ratio = w.double().abs() / self.numbers_of(scales).unsqueeze(-1)
+        middles = (levels[1:] + levels[:-1]) / 2
+        below, above = (torch.bucketize(ratio, middles, right=right) for right in (False, True))
+        codes = torch.where(below % 2 == 0, below, above)
+        return (codes + SIGN * w.signbit()).to(torch.uint8)
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    def byte_decoder(self, math: PackedMath) -> ByteDecoder:
+        return Fp4Bytes(math)
+
+
+@dataclass(frozen=True, eq=False)
+class MxFp4(Fp4Format):
+    """Powers of two for every 32 inputs."""
+
+    @property
+    def scales_name(self) -> str:
+        return "g32e8m0"
+
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(scales.double() - E8M0_BIAS)
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        if int(scales.max()) > E8M0_MOST:
+            raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
+
+    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The least power of two that is not below a value."""
+        return values.log2().ceil().add(E8M0_BIAS).clamp(0, E8M0_MOST).to(torch.uint8)
+
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return MxFp4Decoder(math)
+
+
+@dataclass(frozen=True, eq=False)
+class NvFp4(Fp4Format):
+    """E4M3 for every 16 inputs, and fp32 for each row."""
+
+    group_size: int = 16
+    row_scales: ClassVar[bool] = True
+
+    @property
+    def scales_name(self) -> str:
+        return "g16e4m3"
+
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.view(torch.float8_e4m3fn).double()
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        if int(scales.max()) >= 0x7F:
+            raise ValueError("scales: got a byte of 127 or more, want positive E4M3 numbers")
+
+    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return values.clamp(E4M3_LEAST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
+        """One power of two for the tensor, with which the largest group's scale is at most 448."""
+        most = w.abs().max().float().clamp(min=2.0**-100) / (LEVELS[-1] * E4M3_MOST)
+        return most.log2().ceil().exp2().expand(len(w)).contiguous()
+
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return NvFp4Decoder(math)
+
+
+class Fp4Decoder(CodeDecoder):
+    """Codes to bf16: exponent and mantissa lie where bf16 has its lowest ones, subnormal numbers among them. A product
+    with 2**126 makes them what they stand for. 20 instructions per 8 codes.
+    """
+
+    def __init__(self, math: PackedMath) -> None:
+        super().__init__(bits=4)
+        self.math = math
+
+    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+        math, found = self.math, []
+        for place in range(12, -1, -4):
+            pair = words[step] << place
+            bits = (pair & math.word(BOTH_SIGNS)) | ((pair >> 6) & math.word(BOTH_NUMBERS))
+            found.append(math.multiply(bits, math.word(TWO_TO_126)))
+        return found
+
+
+class MxFp4Decoder(Fp4Decoder):
+    """With E8M0 scales."""
+
+    def scale_word(self, word: Any) -> Any:
+        # 2**-127 is subnormal in bf16: the bit below those of the exponent.
+        return word << 7 | (self.math.word(1) - (word + 255 >> 8)) << 6
+
+
+class NvFp4Decoder(Fp4Decoder):
+    """With E4M3 scales: the same as their codes, four bits further up, times 2**120."""
+
+    def scale_word(self, word: Any) -> Any:
+        return self.math.multiply(word << 4, self.math.word(TWO_TO_120))
+
+
+class Fp4Bytes(ByteDecoder):
+    """Looks bytes up by PRMT, those of positive codes and those of negative ones. 18 instructions per 8 codes."""
+
+    def __init__(self, math: PackedMath) -> None:
+        self.math = math
+
+    def fragment(self, word: Any, masks: Any) -> list[Any]:
+        first, second = self._four(word), self._four(word >> 16)
+        return [self.math.prmt(first, second, self.math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
+
+    def _four(self, word: Any) -> Any:
+        """Bytes of the four codes in the lower half of a word."""
+        math = self.math
+        places = word & math.word(0x7777)
+        minus = math.prmt(math.word(0), math.word(0xFFFFFFFF), (word & math.word(0x8888)) >> 1)
+        plus, other = (math.prmt(math.word(table[0]), math.word(table[1]), places) for table in (BYTES, MINUS_BYTES))
+        return (plus & ~minus) | (other & minus)
+
+
+MXFP4, NVFP4 = register(MxFp4()), register(NvFp4())
