@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import ops
+from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.reference import prepare_input
@@ -43,7 +44,7 @@ def is_conv1d(module: object) -> bool:
 
 
 class QuantizedLinear(OfFormat, nn.Module):
-    """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
+    """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
     With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
     points that are no integers come to, as HQQ and torchao fit them. The kernel multiplies with the first part; sums of
@@ -126,6 +127,9 @@ class QuantizedLinear(OfFormat, nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        return differentiable(self._product, self._gradients, x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
         codes, scales, shifts = tensors["codes"], tensors["scales"], tensors["shifts"]
         assert codes is not None and scales is not None
@@ -150,6 +154,16 @@ class QuantizedLinear(OfFormat, nn.Module):
             return y
         inputs = prepare_input(x, tensors["perm"], tensors["input_scale"])
         return _add_shifts(y, inputs, shifts, self.group_size or self.in_features).to(x.dtype)
+
+    def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
+        """Of x, by the weight in 16 bits, unpacked anew each time."""
+        tensors, k = (self.codes, self.scales, self.zeros, self.perm), self.in_features
+        w = dense_weight(*tensors, self.weight_format.key, list(self.shape), of_y.dtype)
+        if self.shifts is not None:
+            order = torch.arange(k, device=w.device) if self.perm is None else self.perm.long()
+            w = w.float().index_add(1, order, self.shifts.repeat_interleave(self.group_size or k, dim=1)[:, :k])
+        of_x = of_y @ w.to(of_y.dtype)
+        return (of_x if self.input_scale is None else of_x * self.input_scale,)
 
     def extra_repr(self) -> str:
         has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]

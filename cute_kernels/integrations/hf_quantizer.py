@@ -151,7 +151,7 @@ class CuteKernelsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters beside the layers are
 
     @property
     def is_compileable(self) -> bool:

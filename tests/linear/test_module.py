@@ -146,12 +146,34 @@ def test_whether_rows_may_depend_on_each_other_is_passed_on():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_results_never_require_a_gradient(compiled):
+@pytest.mark.parametrize("has", ["nothing", "perm", "input_scale", "shifts", "perm and shifts"])
+def test_the_inputs_of_a_layer_have_the_gradient_of_its_dense_weight(compiled, has):
     torch.compiler.reset()
-    layer = QuantizedLinear.from_linear(dense_layer())
+    weight, shifts = known(70, 96, group_size=32).pack(), None
+    if "perm" in has:
+        perm = torch.randperm(96, generator=torch.Generator().manual_seed(1)).int()
+        weight = replace(weight, perm=perm)
+    if has == "input_scale":
+        weight = replace(weight, input_scale=numbers(96).abs() + 0.5)
+    if "shifts" in has:
+        shifts = numbers(70, 3).float()
+    layer = QuantizedLinear(weight, numbers(70), shifts)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x, of_y = numbers(2, 3, 96).requires_grad_(), numbers(2, 3, 70).flip(0)
+    y = call(x)
+    y.backward(of_y)
+    assert torch.equal(y.detach(), layer(x.detach())) and x.grad is not None
+    identity = torch.eye(96, dtype=BF16)
+    dense = QuantizedLinear(weight, None, shifts)(identity).double().T
+    want = of_y.double() @ dense
+    assert (x.grad.double() - want).norm() <= 0.02 * want.norm()
+    with torch.no_grad():
+        assert not call(x).requires_grad
+
+
+def test_results_of_functions_never_require_a_gradient():
+    layer = QuantizedLinear.from_linear(dense_layer())
     x = numbers(2, 100).requires_grad_()
-    assert not call(x).requires_grad and torch.equal(call(x), layer(x.detach()))
     bias, residual = (numbers(*shape).requires_grad_() for shape in ((70,), (2, 70)))
     assert not quantized_linear(x, layer.weight, bias, residual=residual).requires_grad
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from cute_kernels.gemm.experts.blocks import (
     with_shared,
 )
 from cute_kernels.gemm.experts.checks import check_experts, check_pair
+from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import describe, take_buffers
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 
@@ -125,7 +126,7 @@ class QuantizedExperts(nn.Module):
 
 
 class QuantizedMoE(nn.Module):
-    """A mixture of experts with gated SiLU and quantised weights. For inference: it has no gradient.
+    """A mixture of experts with gated SiLU and quantised weights. For inference: its backward pass is an error.
 
     The result is that of `cute_kernels.fused_moe` with what the router says, plus that of the shared expert, if there
     is one, times sigmoid(shared_expert_gate(x)) if there is that.
@@ -220,8 +221,7 @@ class QuantizedMoE(nn.Module):
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids = modules["gate"](x)
-        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
-        y = ops.apply_moe(x, *experts, ids, weights, "swiglu", *options)
+        y = _routed(modules, x, ids, weights, self.batch_invariant)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
@@ -285,9 +285,21 @@ class QuantizedRoutedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
-        modules: Any = self._modules
-        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
-        return ops.apply_moe(hidden_states, *experts, top_k_index, top_k_weights, "swiglu", *options)
+        return _routed(self._modules, hidden_states, top_k_index, top_k_weights, self.batch_invariant)
+
+
+def _routed(modules: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, invariant: bool) -> torch.Tensor:
+    """[tokens, hidden] of a layer's experts."""
+
+    def product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts = modules["gate_up"].weight, modules["down"].weight
+        return ops.apply_moe(x, *experts, ids, weights, "swiglu", None, invariant, None)
+
+    return differentiable(product, _refuse_gradients, x, weights)
+
+
+def _refuse_gradients(_: torch.Tensor) -> NoReturn:
+    raise NotImplementedError("hidden_states: got some that want a gradient, which quantised experts have not")
 
 
 def _quantized(

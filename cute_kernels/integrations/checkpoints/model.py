@@ -327,7 +327,7 @@ def _quantizer_class() -> Any:
 
             @property
             def is_trainable(self) -> bool:
-                return False
+                return True
 
         _classes["quantizer"] = ImportQuantizer
     return _classes["quantizer"]

@@ -1,0 +1,60 @@
+"""Gradients of what quantised layers take: for adapters beside them, and for layers before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cute_kernels.formats.weights import weight_format
+from cute_kernels.gemm.weight import PackedWeight
+
+
+@torch.library.custom_op("cute_kernels::dense_weight", mutates_args=())
+def dense_weight(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    form: str,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """W [N, K] of a `PackedWeight`, as torch.compile takes it: `PackedWeight.dequantize`."""
+    n, k = shape
+    weight = PackedWeight(
+        codes, scales, zeros=zeros, perm=perm, format=weight_format(form), shape=(n, k), check_values=False
+    )
+    return weight.dequantize(dtype)
+
+
+@dense_weight.register_fake
+def _(codes: torch.Tensor, *others: Any) -> torch.Tensor:
+    *_, shape, dtype = others
+    return codes.new_empty(shape, dtype=dtype)
+
+
+def differentiable(
+    forward: Callable[..., torch.Tensor],
+    gradients: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
+    *tensors: torch.Tensor,
+) -> torch.Tensor:
+    """forward(*tensors), a kernel's result, which knows the tensors' gradients where torch asks for any.
+
+    gradients: of the result's gradient, one for each tensor.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Function.apply(forward, gradients, *tensors)  # type: ignore[return-value]
+    return forward(*tensors)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, gradients: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> Any:
+        return None, None, *ctx.gradients(*given)
