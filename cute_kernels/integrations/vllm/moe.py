@@ -207,6 +207,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     wrong = {
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
         f"weights laid out for {backend}": backend not in source.backends,
+        f"--moe-backend {method.moe.moe_backend}": method.moe.moe_backend != "auto",
         f"{bits}-bit weights": bits not in (4, 8),
         f"groups of {group_size}": group_size not in (-1, *GROUP_SIZES),
         "act-order": act_order,

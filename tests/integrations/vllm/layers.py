@@ -288,7 +288,13 @@ def _expert_method(form: Checkpoint) -> Any:
         quant_config=config,
         wna16_backend=SimpleNamespace(value=expert_source(form).backends[-1]),
         input_dtype=torch.bfloat16 if expert_source(form).outputs_first else None,  # as Humming's have it
-        moe=mock.MagicMock(moe_parallel_config=parallel, is_lora_enabled=False, experts_per_token=2, has_bias=False),
+        moe=mock.MagicMock(
+            moe_parallel_config=parallel,
+            moe_backend="auto",
+            is_lora_enabled=False,
+            experts_per_token=2,
+            has_bias=False,
+        ),
     )
 
 

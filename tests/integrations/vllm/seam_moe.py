@@ -52,10 +52,10 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     loaded = {"w13_bias": torch.zeros(1), "_loaded_expert_biases": {"w13_bias"}}
     assert "biases or limits" in reason(layers.Checkpoint(**usual), **loaded)
     experts = layers.make_experts(layers.Checkpoint(**usual), "cpu")
-    experts.method.wna16_backend.value = "TRITON"  # as `--moe-backend` asks for
+    experts.method.wna16_backend.value, experts.method.moe.moe_backend = "TRITON", "triton"
     experts.method.input_dtype = torch.int8  # as VLLM_MARLIN_INPUT_DTYPE does
     found = moe.reason_against(experts.method, experts.layer, layers.expert_source(layers.Checkpoint(**usual)))
-    assert "weights laid out for TRITON, quantised activations not supported" in str(found), found
+    assert "weights laid out for TRITON, --moe-backend triton, quantised activations not supported" in str(found), found
     assert "weights on the input" in reason(layers.Checkpoint(**usual), apply_router_weight_on_input=True)
 
 
