@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import command_line, mla_workloads, workloads
 from bench import record as records
-from cute_kernels.gemm.tuning.linear import Format
+from bench.random_weights import Format
 from layouts.broken_pipes import ends_with_its_reader
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _mla(options: argparse.Namespace) -> int:
     from bench import mla, mla_peers
 
     suites = mla_workloads.SUITES if options.suite == "all" else (options.suite,)
-    _make_ready(bench, lambda gpu: mla.specs(suites, bench.quick))
+    _make_ready(bench, lambda: mla.specs(suites, bench.quick))
     mla.run(bench, suites, () if options.no_peers else mla_peers.PEERS)
     return _finish(bench.recorder, mla.text)
 
@@ -274,12 +274,10 @@ def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> B
 
 
 def _make_ready(bench: Bench, specs: Callable[..., Iterable[KernelSpec]]) -> None:
-    """Loads what ``specs(gpu=name of this GPU)`` lists, before any of it is timed."""
-    import torch
-
+    """Loads what ``specs()`` lists, before any of it is timed."""
     from bench.kernels import make_ready
 
-    bench.attempt("kernels", lambda: make_ready(specs(gpu=torch.cuda.get_device_name()), bench.say))
+    bench.attempt("kernels", lambda: make_ready(specs(), bench.say))
 
 
 def _recorder(path: Path, resume: bool = False, **about: object) -> records.Recorder | None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench import mla_workloads, workloads
 from bench import record as records
+from bench.random_weights import weight_format
 from cute_kernels.formats import kv as kv_formats
-from cute_kernels.gemm.tuning.command import weight_format
 
 if TYPE_CHECKING:
     from bench.e2e_vllm import Case
@@ -72,7 +72,7 @@ def _add_weights(commands: Any) -> None:
     )
     layers = linear.add_mutually_exclusive_group()
     layers.add_argument("--layers", nargs="+", type=_layer, metavar="NxK", help="sizes of weights, such as 6144x4096")
-    layers.add_argument("--shards", action="store_true", help="weights of models' shards, which no tuned table has")
+    layers.add_argument("--shards", action="store_true", help="weights of models' shards")
     rows = linear.add_mutually_exclusive_group()
     rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
     rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")

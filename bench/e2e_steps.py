@@ -69,8 +69,7 @@ def points(models: Iterable[str], batches: Iterable[int], contexts: Iterable[int
 def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
     """A row for each point under the record's "rows". After so many seconds the rest is left for another run."""
     chosen = [point for point in not_recorded(chosen, bench.recorder.data["rows"]) if not _does_not_fit(bench, point)]
-    gpu = torch.cuda.get_device_name()
-    wanted = {spec: None for p in chosen for spec in specs(MODELS[p.model], p.case, p.shape.batch, gpu)}
+    wanted = {spec: None for p in chosen for spec in specs(MODELS[p.model], p.case, p.shape.batch)}
     bench.attempt("kernels", lambda: make_ready(wanted, bench.say))
     bench.recorder.set("bytes_per_us", bytes_per_us(bench))
     measure_in_time(bench, chosen, seconds, lambda point: measure(bench, point))

@@ -216,8 +216,8 @@ def run(
     batches: Iterable[int] = BATCHES,
 ) -> None:
     """Measures the cases one after the other and records them; then INT4 and BF16 caches at other batches."""
-    batches, gpu = tuple(batches), torch.cuda.get_device_name()
-    of_layers = [specs(MODELS["llama3-8b"], StepCase("w4", "int4_g4"), b, gpu) for b in (batch, *batches)]
+    batches = tuple(batches)
+    of_layers = [specs(MODELS["llama3-8b"], StepCase("w4", "int4_g4"), b) for b in (batch, *batches)]
     make_ready(itertools.chain(*of_layers), say)
     model = make_model(layers)
     prompt = _prompt(batch, context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -13,18 +12,18 @@ import torch
 from bench import linear_apart
 from bench.linear_peers import PEERS, LinearPeer, Product, Weights
 from bench.peers import AGREEMENT, relative_error
+from bench.random_weights import TORCH_DTYPES, Format
 from bench.report import INVARIANT, aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.gemm import PackedWeight, quantized_linear
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.quantize import pack_codes
-from cute_kernels.gemm.tuned import chosen
-from cute_kernels.gemm.tuning.linear import TORCH_DTYPES, Format
 from cute_kernels.runtime import KernelSpec
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
-# Of Llama-2-70B at eight GPUs, Llama-3-8B, Qwen3-14B and the like: what tables of tuned choices do not have.
+# Of Llama-2-70B at eight GPUs, Llama-3-8B, Qwen3-14B and the like.
 SHARDS = (
     *((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584)),
     *((6144, 4096), (4096, 14336), (5120, 2560), (5120, 12800)),
@@ -37,7 +36,6 @@ BETWEEN_ROWS = (
 )  # some numbers of rows that are no powers of two
 FORMATS = (Format(4), Format(8))
 OTHER_FORMATS = (Format(4, zero_point=True, dtype="fp16"),)  # of which there are records, too
-GPU = os.environ.get("CUTE_KERNELS_AHEAD_GPU", "NVIDIA H200")  # whose kernels are compiled ahead, as torch names it
 CHECKED_ROWS = 16
 MANY_FLOPS = 2e12  # of a call beyond which fewer samples do
 FEW_SAMPLES = 5
@@ -84,16 +82,15 @@ def specs(
     layers: Iterable[tuple[int, int]] = LAYERS,
     rows: Iterable[int] = ROWS,
     formats: Iterable[Format] = FORMATS,
-    gpu: str = GPU,
 ) -> list[KernelSpec]:
-    """The kernels that the benchmark runs on a GPU; most of them ship."""
+    """The kernels that the benchmark runs; most of them ship."""
     found: dict[KernelSpec, None] = {}
     for n, k in layers:
         for form in formats:
             for m in rows:
                 problem = form.problem(m, n, k)
                 for of_mode in (problem, replace(problem, batch_invariant=True)):
-                    found |= dict.fromkeys(specs_of(chosen(of_mode, gpu).config))
+                    found |= dict.fromkeys(specs_of(chosen(of_mode).config))
     return list(found)
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from bench.linear import CHECKED_ROWS, GPU
+from bench.linear import CHECKED_ROWS
 from bench.options import Bar, Option, run_cases
 from bench.peers import relative_error
+from bench.random_weights import TORCH_DTYPES, Format, Weights
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
 from cute_kernels.gemm import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of, specs_of
-from cute_kernels.gemm.deferred import DeferredParts, left_to_next
 from cute_kernels.gemm.deferred_choice import deferred
-from cute_kernels.gemm.plan import factored
-from cute_kernels.gemm.tuned import chosen
-from cute_kernels.gemm.tuning.linear import TORCH_DTYPES, Format, Weights
+from cute_kernels.gemm.normed import DeferredParts, left_to_next
+from cute_kernels.gemm.product import factored
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
@@ -180,25 +180,23 @@ def other_formats(form: Format) -> dict[str, dict[str, Any]]:
     return {"zero points": {"zero_point": True}, "groups of 32": {"group_size": 32}}
 
 
-def specs(
-    shapes: Iterable[tuple[int, int, int]] = SHAPES, form: Format | None = None, gpu: str = GPU
-) -> list[KernelSpec]:
+def specs(shapes: Iterable[tuple[int, int, int]] = SHAPES, form: Format | None = None) -> list[KernelSpec]:
     """The kernels that `run` runs."""
-    return list(dict.fromkeys(_specs([Layer(*shape) for shape in shapes], form or Format(), gpu)))
+    return list(dict.fromkeys(_specs([Layer(*shape) for shape in shapes], form or Format())))
 
 
-def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSpec]:
+def _specs(layers: Iterable[Layer], form: Format) -> Iterator[KernelSpec]:
     for layer in layers:
         for changes in ({}, *other_formats(form).values()):
             problem = replace(form, **changes).problem(layer.m, layer.n, layer.k)
-            schedule = chosen(problem, gpu)
+            schedule = chosen(problem)
             yield from specs_of(schedule.config)
             if not changes:
                 for inputs in ("", norms.ORDERED, norms.SCALED):
                     yield NormSpec(norms.NormConfig("rms", form.dtype, *norms.launch_shape(layer.k), inputs=inputs))
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
-                yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
+                yield from specs_of(chosen(replace(problem, batch_invariant=True)).config)
                 around = deferred(schedule, GIVES), deferred(schedule, TAKES)
                 yield from (DeferredNormSpec(config) for config in around if config is not None)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cute_kernels.gemm.tuning.linear import TORCH_DTYPES
+from bench.random_weights import TORCH_DTYPES
 
 GROUP_SIZE = 128  # of the weights that libraries have in common
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]

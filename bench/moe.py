@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.linear import FEW_SAMPLES, GPU, MANY_FLOPS
+from bench.linear import FEW_SAMPLES, MANY_FLOPS
 from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
 from bench.report import INVARIANT, OURS, aligned, in_markdown, number
@@ -18,11 +18,11 @@ from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_hos
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
+from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.launch import launch_routing
+from cute_kernels.gemm.experts.plan import launch_routing
 from cute_kernels.gemm.experts.schedule import GroupedProblem
-from cute_kernels.gemm.experts.tuned import chosen
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec
@@ -84,15 +84,15 @@ class MoeShape:
         return active * (n * k * BITS // 8 + 2 * n * (k // GROUP_SIZE))
 
 
-def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS, gpu: str = GPU) -> list[KernelSpec]:
-    """The kernels that the benchmark runs on a GPU."""
+def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
+    """The kernels that the benchmark runs."""
     found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
     found |= {CombineSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
         for count in tokens:
             problems = problems_of(MoeShape(model, count))
             for of_mode in (problems, [replace(problem, batch_invariant=True) for problem in problems]):
-                layouts = [chosen(problem, gpu) for problem in of_mode]
+                layouts = [chosen(problem) for problem in of_mode]
                 found |= dict.fromkeys(layer_specs(count * model.topk, of_mode, layouts))
             found |= dict.fromkeys(entry_specs(count, problems))
     return list(found)

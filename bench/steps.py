@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import moe
+from bench.random_weights import Format, Weights
 from cute_kernels import (
     NormedRows,
     append_and_decode,
@@ -29,14 +30,13 @@ from cute_kernels import (
 )
 from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.experts import fused_moe
 from cute_kernels.gemm.layer.call import serves_rows
 from cute_kernels.gemm.layer.compile import LayerProductsSpec
 from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
-from cute_kernels.gemm.tuned import chosen
-from cute_kernels.gemm.tuning.linear import Format, Weights
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.kv_cache import Rope
@@ -159,13 +159,13 @@ def launch_of_a_layer(model: StepModel, case: StepCase, batch: int) -> LayerProd
     return config_for(batch, max(k for _, k in model.products.values()))
 
 
-def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[KernelSpec]:
+def specs(model: StepModel, case: StepCase, batch: int) -> list[KernelSpec]:
     """The kernels of the products of a step."""
     if case.weights == "bf16":
         return []
     found: dict[KernelSpec, None] = {}
     for name, (n, k) in model.products.items():
-        schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
+        schedule = chosen(FORMATS[case.weights].problem(batch, n, k))
         found |= dict.fromkeys(specs_of(schedule.config))
         around = deferred(schedule, GIVES if name in ENDS else TAKES)
         if around is not None:
@@ -175,7 +175,7 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
         found[LayerProductsSpec(whole)] = None
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
-        found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))
+        found |= dict.fromkeys(moe.specs([sizes], [batch]))
     return list(found)
 
 

@@ -7,21 +7,61 @@ write-back then competes with the call under test.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
 
-from cute_kernels.gemm.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
-from cute_kernels.gemm.tuning.timing import order_of, shift_launches
 from cute_kernels.runtime.captures import nothing_collected
 
+FLUSH_BYTES = 256 << 20
+LAUNCH_PLACES = 4
+SHIFT_ROUNDS = 8  # after which `shift_launches` has had each call at every place in four launches as often
 CLOCKS_PER_US = 2000  # of the GPU, at most about
 HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
 MAX_HEAD_START_US = 50_000  # calls that wait for the GPU would ask for any amount
+
+Call = TypeVar("Call")
+
+
+class ColdL2:
+    """Evicts L2 by reading `num_bytes` of otherwise unused memory on the current stream."""
+
+    def __init__(self, device: torch.device | str = "cuda", num_bytes: int = FLUSH_BYTES) -> None:
+        self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+        self._sum = torch.empty((), dtype=torch.float32, device=device)
+
+    def __call__(self) -> None:
+        torch.sum(self._buffer, dim=0, out=self._sum)
+
+
+def shift_launches(turn: int) -> None:
+    """Launches next to nothing, 0 to 3 times: to be called before each round of samples, with the round's number.
+
+    With a cold L2 one launch in four takes 0.6 us longer than the others (measured on an H200: 3.4, 3.4, 3.1 and 4.05
+    us for an empty one, by its number modulo 4). What a launch is made of lies in memory in fours, and what is read to
+    make L2 cold drives it out. A flush before each call makes two launches of a sample, so that a call would meet the
+    same one or two places in all of its samples. After turns 0, 1, 2 ... it meets each as often as the others in any
+    eight of them, however many launches a round has.
+    """
+    for _ in range(turn % LAUNCH_PLACES):
+        torch.cuda._sleep(0)
+
+
+def order_of(calls: Sequence[Call], sample: int, samples: int) -> list[Call]:
+    """In which order calls have their ``sample``-th of so many samples.
+
+    In one order for all samples each call would follow the same other one, and under a power limit have the clock that
+    this one leaves. Few samples, of long calls, have an order of their own each; else it changes when `shift_launches`
+    has been round.
+    """
+    length = SHIFT_ROUNDS if samples >= 2 * SHIFT_ROUNDS else 1
+    return random.Random(sample // length).sample(calls, len(calls))
 
 
 @dataclass(frozen=True)
@@ -65,7 +105,7 @@ def _by_events(
     """As `time_cold`, for several calls by name, one sample of each after the other, the order changing.
 
     What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike:
-    see `cute_kernels.gemm.tuning.timing.order_of`.
+    see `order_of`.
 
     All samples are queued behind a kernel that runs for as long as the host takes to do so. Thus an event pair encloses
     GPU work and the launch's own latency, never the host: a flush of some 60 us alone would not hide every call.

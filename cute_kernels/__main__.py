@@ -1,4 +1,4 @@
-"""Command line: `cute-kernels doctor | aot | cache | tune | calibrate`, or `python -m cute_kernels ...`."""
+"""Command line: `cute-kernels doctor | aot | cache | calibrate`, or `python -m cute_kernels ...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cute_kernels import __version__, families
-from cute_kernels.gemm.tuning import command as tuning
 from cute_kernels.integrations import calibrate_command
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
 from cute_kernels.integrations.vllm import engine_kernels
@@ -113,10 +112,6 @@ def run_cache_clear(_: argparse.Namespace) -> int:
     return 0
 
 
-def run_tune(arguments: argparse.Namespace) -> int:
-    return tuning.run(arguments, show_progress)
-
-
 def job_count(text: str) -> int:
     """A number of at least 1 as an argument."""
     if not text.isdecimal() or int(text) < 1:
@@ -125,7 +120,7 @@ def job_count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="cute-kernels", description="Kernels: what works here, bundles, cache, tuning.")
+    root = argparse.ArgumentParser(prog="cute-kernels", description="Kernels: what works here, bundles, cache.")
     root.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
@@ -164,7 +159,6 @@ def parser() -> argparse.ArgumentParser:
     cache.add_parser("info", help="list them").set_defaults(run=run_cache_info)
     cache.add_parser("clear", help="remove them").set_defaults(run=run_cache_clear)
 
-    tuning.add_parser(commands).set_defaults(run=run_tune)
     calibrate_command.add_parser(commands)
     return root
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import gemm as linear
 from cute_kernels.compat import flash_mla
 from cute_kernels.formats import kv as kv_formats
 from cute_kernels.formats.weights import integers
@@ -105,17 +104,6 @@ def test_old_names_reach_the_calls_through_a_cache():
     assert torch.equal(found, cache.attend(0, batch, q, window_size=5))
 
 
-def test_the_linear_layer_under_its_old_name():
-    function, arguments = calls.CALLS["linear_layer"]()
-    assert function is ck.quantized_linear
-    arguments["out"] = None
-    with pytest.warns(
-        DeprecationWarning, match=r"cute_kernels\.linear\.linear is called cute_kernels\.quantized_linear"
-    ):
-        found = linear.linear(**arguments)
-    assert torch.equal(found, function(**arguments))
-
-
 def test_mla_decode_with_its_table_by_place():
     function, arguments = calls.CALLS["mla"]()
     q, cache, table, lens = (arguments.pop(name) for name in ("q", "cache", "block_table", "seq_lens"))
@@ -127,18 +115,6 @@ def test_mla_decode_with_its_table_by_place():
         function(q, cache, lens, lens, block_table=table, **arguments)
     with pytest.raises(TypeError, match="^block_table: got NoneType, want a torch.Tensor"):
         function(q, cache, lens, **arguments)
-
-
-def test_experts_in_the_old_order_and_with_the_old_activation():
-    function, arguments = calls.CALLS["layer_of_experts"]()
-    x, gate_up, down, weights, ids = (arguments[n] for n in ("x", "gate_up", "down", "topk_weights", "topk_ids"))
-    wanted = function(x, gate_up, down, weights, ids)
-    with pytest.warns(DeprecationWarning, match="topk_weights come before topk_ids now"):
-        assert torch.equal(function(x, gate_up, down, ids, weights), wanted)
-    with pytest.warns(DeprecationWarning, match="'silu' is called 'swiglu' now"):
-        assert torch.equal(function(x, gate_up, down, weights, ids, activation="silu"), wanted)
-    with pytest.raises(ValueError, match="^activation: got 'gelu', want 'swiglu'"):
-        function(x, gate_up, down, weights, ids, activation="gelu")
 
 
 def test_nothing_warns_while_a_call_is_traced():

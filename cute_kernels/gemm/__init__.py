@@ -1,22 +1,20 @@
 """Weight-only quantised linear layers: INT4 and INT8 weights, bf16 and fp16 activations.
 
-Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `checks`, `ops`,
-`launch`; `module` has the layer as an nn.Module. Checkpoints of other projects come in through
-`cute_kernels.integrations.checkpoints`.
+Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `call` (a call and
+its checks), `ops` (where it goes), `plan` and `product` (how it is launched); `module` has the layer as an nn.Module.
+Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from cute_kernels.deprecated import warn
 from cute_kernels.gemm import deferred, ops
-from cute_kernels.gemm.deferred import NormedRows
+from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.gemm.module import QuantizedLinear
+from cute_kernels.gemm.normed import NormedRows
 from cute_kernels.gemm.quantize import interleave_weights, quantize_weight
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
@@ -90,28 +88,9 @@ def quantized_linear(
     if isinstance(x, NormedRows):
         if norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
-        return deferred.take(
-            deferred.TakingCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out)
-        )
-    return ops.apply(
-        x,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.perm,
-        weight.input_scale,
-        format=weight.format,
-        shape=weight.shape,
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype,
-        batch_invariant=batch_invariant,
-        out=out,
-        norm=norm,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-    )
+        return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
+    values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset, False
+    return ops.linear(new_call(LinearCall, values))
 
 
 def quantized_linear_norm(
@@ -198,9 +177,3 @@ def quantized_layer(
     return layer_call.layer(
         layer_call.LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, norm_eps, norm_offset)
     )
-
-
-def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """What :func:`quantized_linear` was called before 0.2."""
-    warn("cute_kernels.linear.linear is called cute_kernels.quantized_linear now")
-    return quantized_linear(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm import deferred_choice, tuned
+from cute_kernels.gemm import deferred_choice
 from cute_kernels.gemm import schedule as few_rows
 from cute_kernels.gemm.arguments import STREAM, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
@@ -36,7 +36,7 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
-    rooms = (few_rows, many_rows, invariant, tuned)
+    rooms = (few_rows, many_rows, invariant)
     configs = [config for room in rooms for config in room.shipped_configs()]
     products = dict.fromkeys(map(spec_of, configs))
     norms = [DeferredNormSpec(config) for config in deferred_choice.shipped_configs()]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.tuned import chosen_by
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.tuned import shipped_tables
 
 NORM_US = 1.5  # of a norm's launch, at least
 SHIPPED_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -58,14 +57,12 @@ def config_beside_a_norm(
 
 
 def shipped_configs() -> list[DeferredNormConfig]:
-    """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
-    tables have them. Others compile on demand."""
+    """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above. Others compile on demand."""
     found: dict[DeferredNormConfig, None] = {}
-    tables = (None, *shipped_tables())  # not a user's own: what ships is the same everywhere
     for kind, layers in SHIPPED_LAYERS.items():
-        for (n, k), rows, table in product(layers, SHIPPED_ROWS, tables):
+        for (n, k), rows in product(layers, SHIPPED_ROWS):
             problem = LinearProblem(rows, n, k, k, integers(4), "bf16")
-            config = config_beside_a_norm(problem, chosen_by(problem, table), kind)
+            config = config_beside_a_norm(problem, chosen(problem), kind)
             if config is not None:
                 found[config] = None
     return list(found)

@@ -10,82 +10,25 @@ both products, so that they find the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
-
 import torch
 
-from cute_kernels.formats.weights import WeightFormat, weight_format
+from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import ops
-from cute_kernels.gemm.deferred import (
-    DeferredParts,
-    GivingCall,
-    Side,
-    TakingCall,
-    give,
-    left_to_next,
-    no_launch_between,
-    take,
-)
+from cute_kernels.gemm.call import LinearCall
+from cute_kernels.gemm.deferred import GivingCall, Side, give, no_launch_between, take
+from cute_kernels.gemm.normed import DeferredParts, left_to_next
+from cute_kernels.gemm.ops import of_plain, weight_of
 from cute_kernels.gemm.reference import out_features
-from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.deferred_config import SQUARES_N
 from cute_kernels.norm import rms_norm
-from cute_kernels.runtime.gpu import GPU, forgotten
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator
-from cute_kernels.runtime.plans import identity, keep
-
-T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
-ResultT = TypeVar("ResultT")
 
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
     """Whether the norm of these rows is left to the second product."""
     index, on_gpu = rows.get_device(), rows.is_cuda or GPU.takes_cpu
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
-
-
-def plain(tensor: T) -> T:
-    """A tensor that is no parameter, which goes straight to launches."""
-    if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
-        return tensor
-    return tensor.detach()
-
-
-SCALARS = frozenset({int, float, str})  # of operators' arguments that are no tensors
-
-
-def of_plain(work: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """``work`` of any tensors and other arguments, by position."""
-
-    def run(*given: Any) -> ResultT:
-        with torch.no_grad():
-            return work(*[one if type(one) in SCALARS else plain(one) for one in given])
-
-    return run
-
-
-_checked: dict[tuple[Hashable, ...], None] = {}
-"""What decides whether tensors are those of a weight, of those that are: an engine's layers ask for it in each step."""
-forgotten(_checked.clear)
-
-
-def weight_of(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
-) -> PackedWeight:
-    """A weight of plain tensors.
-
-    Raises:
-        TypeError, ValueError: they are not those of one; the message names the field.
-    """
-    key = form.key, shape, identity(codes), identity(scales), None if zeros is None else identity(zeros)
-    if key not in _checked:
-        PackedWeight(codes, scales, zeros, form, shape, check_values=False)
-        keep(_checked, key, None)
-    made = object.__new__(PackedWeight)
-    fields = {"codes": codes, "scales": scales, "zeros": zeros, "format": form, "shape": shape}
-    made.__dict__.update(fields, perm=None, input_scale=None)
-    return made
 
 
 def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
@@ -117,8 +60,7 @@ def give_plain(
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
     if not _left(residual, norm, gives, takes):
-        fields = codes, scales, zeros, None, None
-        rows = ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, residual=residual)
+        rows = ops.linear(LinearCall(x, weight_of(codes, scales, zeros, form, (n, k)), bias, residual))
         squares = rows.new_empty((len(rows), n // SQUARES_N), dtype=torch.float32)
         return rows, rms_norm(rows, norm, eps=eps), squares
     found = give(GivingCall(x, weight_of(codes, scales, zeros, form, (n, k)), bias, residual, norm, eps, 0.0))
@@ -155,11 +97,9 @@ def take_plain(
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
     if not _left(rows, norm, gives, takes):
-        fields = codes, scales, zeros, None, None
-        return ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, activation=activation)
+        return ops.linear(LinearCall(x, weight_of(codes, scales, zeros, form, (n, k)), bias, activation=activation))
     normed = left_to_next(rows, norm, eps, 0.0, DeferredParts(x, squares))
-    weight = weight_of(codes, scales, zeros, form, (n, k))
-    return take(TakingCall(normed, weight, bias, None, activation, None, False, None))
+    return take(LinearCall(normed, weight_of(codes, scales, zeros, form, (n, k)), bias, activation=activation))
 
 
 def _take_meta(

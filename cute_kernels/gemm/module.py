@@ -12,11 +12,12 @@ from torch.nn.functional import pad
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import ops
+from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.reference import prepare_input
-from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, has_values
+from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
 
 EXTRA_NAMES = ("bias", "shifts")  # tensors of a layer that its weight has not
 
@@ -137,23 +138,14 @@ class QuantizedLinear(OfFormat, nn.Module):
             raise ValueError(
                 "batch_invariant: got True of a layer with shifts, want False: its sums depend on the batch"
             )
-        y = ops.apply(
-            x,
-            codes,
-            scales,
-            tensors["zeros"],
-            tensors["perm"],
-            tensors["input_scale"],
-            format=self.weight_format,
-            shape=self.shape,
-            bias=tensors["bias"],
-            out_dtype=None if shifts is None else torch.float32,
-            batch_invariant=self.batch_invariant,
-        )
+        inputs = tensors["perm"], tensors["input_scale"]
+        fields = codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs
+        weight, out_dtype = new_call(WeightTensors, fields), None if shifts is None else torch.float32
+        options = None, None, out_dtype, self.batch_invariant, None, None, 1e-6, 0.0, False
+        y = ops.linear(new_call(LinearCall, (x, weight, tensors["bias"], *options)))
         if shifts is None:
             return y
-        inputs = prepare_input(x, tensors["perm"], tensors["input_scale"])
-        return _add_shifts(y, inputs, shifts, self.group_size or self.in_features).to(x.dtype)
+        return _add_shifts(y, prepare_input(x, *inputs), shifts, self.group_size or self.in_features).to(x.dtype)
 
     def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
         """Of x, by the weight in 16 bits, unpacked anew each time."""

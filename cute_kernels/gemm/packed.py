@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -12,6 +13,20 @@ from cute_kernels.formats.weights import WeightFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class kept:  # as functools.cached_property, which takes a lock up to Python 3.11
+    """A property that is made once, of objects that do not change."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, own: Any, owner: type | None = None) -> Any:
+        found = own.__dict__[self.name] = self.make(own)
+        return found
 
 
 class OfFormat:

@@ -1,213 +1,180 @@
-"""What of a launch stays the same from call to call: the compiled function, its schedule, its numbers."""
+"""The plan of a linear layer's call: how x gets ready, a product, and what its result is made of."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
-from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.arguments import DENSE_ADDRESSES, FACTORED_TILES, STREAM, TILES
-from cute_kernels.gemm.compile import spec_of
-from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.served import may_load, schedule_for
-from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.mainloops import (
-    FACTOR_ROWS,
-    LIMB_GROUP,
-    NORMED,
-    NORMED_ROWS,
-    ORDERED,
-    ORDERED_K_BLOCKS,
-    ORDERED_ROWS,
-    SCALED,
-)
-from cute_kernels.gemm.wgmma.resident_schedule import with_factors
+from cute_kernels.arguments import row_stride
+from cute_kernels.gemm.call import LinearCall, result_dtype
+from cute_kernels.gemm.inputs.launch import input_rows
+from cute_kernels.gemm.normed import RowNorm
+from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product, factored_product_of, problem_of, product_of
+from cute_kernels.gemm.reference import prepare_input
+from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU, per_gpu
-from cute_kernels.runtime.launch_arguments import LaunchArguments
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.operator import Plan
+from cute_kernels.runtime.plans import ALIGNMENT
 
-ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
-OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
-# Of rows of x that meet something on their way to limbs.
-MOST_ROWS = {SCALED: 2 * FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
+TensorOf = Callable[[LinearCall], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class CompiledProduct:
-    """A compiled kernel, and what it is launched with."""
+class Inputs(NamedTuple):
+    """How a product comes by x.
 
-    function: Callable[..., Any]
-    declared: LaunchArguments
-
-    def bound(self, numbers: dict[str, int]) -> Callable[..., Any]:
-        """The kernel with these numbers: takes what else it is launched with by name."""
-        return self.declared.bound(self.function, numbers)
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """Everything about a launch that does not change between calls of the same shapes and formats.
-
-    Attributes:
-        product: the compiled kernel, of few rows or of many.
-        schedule: what it was made of.
-        sizes: those numbers of a launch, by name, that the schedule decides.
-        num_words: of workspace, 0 if there is nothing to combine.
+    prepare: makes rows [m, k] that it takes, where x is none. factors: what its own kernel applies to x. numbers: what
+    the kernel is told of those.
     """
 
-    product: CompiledProduct
-    schedule: StreamSchedule | TileSchedule
-    device_index: int
-    sizes: dict[str, int]
-    num_words: int
-
-    def bound(self, n: int, activation: int, out_kind: int, **added: int) -> Callable[..., Any]:
-        """What launches products that have these numbers in common: takes x, addresses and the workspace by name."""
-        numbers = {"n": n, **self.sizes, "activation": activation, "out_kind": out_kind, **added}
-        return self.product.bound(numbers)
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], n: int, activation: int, out_kind: int) -> None:
-        """Launches on the current stream of the plan's device, which is the current one.
-
-        x: [m, k], 16-byte aligned, k a multiple of 8. addresses: codes, scales, zeros, bias, residual, out.
-        """
-        self.launch(x, addresses, self.workspace(), n, activation, out_kind)
-
-    def launch(
-        self, x: torch.Tensor, addresses: tuple[int, ...], workspace: int, n: int, activation: int, out_kind: int
-    ) -> None:
-        """:meth:`run` with a workspace of the caller's."""
-        named = dict(zip(DENSE_ADDRESSES, (*addresses, workspace), strict=True))
-        self.bound(n, activation, out_kind)(x=x, **named)
-
-    def workspace(self) -> int:
-        """The address of a workspace for a launch on the current stream; 0 if it needs none."""
-        if not self.num_words:
-            return 0
-        index = self.device_index
-        return GPU.workspace(index, GPU.stream(index), self.num_words)
+    product: Product
+    prepare: TensorOf | None = None
+    factors: TensorOf | None = None
+    numbers: dict[str, int] = {}  # noqa: RUF012
 
 
-@per_gpu
-@lru_cache(maxsize=4096)
-def plan_of(
-    m: int,
-    n: int,
-    k: int,
-    form: WeightFormat,
-    dtype: torch.dtype,
-    device: int,
-    batch_invariant: bool = False,
-) -> LinearPlan:
-    """The plan of a product of any number of rows on a CUDA device.
-
-    Raises UnsupportedGPUError: the device is no Hopper.
-    """
-    arch_of(device)
-    problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
-    return make_plan(schedule_for(problem, GPU.name(device)), m, device)
-
-
-@per_gpu
-@lru_cache(maxsize=4096)
-def factored_plan_of(
-    m: int,
-    n: int,
-    k: int,
-    form: WeightFormat,
-    dtype: torch.dtype,
-    device: int,
-    batch_invariant: bool,
-    kind: str,
-) -> LinearPlan | None:
-    """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
-    None if the one that serves the product takes none, or is not there and nobody may wait for the compiler: a launch
-    before does the same. It has their address behind the workspace, and two numbers more."""
-    problem, arch = problem_of(m, n, k, form, dtype, device, batch_invariant), arch_of(device)
-    plain = schedule_for(problem, GPU.name(device))
-    if m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
+def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
+    """The plan of a checked call; None for one without rows."""
+    x, residual, (m, n, k) = call.x, call.residual, call.size
+    if m == 0:
         return None
-    schedule = factored(plain, kind)
-    if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
+    index = x.get_device()
+    problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant)
+    product, prepare, factors, numbers = inputs_of(call, problem, index)
+    out_dtype = result_dtype(call.out_dtype, x, call.out)
+    send = product.bound(n, ACTIVATIONS[call.activation], OUT_KINDS[out_dtype], **numbers)
+    new_out = blank(call.result_shape, out_dtype)
+    matrix = None if x.dim() == 2 or prepare is not None else (m, k)
+    copies_residual = residual is not None and not residual.is_contiguous()
+
+    def launch(call: LinearCall) -> torch.Tensor:
+        """One flat function, as each layer of each decoding step of a model waits for it."""
+        x, weight, bias, residual, _, _, _, out = call[:8]
+        if prepare is not None:
+            x = prepare(call)
+        if x.requires_grad:
+            x = x.detach()
+        if matrix is not None:
+            x = x.view(matrix)
+        if out is None:
+            out = GPU.empty(*new_out)
+        if copies_residual and residual is not None:
+            residual = residual.contiguous()
+        zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
+        bias = 0 if bias is None else bias.data_ptr()
+        residual = 0 if residual is None else residual.data_ptr()
+        if factors is None:
+            send(
+                x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
+                residual=residual, out=out.data_ptr(),
+            )  # fmt: skip
+        else:
+            send(
+                x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
+                residual=residual, out=out.data_ptr(), factors=factors(call).data_ptr(),
+            )  # fmt: skip
+        return out
+
+    return Plan(index, launch, (product,))
+
+
+def without_rows(call: LinearCall) -> torch.Tensor:
+    """The result of a checked call without rows."""
+    if call.out is not None:
+        return call.out
+    return call.x.new_empty(call.result_shape, dtype=result_dtype(call.out_dtype, call.x, call.out))
+
+
+def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
+    """How a checked call's product comes by x: by itself, else by one launch before it, else by torch's."""
+    x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
+    fused = _fused(call, problem, index)
+    if fused is not None:
+        return fused
+    product = product_of(problem, index)
+    if call.norm is not None:
+        return Inputs(product, _normed_of(call))
+    if perm is input_scale is None and is_aligned(x) and (x.is_contiguous() or _takes_apart(product, x)):
+        return Inputs(product)
+    rows = input_rows(x, perm, input_scale)
+    if rows is not None:
+        return Inputs(product, lambda call: rows.make(call.x, call.weight.perm, call.weight.input_scale))
+    return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
+
+
+FACTORS: dict[str, TensorOf] = {
+    SCALED: lambda call: call.weight.input_scale,  # pyright: ignore[reportAssignmentType]
+    NORMED: lambda call: call.norm,  # pyright: ignore[reportAssignmentType]
+    ORDERED: lambda call: call.weight.perm,  # pyright: ignore[reportAssignmentType]
+}
+
+
+def _fused(call: LinearCall, problem: LinearProblem, index: int) -> Inputs | None:
+    """One launch with an input scale, a norm or another order; None where the product's kernel takes none, or there is
+    more than one of them."""
+    x, found = call.x, [(kind, tensor) for kind, of in FACTORS.items() if (tensor := of(call)) is not None]
+    if len(found) != 1 or call.norm_apart:
         return None
-    return make_tile_plan(schedule, m, device)
-
-
-def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
-    """A schedule whose rows meet factors, or another order; None if its kernel takes none, or makes limbs in chunks:
-    each would wait for factors of its own, which took 4096 x 14336 with one row 3 us more than 14."""
-    if not isinstance(schedule, TileSchedule):
+    ((kind, factors),) = found
+    if factors.dtype != (torch.int32 if kind == ORDERED else x.dtype):
         return None
-    config = with_factors(schedule.config, kind)
-    if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
+    if not (is_aligned(x) and x.is_contiguous() and factors.data_ptr() % ALIGNMENT == 0):
         return None
-    if kind == ORDERED and schedule.k_blocks > ORDERED_K_BLOCKS * config.mainloop.k_blocks:
-        return None  # all of the row has to lie there
-    return replace(schedule, config=config)
+    product = factored_product_of(problem, index, kind)
+    if product is None:
+        return None
+    eps, offset = (call.eps, call.offset) if kind == NORMED else (0.0, 0.0)
+    return Inputs(product, None, FACTORS[kind], {"eps": _bits(eps), "offset": _bits(offset)})
 
 
-def problem_of(
-    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool
-) -> LinearProblem:
-    """A product of ``m`` rows on a CUDA device."""
-    return LinearProblem(
-        m=m,
-        n=n,
-        k=k,
-        k_pad=padded_shape((n, k), form.group_size)[1],
-        format=form,
-        dtype=DTYPES[dtype],
-        num_sms=GPU.num_sms(device),
-        batch_invariant=batch_invariant,
-    )
+def _normed_of(call: LinearCall) -> TensorOf:
+    """What makes normed rows as the product takes them: one launch that does a layer's order and input scale too."""
+    given = [tensor for tensor in (call.weight.perm, call.weight.input_scale) if tensor is not None]
+    fits = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in given)
+
+    def make(call: LinearCall) -> torch.Tensor:
+        assert call.norm is not None
+        norm, perm, input_scale = RowNorm(call.norm, call.eps, call.offset), call.weight.perm, call.weight.input_scale
+        if not fits:
+            return ready(norm.of(call.x), perm, input_scale)
+        rows = norm.of(call.x, order=perm, input_scale=input_scale)
+        return rows.view(-1, rows.shape[-1])
+
+    return make
 
 
-def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> LinearPlan:
-    """The plan of a given schedule for products of ``m`` rows."""
-    if isinstance(schedule, TileSchedule):
-        return make_tile_plan(schedule, m, device_index)
-    return LinearPlan(
-        product=CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), STREAM),
-        schedule=schedule,
-        device_index=device_index,
-        sizes={
-            "num_tiles": schedule.num_tiles,
-            "k_blocks": schedule.k_blocks,
-            "num_slices": schedule.num_slices,
-            "num_groups": schedule.num_groups,
-            "max_parts": schedule.max_parts,
-        },
-        num_words=schedule.workspace_words(m),
-    )
+def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """x [..., k] scaled and in packed order, as contiguous rows of whole 16-byte pieces that start on 16 bytes."""
+    return aligned(prepare_input(x, perm, input_scale).reshape(-1, x.shape[-1]).contiguous())
 
 
-def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearPlan:
-    """The plan of a given schedule of the kernel for many rows, for products of ``m`` rows."""
-    declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
-    product = CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), declared)
-    return plan_of_tiles(product, schedule, device_index)
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [m, k] with rows of whole 16-byte pieces that start on 16 bytes: a copy if it is not so."""
+    missing = -x.shape[1] % (ALIGNMENT // x.element_size())
+    if missing:
+        return functional.pad(x, (0, missing))
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-def plan_of_tiles(product: CompiledProduct, schedule: TileSchedule, device_index: int) -> LinearPlan:
-    """The plan of a compiled kernel of tiles, whose sizes its schedule has."""
-    return LinearPlan(
-        product=product,
-        schedule=schedule,
-        device_index=device_index,
-        sizes={
-            "num_tiles": schedule.num_tiles,
-            "k_blocks": schedule.k_blocks,
-            "whole": schedule.whole,
-            "splits": schedule.splits,
-            "num_ctas": schedule.num_ctas,
-        },
-        num_words=schedule.workspace_words,
-    )
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows [..., k], one behind the other, are whole 16-byte pieces that start on 16 bytes."""
+    return not (x.shape[-1] * x.element_size() % ALIGNMENT or x.data_ptr() % ALIGNMENT)
+
+
+def _takes_apart(product: Product, x: torch.Tensor) -> bool:
+    """Whether the kernel takes rows that lie apart: at one distance, whole 16-byte pieces, none in another."""
+    stride = row_stride(x)
+    if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
+        return False
+    return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart
+
+
+def _bits(value: float) -> int:
+    """Those of an fp32, as an int32."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]

@@ -120,6 +120,12 @@ class StreamSchedule:
             stop = min(end - start, self.slice_k_blocks)
             yield block, max(first - start, 0), min(stop, own), stop == self.slice_k_blocks
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of a launch, by name, that it decides."""
+        names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts")
+        return {name: getattr(self, name) for name in names}
+
     def workspace_words(self, m: int) -> int:
         """fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
         whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))

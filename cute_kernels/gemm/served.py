@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from cute_kernels.gemm import schedule as few
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -56,27 +56,27 @@ def forget_ready() -> None:
     _ready.clear()
 
 
-def schedule_for(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule:
-    """What serves a product on a GPU of that name; of kernels that are ready, where the product was noted."""
+def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
+    """The schedule of a product; of kernels that are ready, where the product was noted."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
-        return chosen(problem, gpu)
+        return chosen(problem)
     after = next(m for m in rows if m > problem.m)
-    nearest = with_config(problem, chosen(replace(problem, m=after), gpu).config)
+    nearest = with_config(problem, chosen(replace(problem, m=after)).config)
     if isinstance(nearest, StreamSchedule):
         return nearest
     expected = invariant.expected_us if problem.batch_invariant else many.expected_us
-    configs = (config for config, most in _configs(one, rows, gpu) if most > problem.m or takes_any_rows(config))
+    configs = (config for config, most in _configs(one, rows) if most > problem.m or takes_any_rows(config))
     found = (with_config(problem, config) for config in configs)
     tiles = [schedule for schedule in found if isinstance(schedule, TileSchedule)]
-    return min(tiles, key=lambda schedule: expected(problem, schedule)) if tiles else chosen(problem, gpu)
+    return min(tiles, key=lambda schedule: expected(problem, schedule)) if tiles else chosen(problem)
 
 
 @lru_cache(maxsize=256)
-def _configs(one: LinearProblem, rows: tuple[int, ...], gpu: str) -> tuple[tuple[Config, int], ...]:
+def _configs(one: LinearProblem, rows: tuple[int, ...]) -> tuple[tuple[Config, int], ...]:
     """The configurations of some numbers of rows, each with the largest of these."""
-    return tuple({chosen(replace(one, m=m), gpu).config: m for m in rows}.items())
+    return tuple({chosen(replace(one, m=m)).config: m for m in rows}.items())
 
 
 def takes_any_rows(config: Config) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import InitVar, dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -23,7 +23,7 @@ from cute_kernels.formats.weights import GROUP_SIZES, IntegerFormat, WeightForma
 from cute_kernels.formats.weights.base import CODE_BITS as BITS
 from cute_kernels.formats.weights.base import without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
-from cute_kernels.gemm.packed import Packed
+from cute_kernels.gemm.packed import Packed, kept
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.plans import ALIGNMENT
 from layouts.transform import Transform, unpack
@@ -80,6 +80,58 @@ def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
     step = max(1, blocks.elements(BLOCK_ELEMENTS) // (TILE_N * k))
     for first in range(0, num_tiles, step):
         yield first, min(first + step, num_tiles)
+
+
+class WeightForm(NamedTuple):
+    """What a `PackedWeight` is but for what it holds.
+
+    perm, input_scale: bytes of each past a multiple of 16, None for none. device_index: -1 on a CPU.
+    """
+
+    format: WeightFormat
+    shape: tuple[int, int]
+    scale_dtype: torch.dtype
+    device_index: int
+    perm: int | None
+    input_scale: int | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations that the weight takes."""
+        return self.format.activation_dtype(self.scale_dtype)
+
+    @property
+    def comes_as_it_is(self) -> bool:
+        """Whether the weight takes rows in their own order, unscaled."""
+        return self.perm is self.input_scale is None
+
+
+class WeightTensors(NamedTuple):
+    """The fields of a `PackedWeight`, known to be those of one: what a layer makes of its tensors in each call."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    format: WeightFormat
+    shape: tuple[int, int]
+    perm: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+    @property
+    def form(self) -> WeightForm:
+        """As of `PackedWeight`. By `tuple.__new__`, and in place, as layers wait for it."""
+        perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
+        past = None if perm is None else perm.data_ptr() % ALIGNMENT
+        scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT
+        return tuple.__new__(WeightForm, (self.format, self.shape, self.scales.dtype, at, past, scale_past))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.format.activation_dtype(self.scales.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,6 +220,12 @@ class PackedWeight(Packed):
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
         if name in _COPIED:
             check_place(name, tensor)
+
+    @kept
+    def form(self) -> WeightForm:
+        """All that a plan for this weight relies on but where most of its tensors are."""
+        fields = self.codes, self.scales, self.zeros, self.format, self.shape, self.perm, self.input_scale
+        return WeightTensors(*fields).form
 
     def __repr__(self) -> str:
         n, k = self.shape

@@ -97,6 +97,8 @@ class LaunchArguments:
         fixed: Mapping[str, object],
         tensors: Mapping[str, Place] | None = None,
         values: Mapping[str, Place] | None = None,
+        made: Mapping[str, Callable[[], object]] | None = None,
+        ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         """``function`` as a launch calls it: with the arguments that are neither fixed nor looked up, and with what the
         latter are looked up in, all by name. It passes all of them on in order.
@@ -105,16 +107,18 @@ class LaunchArguments:
             fixed: values by name.
             tensors: places of tensors by name, whose address is passed, or 0 for None.
             values: places of values by name.
+            made: by name, what makes a value for each launch.
+            ignored: names that a launch may give and the function does not take.
 
         Raises:
             TypeError: something is said of an argument that there is not, or twice; the message names it.
         """
-        said = [*fixed, *(tensors or {}), *(values or {})]
+        said = [*fixed, *(tensors or {}), *(values or {}), *(made or {})]
         for name in said:
             if name not in self.names or said.count(name) > 1:
                 raise TypeError(f"{name}: got an argument of that name, want each once of {', '.join(self.names)}")
         places = tuple((tensors or {}).items()), tuple((values or {}).items())
-        return _binder(self.names, tuple(fixed), *places)(function, fixed)
+        return _binder(self.names, tuple(fixed), *places, tuple(made or ()), ignored)(function, fixed, made)
 
 
 Place = tuple["str | int", ...]
@@ -127,16 +131,21 @@ def _binder(
     fixed: tuple[str, ...],
     tensors: tuple[tuple[str, Place], ...],
     values: tuple[tuple[str, Place], ...],
+    made: tuple[str, ...],
+    ignored: tuple[str, ...],
 ) -> Callable[..., Any]:
     """Written out for its names: passing them on as **kwargs would cost every launch of a decoding step."""
     passed = {name: f"_{name}" for name in fixed}
     passed |= {name: f"0 if _{name} is None else _{name}.data_ptr()" for name, _ in tensors}
     passed |= {name: _looked_up(place) for name, place in values}
+    passed |= {name: f"_{name}()" for name in made}
     free = [name for name in names if name not in passed]
     sources = dict.fromkeys(str(place[0]) for _, place in (*tensors, *values))
-    lines = ["def bind(function, fixed):"]
+    lines = ["def bind(function, fixed, made):"]
     lines += [f"    _{name} = fixed[{name!r}]" for name in fixed]
-    lines += [f"    def send({', '.join((*free, *sources))}):"]
+    lines += [f"    _{name} = made[{name!r}]" for name in made]
+    unused = (f"{name}=None" for name in ignored)
+    lines += [f"    def send({', '.join((*free, *sources, *unused))}):"]
     lines += [f"        _{name} = {_looked_up(place)}" for name, place in tensors]
     lines += [f"        return function({', '.join(passed.get(name, name) for name in names)})", "    return send"]
     return _executed("bind", "\n".join(lines))

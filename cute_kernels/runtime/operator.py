@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
@@ -31,7 +33,7 @@ _library = torch.library.Library("cute_kernels", "FRAGMENT")
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-class Plan(Protocol[P, ResultT_co]):
+class PlanLike(Protocol[P, ResultT_co]):
     """What of a launch stays the same between calls with equal keys."""
 
     @property
@@ -44,14 +46,30 @@ class Plan(Protocol[P, ResultT_co]):
         ...
 
 
+@dataclass(frozen=True)
+class Plan(Generic[P, ResultT]):
+    """A plan as a function: a closure over compiled kernels, sizes and what results are made of.
+
+    Attributes:
+        device_index, launch: as of `PlanLike`.
+        products: what it launches, for whoever asks which kernels serve a call.
+    """
+
+    device_index: int
+    launch: Callable[P, ResultT]
+    products: tuple[Any, ...] = ()
+
+
 class Launcher(Protocol[P, ResultT_co]):
     """A function that launches calls on CUDA tensors.
 
     Attributes:
         plans: those kept, by key.
+        launch: of one with `Routes`, the same for tensors on a GPU alone.
     """
 
     plans: dict[Hashable, Any]
+    launch: Callable[P, ResultT_co]
     __module__: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co: ...
@@ -59,10 +77,10 @@ class Launcher(Protocol[P, ResultT_co]):
 
 _LAUNCHER = """
 def launch({parameters}):
-    try:
+    try:{route}
         _key = _key_of({arguments})
-        _plan = _plans.get(_key)
-    except (AttributeError, TypeError):
+        _plan = _plan_of(_key)
+    except (AttributeError, TypeError, RuntimeError):
         _check({arguments})
         raise
     if _plan is None or _package.DEBUG{always}:
@@ -83,13 +101,29 @@ def launch({parameters}):
 """
 """Made anew for each family's parameters: passing them on as *args would cost every call of a decoding step 0.4 us."""
 
+_ROUTE = """
+        if not ({plain} and ({first}.is_cuda or _gpu.takes_cpu)) or _is_compiling():
+            return _route(cuda=_launch, cpu=_cpu, operator=_operator, {tensors})({arguments})"""
+
+
+class Routes(NamedTuple):
+    """Who serves calls that no kernel is launched for at once; as of `route`.
+
+    tensors: by name, where they are in the call, as in ``codes="call.weight.codes"``; the first speaks for the device.
+    """
+
+    cpu: Callable[..., Any]
+    operator: Callable[..., Any]
+    tensors: dict[str, str]
+
 
 def launcher(
     key: Callable[P, Hashable],
     check: Callable[P, CallT],
-    make: Callable[[CallT], Plan[P, ResultT] | None],
+    make: Callable[[CallT], PlanLike[P, ResultT] | None],
     empty: Callable[[CallT], ResultT] | None = None,
     always: Callable[P, bool] | None = None,
+    routes: Routes | None = None,
 ) -> Launcher[P, ResultT]:
     """Launches calls on CUDA tensors, with a plan for each kind of them; takes what ``key`` takes.
 
@@ -98,32 +132,51 @@ def launcher(
     that one refuses, the checks say why in the caller's terms.
 
     Args:
-        key: of the call's arguments, what decides its plan. May raise AttributeError or TypeError for an argument of a
-            kind that none may be: then the checks say which, or what was raised goes on.
+        key: of the call's arguments, what decides its plan. May raise AttributeError, TypeError or RuntimeError for an
+            argument of a kind that none may be, a tensor without strides among them: then the checks say which, or what
+            was raised goes on.
         check: of the arguments, the call as an object, after everything that can be said of it without waiting for the
             device, and with `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
         make: of a checked call, its plan; None for a call that no kernel is launched for.
         empty: of a checked call without a plan, its result.
         always: of the arguments, whether they are checked though there is a plan.
+        routes: where given, the result is the family's function for any tensors: on a GPU it waits for a few
+            comparisons more. Its ``launch`` takes tensors on a GPU alone.
     """
-    parameters = inspect.signature(key).parameters.values()
+    parameters = list(inspect.signature(key).parameters.values())
     names = ", ".join(parameter.name for parameter in parameters)
-    source = _LAUNCHER.format(
-        parameters=", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters),
-        arguments=names,
-        always="" if always is None else f" or _always({names})",
-    )
+    fields = {
+        "parameters": ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters),
+        "arguments": names,
+        "always": "" if always is None else f" or _always({names})",
+        "route": "",
+    }
     plans: dict[Hashable, Any] = {}
     scope = {"_key_of": key, "_check": check, "_make": make, "_empty": empty, "_always": always, "_plans": plans}
-    scope |= {"_keep": keep, "_package": arguments, "_gpu": GPU}
+    scope |= {"_keep": keep, "_package": arguments, "_gpu": GPU, "_plan_of": plans.get}
     forgotten(plans.clear)
-    exec(compile(source, f"<launcher of {key.__module__}>", "exec"), scope)
-    made = cast("Launcher[P, ResultT]", scope["launch"])
-    made.plans, made.__module__ = plans, key.__module__
-    return made
+
+    def written(fields: dict[str, str]) -> Any:
+        exec(compile(_LAUNCHER.format(**fields), f"<launcher of {key.__module__}>", "exec"), scope)
+        made = scope.pop("launch")
+        made.plans, made.__module__ = plans, key.__module__
+        return made
+
+    made = written(fields)
+    if routes is not None:
+        places = routes.tensors
+        plain = " and ".join(f"type({place}) is _Tensor" for place in places.values())
+        tensors = ", ".join(f"{name}={place}" for name, place in places.items())
+        first = next(iter(places.values()))
+        scope |= {"_launch": made, "_cpu": routes.cpu, "_operator": routes.operator, "_route": route}
+        scope |= {"_is_compiling": is_compiling, "_Tensor": torch.Tensor}
+        where = _ROUTE.format(plain=plain, first=first, tensors=tensors, arguments=names)
+        launch, made = made, written(fields | {"route": where})
+        made.launch = launch
+    return cast("Launcher[P, ResultT]", made)
 
 
-def on_device_of(plan: Plan[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
     """A plan's launch with its device as the current one, for what is no launcher's."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
@@ -154,6 +207,17 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(torch.ops.cute_kernels, self.name)(*args, **kwargs)
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+def is_direct(first: torch.Tensor, *others: object) -> bool:
+    """Whether kernels may be launched without an operator: in eager mode, on plain tensors on a GPU. The others may be
+    None, or parameters."""
+    if is_compiling() or type(first) is not torch.Tensor or not (first.is_cuda or GPU.takes_cpu):
+        return False
+    return all(type(other) in PLAIN for other in others)
 
 
 def route(

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.gemm.experts import fused_moe, grouped_linear_reference
+from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.reference import combine_reference, route_reference
-from cute_kernels.gemm.experts.tuned import chosen
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
-from tests.gpu.specs import GPU
 from tests.gpu.test_moe import CUDA, problem
 from tests.linear.cases import known
 
@@ -106,5 +105,5 @@ def exact_grouped(x: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor,
 def is_rounded(weight: PackedExperts, places: int) -> bool:
     """Whether W is rounded to the dtype of x: in tiles, where a scale is not a whole row's nor x in limbs."""
     form = weight.bits, weight.dtype, weight.group_size, weight.zeros is not None
-    layout = chosen(problem(places, len(weight), *weight.shape, *form), GPU)
+    layout = chosen(problem(places, len(weight), *weight.shape, *form))
     return weight.group_size is not None and isinstance(layout, GroupedTiles) and not layout.config.limbs

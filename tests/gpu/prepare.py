@@ -15,14 +15,14 @@ from bench import linear as linear_bench
 from bench import mla as mla_bench
 from cute_kernels.families import shipped_specs
 from cute_kernels.runtime import default_cache
-from tests.gpu.specs import ARCH, GPU, by_module
+from tests.gpu.specs import ARCH, by_module
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
     shipped = set(shipped_specs())
-    layers = linear_bench.specs(formats=linear_bench.FORMATS + linear_bench.OTHER_FORMATS, gpu=GPU)
+    layers = linear_bench.specs(formats=linear_bench.FORMATS + linear_bench.OTHER_FORMATS)
     needed = [*(spec for specs in by_module().values() for spec in specs()), *layers, *mla_bench.specs()]
     wanted = dict.fromkeys(spec for spec in needed if spec not in shipped)
     default_cache().artifacts(

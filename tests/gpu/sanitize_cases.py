@@ -27,14 +27,14 @@ from cute_kernels.attention.extend.schedule import choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
 from cute_kernels.gemm.layer.compile import LayerProductsSpec
 from cute_kernels.gemm.layer.config import config_for
-from cute_kernels.gemm.plan import ACTIVATIONS, MOST_ROWS, OUT_KINDS, factored, make_tile_plan
+from cute_kernels.gemm.product import MOST_ROWS, factored, make_product
 from cute_kernels.gemm.reference import activate
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
@@ -48,10 +48,11 @@ from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
 from tests.extend.cases import assert_close as assert_extend_close
 from tests.extend.cases import make_call as make_extend_call
-from tests.gpu.specs import GPU, step_specs
+from tests.gpu.specs import step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, assert_same, make_step, run_separately, with_own_cache
+from tests.linear.cases import launch_product
 
 CALLS = 2  # of each case: what a launch leaves in a workspace, the next one finds
 PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
@@ -217,7 +218,7 @@ class LinearCase:
 
     def specs(self) -> list[KernelSpec]:
         problem = self.form.problem(self.m, self.n, self.k)
-        return specs_of(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant), GPU).config)
+        return specs_of(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant)).config)
 
     def run(self, device: str = "cuda") -> str:
         weights = make_weights(self.n, self.k, self.form, device)
@@ -253,15 +254,13 @@ class RangesCase:
         packed = pack(weights)
         x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
         wanted = x.float() @ weights.dense.float().T
-        addresses = (packed.codes.data_ptr(), packed.scales.data_ptr(), 0, 0, 0)
         for schedule in self.schedules():
             for _ in range(CALLS):
                 out = torch.full_like(wanted, torch.nan)
                 if device == "cpu":
                     quantized_linear(x, packed, out=out)
                 else:
-                    plan = make_tile_plan(schedule, self.m, torch.cuda.current_device())
-                    plan.run(x, (*addresses, out.data_ptr()), self.n, ACTIVATIONS[None], OUT_KINDS[out.dtype])
+                    launch_product(make_product(schedule, self.m, torch.cuda.current_device()), x, packed, out)
                 error = relative_error(out, wanted)
                 assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
@@ -280,7 +279,7 @@ class FactoredCase:
     kind: str
 
     def specs(self) -> list[KernelSpec]:
-        plain = chosen(W4.problem(self.m, self.n, self.k), GPU)
+        plain = chosen(W4.problem(self.m, self.n, self.k))
         assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
         schedule = factored(plain, self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
@@ -319,7 +318,7 @@ class DeferredNormCase:
         sides: dict[DeferredKind, tuple[int, int]] = {GIVES: (self.hidden, self.k), TAKES: (self.n, self.hidden)}
         for kind, size in sides.items():
             problem = W4.problem(self.m, *size)
-            config = config_beside_a_norm(problem, chosen(problem, GPU), kind)
+            config = config_beside_a_norm(problem, chosen(problem), kind)
             assert config is not None, "the product's kernel is on no side of a norm"
             found.append(DeferredNormSpec(config))
         return found

@@ -280,7 +280,7 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     from cute_kernels.integrations.vllm import mla, plugin, seams
 
     seams.said.clear()
-    deferred.deferred_plan_of.cache_clear()
+    deferred.deferred_product_of.cache_clear()
     left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
     with left if scenario.leaves_mla else nullcontext():
         llm = start(scenario, folder / "model")
@@ -291,10 +291,8 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
         fused = sorted(line for line in seams.said if "gates and" in line)
         about = {"ranks": len(ranks), "replaced": replaced, "fused": fused}
-        about["plans_around_norms"] = deferred.deferred_plan_of.cache_info().currsize
-        about["plans_of_layers"] = sum(
-            isinstance(one, layer_call.LayerPlan) for one in layer_call._layer.plans.values()
-        )
+        about["plans_around_norms"] = deferred.deferred_product_of.cache_info().currsize
+        about["plans_of_layers"] = sum(bool(one.products) for one in layer_call._layer.plans.values())
         keep({**found, **kinds, **about})
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench.linear import GPU as AHEAD_GPU
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.compile import DecodeSpec
@@ -30,8 +28,6 @@ from tests.launchers import recording
 from tests.observed import calls_of
 
 ARCH, NUM_SMS = "sm_90a", 132
-# Whose kernels the tests need: a table of measured times holds for one kind of GPU.
-GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else AHEAD_GPU
 TENSORS = ("q", "k_cache", "v_cache", "seq_lens")
 
 
@@ -107,6 +103,6 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
 
     Plans are made as for it; what they would load is noted, and what they launch computes nothing.
     """
-    with recording(name=lambda device: GPU, num_sms=lambda device: NUM_SMS) as recorded:
+    with recording(num_sms=lambda device: NUM_SMS) as recorded:
         work()
     return list(dict.fromkeys(spec for spec, _ in recorded.loaded))

@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import rms_norm
+from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import LinearSpec
 from cute_kernels.gemm.compile import spec_of as spec_of_config
 from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.inputs.launch import input_rows
-from cute_kernels.gemm.ops import apply
-from cute_kernels.gemm.plan import make_plan
+from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
-from tests.gpu.specs import GPU
-from tests.linear.cases import Known, known, problem_of
+from tests.linear.cases import Known, known, launch_product, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +68,7 @@ SUMS = [
 
 def spec_of(problem: LinearProblem) -> KernelSpec:
     """The kernel that `cute_kernels.quantized_linear` takes for a product on an H200."""
-    return spec_of_config(chosen(problem, GPU).config)
+    return spec_of_config(chosen(problem).config)
 
 
 def specs() -> list[KernelSpec]:
@@ -92,17 +91,7 @@ def specs() -> list[KernelSpec]:
 
 
 def run(weight: PackedWeight, x: torch.Tensor, **options) -> torch.Tensor:
-    return apply(
-        x,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.perm,
-        weight.input_scale,
-        format=weight.format,
-        shape=weight.shape,
-        **options,
-    )
+    return quantized_linear(x, weight, **options)
 
 
 def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -111,7 +100,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 def is_rounded(problem: LinearProblem) -> bool:
     """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
-    config = chosen(problem, GPU).config
+    config = chosen(problem).config
     return problem.format.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
 
 
@@ -125,7 +114,7 @@ def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
 
 def sums_tolerance(m: int, reference: Known) -> float:
     """Of fp32 results; the accumulators of a warpgroup's MMAs are of more products each before they are rounded."""
-    config = chosen(reference.problem(m), GPU).config
+    config = chosen(reference.problem(m)).config
     if isinstance(config, WgmmaConfig):
         return 2e-4 if config.limbs else 3e-5
     return TOLERANCE[torch.float32]
@@ -191,7 +180,7 @@ def test_epilogues(activation, out_dtype, n, k, m):
 @pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
 def test_epilogues_of_ctas_that_make_limbs_of_large_blocks(activation, n, k, m):
     reference = known(n, k, group_size=128)
-    config = chosen(reference.problem(m), GPU).config
+    config = chosen(reference.problem(m)).config
     assert isinstance(config, WgmmaConfig) and isinstance(config.mainloop, ResidentLimbs)
     check_epilogues(reference, m, activation, torch.bfloat16)
 
@@ -345,15 +334,15 @@ def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
     exact = x.double() @ reference.dense.to(CUDA).T
     problem = LinearProblem(m, n, k, k, integers(4), "bf16")
     config = make_schedule(problem).config
-    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
     for schedule in schedules(problem, config):
-        plan = make_plan(schedule, m, torch.cuda.current_device())
-        words = torch.full((max(1, plan.num_words),), -1, dtype=torch.int32, device=CUDA)
+        product = make_product(schedule, m, torch.cuda.current_device())
+        words = torch.full((max(1, schedule.workspace_words(m)),), -1, dtype=torch.int32, device=CUDA)
         results = []
-        for _ in range(3):
-            out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
-            plan.launch(x, (*addresses, out.data_ptr()), words.data_ptr(), n, 0, 2)
-            results.append(out)
+        with standing_in(Gpu(workspace=lambda index, stream, num_words, words=words: words.data_ptr())):
+            for _ in range(3):
+                out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
+                launch_product(product, x, weight, out)
+                results.append(out)
         assert_near(results[0], exact, TOLERANCE[torch.float32])
         assert all(torch.equal(results[0], other) for other in results[1:])
         assert torch.all(words == -1)

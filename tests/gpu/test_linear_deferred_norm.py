@@ -13,15 +13,14 @@ import torch
 
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.gemm import deferred_ops
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.deferred import DeferredParts, leaves_norm
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.reference import activate
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
-from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, is_rounded
 from tests.linear.cases import known, problem_of, with_parts
 
@@ -52,7 +51,7 @@ def specs() -> list[KernelSpec]:
     for k, hidden, n, m in CASES:
         for kind, size in sides(k, hidden, n):
             problem = problem_of(m, *size, 4, torch.bfloat16, 128, False)
-            schedule = chosen(problem, GPU)
+            schedule = chosen(problem)
             config = config_beside_a_norm(problem, schedule, kind)
             found[spec_of(schedule.config)] = None
             if config is not None:
@@ -67,7 +66,7 @@ def specs_of_others() -> list[KernelSpec]:
         for m in FEWER_ROWS:
             for kind, size in sides(*OTHER_PAIR):
                 problem = problem_of(m, *size, bits, torch.bfloat16, group_size, zero_point)
-                schedule = chosen(problem, GPU)
+                schedule = chosen(problem)
                 config = config_beside_a_norm(problem, schedule, kind)
                 found |= dict.fromkeys(specs_of(schedule.config))
                 if config is not None:
@@ -153,7 +152,7 @@ def test_these_products_need_no_launch_between_them(pair, m):
     k, hidden, n = pair
     for kind, size in sides(k, hidden, n):
         problem = problem_of(m, *size, 4, torch.bfloat16, 128, False)
-        assert config_beside_a_norm(problem, chosen(problem, GPU), kind) is not None
+        assert config_beside_a_norm(problem, chosen(problem), kind) is not None
     assert Pair(k, hidden, n, m).rows().deferred is not None
 
 

@@ -12,13 +12,13 @@ import torch
 
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.gemm import NormedRows, quantize_weight
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of, specs_of
-from cute_kernels.gemm.plan import factored, factored_plan_of
+from cute_kernels.gemm.product import factored, factored_product_of
+from cute_kernels.gemm.product import problem_of as problem_on
 from cute_kernels.gemm.reference import activate
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
-from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
 from tests.linear.cases import known, problem_of
 
@@ -37,16 +37,16 @@ def specs() -> list[KernelSpec]:
     for dtype in DTYPES:
         for n, k in LAYERS:
             for m in (*ROWS, 9):
-                schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
+                schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False))
                 kinds = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     found |= dict.fromkeys(specs_of_wide())
     for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
-        schedule = chosen(problem_of(1, n, k), GPU)
+        schedule = chosen(problem_of(1, n, k))
         kinds = [factored(schedule, ORDERED)]
         found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
-        schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point), GPU)
+        schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point))
         kinds = [factored(schedule, kind) for kind in (SCALED, ORDERED)]
         found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     return list(found)
@@ -60,7 +60,7 @@ def specs_of_wide() -> list[KernelSpec]:
     """The kernels of products of more rows in limbs."""
     found: list[KernelSpec] = []
     for m in MORE_ROWS:
-        schedule = chosen(problem_of(m, *WIDE), GPU)
+        schedule = chosen(problem_of(m, *WIDE))
         both = (schedule, factored(schedule, SCALED))
         found += [spec for one in both if one is not None for spec in specs_of(one.config)]
     return list(dict.fromkeys(found))
@@ -122,7 +122,7 @@ def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, d
     plain, order = known(n, k, dtype=dtype, group_size=128).pack().to("cuda"), in_order_of(k)
     weight = replace(plain, perm=order)
     for m in (1, 2):
-        kernel = factored_plan_of(m, n, k, weight.format, dtype, 0, False, ORDERED)
+        kernel = factored_product_of(problem_on(m, n, k, weight.format, dtype, 0), 0, ORDERED)
         assert kernel is None or (m == 1 and k % 128 == 0)
         if (n, k) in ((6144, 4096), (28_672, 1024)):
             assert (kernel is not None) == (m == 1)
@@ -147,7 +147,7 @@ def test_more_rows_in_limbs_are_scaled_or_put_in_order_on_their_way_bit_for_bit(
     ]
     for weight, kind, prepared in ways:
         if kind is not None:  # without a launch of its own, but for the order of rows that CTAs make limbs of
-            plan = factored_plan_of(m, n, k, plain.format, x.dtype, 0, False, kind)
+            plan = factored_product_of(problem_on(m, n, k, plain.format, x.dtype, 0), 0, kind)
             assert (plan is None) == (kind == ORDERED)
         want = quantized_linear(prepared, plain)
         for _ in range(2):
@@ -236,11 +236,11 @@ def test_these_rows_are_normed_within_the_product():
     """One row of Llama-3-8B's layers with a norm before them: of more rows every CTA would add up all squares."""
     for n, k in ((6144, 4096), (28_672, 4096)):
         weight = known(n, k, group_size=128).pack()
-        assert factored_plan_of(1, n, k, weight.format, torch.bfloat16, 0, False, NORMED) is not None
+        assert factored_product_of(problem_on(1, n, k, weight.format, torch.bfloat16, 0), 0, NORMED) is not None
         for m in (2, 8, 64):
-            assert factored_plan_of(m, n, k, weight.format, torch.bfloat16, 0, False, NORMED) is None
+            assert factored_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0, NORMED) is None
         for m in ROWS:
-            assert factored_plan_of(m, n, k, weight.format, torch.bfloat16, 0, False, SCALED) is not None
+            assert factored_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0, SCALED) is not None
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 64, 300])

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
-from tests.gpu.specs import GPU
 from tests.gpu.test_linear import CUDA, activations, check_epilogues
 from tests.gpu.test_linear_wgmma import as_multiplied, check_sums, launch
 from tests.linear.cases import known, problem_of
@@ -38,7 +37,7 @@ def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     problems = [problem_of(m, *shape, *form) for form in FORMATS.values() for m in (48, 64) for shape in SHAPES]
     configs = [schedule.config for problem in problems for schedule in in_pairs(problem)]
-    configs += [chosen(problem_of(m, *layer), GPU).config for m in (40, 64) for layer in LAYERS]
+    configs += [chosen(problem_of(m, *layer)).config for m in (40, 64) for layer in LAYERS]
     return [spec_of(config) for config in dict.fromkeys(configs)]
 
 
@@ -85,5 +84,5 @@ def test_one_hot_rows_return_the_weights(bits, dtype, group, zero, m):
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_epilogues(n, k, m, activation, out_dtype):
     if m == 40 or n > 8192:
-        assert is_in_pairs(chosen(problem_of(m, n, k), GPU).config)
+        assert is_in_pairs(chosen(problem_of(m, n, k)).config)
     check_epilogues(known(n, k, group_size=128), m, activation, out_dtype)

@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.compile import spec_of
-from cute_kernels.gemm.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
+from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight
@@ -41,7 +41,7 @@ from tests.gpu.test_linear import (
     run,
 )
 from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
-from tests.linear.cases import known, problem_of
+from tests.linear.cases import known, launch_product, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -215,11 +215,8 @@ def launch(
 ) -> torch.Tensor:
     if out is None:
         out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
-    zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
-    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), zeros, 0, 0, out.data_ptr())
-    make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(
-        x, addresses, weight.shape[0], ACTIVATIONS[activation], OUT_KINDS[out.dtype]
-    )
+    product = make_product(schedule, x.shape[0], torch.cuda.current_device())
+    launch_product(product, x, weight, out, activation=activation)
     return out
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import BF16, FP32, NO_ACTIVATION, SWIGLU
-from cute_kernels.gemm.experts import fused_moe, grouped_linear, ops, plan
+from cute_kernels.gemm.experts import fused_moe, grouped_linear
+from cute_kernels.gemm.experts.call import MoeCall
+from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.compile import (
     CombineSpec,
     GatherSpec,
@@ -23,35 +24,24 @@ from cute_kernels.gemm.experts.compile import (
     spec_of,
 )
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.launch import addresses_of, launch_routing
-from cute_kernels.gemm.experts.layer import (
-    OUT_KINDS,
-    AssignedMoePlan,
-    SortedMoePlan,
-    assigned_plans,
-    make_moe_plan,
-    moe_plan_of,
-    sorted_plans,
-)
-from cute_kernels.gemm.experts.plan import AssignedPlan, GroupedPlan, LimbsPlan, RangePlan, TilesPlan, make_product_plan
+from cute_kernels.gemm.experts.plan import assigned_products, launch_routing, make_moe_plan, sorted_products
+from cute_kernels.gemm.experts.product import make_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.config import ROUND_EXPERTS, ROUNDS
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.gemm.experts.tuned import GroupedCandidate, candidates, key_of, modelled
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.gemm.plan import ACTIVATIONS, DTYPES
+from cute_kernels.gemm.product import DTYPES
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
-from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.runtime.tuned import Choice, TunedTable
 from tests.linear.cases import known
+from tests.moe.launches import launch_grouped
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +71,7 @@ LAYER = (8, 256, 192)  # experts, hidden, intermediate
 TOKENS = (1, 5, 33, 200)
 FEW_ROWS = (0, *range(1, 17), 0, 33, 0)  # every number of rows of a tile, a tile after two whole ones, and none
 SPARE = 2  # places behind those of the experts
-TUNED_TOKENS = 33
+PAIR_TOKENS = 33
 EARLY_TOKENS = (1, 3)
 # Entries of the products' memory-bound kernel, or another kernel.
 RANGES, TILES = "ranges", "tiles"
@@ -128,14 +118,14 @@ def specs() -> list[KernelSpec]:
         found += [grouped_spec(problem(places, len(counts), n, k)) for n, k in SHAPES]
     for tokens, zero in (*((tokens, False) for tokens in TOKENS), *itertools.product(EARLY_TOKENS, (False, True))):
         products = layer_problems(tokens, zero)
-        found += layer_specs(2 * tokens, products, [modelled(product) for product in products])
+        found += layer_specs(2 * tokens, products, [chosen(product) for product in products])
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
         found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
     for counts, (n, k), dtype in RUN_CASES:
         found += [spec_of(layout.config) for layout in run_layouts(counts, n, k, dtype)]
     for pair in PAIRS:
-        found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
+        found += [spec_of(one.config) for one in products_of(pair)]
     return list(dict.fromkeys(found))
 
 
@@ -168,22 +158,19 @@ def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> 
     return found
 
 
-def kind_of(one: GroupedCandidate) -> int | str:
+def kind_of(layout: GroupedLayout) -> int | str:
     """What of PAIRS a candidate is."""
-    layout = one.schedule
     if isinstance(layout, GroupedSchedule):
         return layout.config.tile_m
     return RANGES if isinstance(layout, RangeLayout) else TILES
 
 
-def tuned_products(pair: tuple[int | str, int | str]) -> dict[str, GroupedCandidate]:
-    """For each product of LAYER, by its key, a candidate of the given kind."""
+def products_of(pair: tuple[int | str, int | str]) -> list[GroupedLayout]:
+    """For each product of LAYER a candidate of the given kind."""
     experts, hidden, inner = LAYER
-    found = {}
-    for kind, (n, k) in zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True):
-        product = problem(2 * TUNED_TOKENS, experts, n, k)
-        found[key_of(product)] = next(one for one in candidates(product) if kind_of(one) == kind)
-    return found
+    sizes = zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True)
+    problems = [(kind, problem(2 * PAIR_TOKENS, experts, n, k)) for kind, (n, k) in sizes]
+    return [next(one for one in candidates(product) if kind_of(one) == kind) for kind, product in problems]
 
 
 def experts_of(count: int, n: int, k: int, bits=4, group=128, zero=False, dtype=torch.bfloat16) -> PackedExperts:
@@ -237,7 +224,7 @@ def test_whole_vectors_and_tails(counts, activation):
 @pytest.mark.parametrize("n, k", SHAPES)
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
 def test_runs_of_few_rows(n, k, activation, dtype):
-    assert isinstance(modelled(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)), RangeLayout)
+    assert isinstance(chosen(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)), RangeLayout)
     check_grouped(experts_of(len(SHARED_OUT), n, k, dtype=dtype), SHARED_OUT, activation, dtype)
 
 
@@ -270,11 +257,11 @@ def test_every_tile_gives_the_same_numbers_each_time(number, counts):
     x = numbers(places, k)
     wanted = grouped_linear_reference(x, weight, offsets, activation="swiglu", out_dtype=torch.float32)
     packed, given, starts = weight.to(CUDA), x.to(CUDA), offsets.to(CUDA)
-    plan = make_product_plan(layout, places, len(counts), torch.cuda.current_device())
+    product = make_product(layout, places, len(counts), torch.cuda.current_device())
     results = []
     for _ in range(3):
         out = torch.full((places, n // 2), math.nan, device=CUDA, dtype=torch.bfloat16)
-        plan.run(given, (*addresses_of(packed), 0, out.data_ptr()), (starts.data_ptr(), 0), (n, SWIGLU, BF16))
+        launch_grouped(product, given, packed, out, activation="swiglu", offsets=starts, rows=None)
         results.append(out[: sum(counts)])
     if sum(counts):
         assert_near(results[0], wanted[: sum(counts)], TOLERANCE[torch.bfloat16])
@@ -293,12 +280,12 @@ def test_tiles_of_every_number_of_few_rows(swiglu, bits, dtype, group, zero):
     wanted = grouped_linear_reference(x, weight, offsets, bias=bias, activation=activation, out_dtype=torch.float32)
     packed, given, starts, added = weight.to(CUDA), x.to(CUDA), offsets.to(CUDA), bias.to(CUDA)
     for layout in tiles_of_few_rows(bits, dtype, group, zero):
-        plan = make_product_plan(layout, total + SPARE, experts, torch.cuda.current_device())
+        product = make_product(layout, total + SPARE, experts, torch.cuda.current_device())
         results = []
         for _ in range(2):
             out = torch.full((total + SPARE, wanted.shape[1]), math.nan, device=CUDA)
-            addresses = (*addresses_of(packed), added.data_ptr(), out.data_ptr())
-            plan.run(given, addresses, (starts.data_ptr(), 0), (n, SWIGLU if swiglu else NO_ACTIVATION, FP32))
+            places = {"offsets": starts, "rows": None}
+            launch_grouped(product, given, packed, out, bias=added, activation=activation, **places)
             results.append(out)
         assert results[0][total:].isnan().all() and torch.equal(results[0][:total], results[1][:total])
         assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
@@ -358,52 +345,40 @@ def test_rows_that_lie_apart_are_those_that_do_not(tokens, gap):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch):
-    entries = {key: Choice(*one.name, us=1.0, model_us=1.0) for key, one in tuned_products(pair).items()}
-    TunedTable(torch.cuda.get_device_name(), None, entries).write(tmp_path / "table.json")
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "table.json"))
+def test_each_product_may_be_any_kernels(pair):
     gate_up, down = layer()
-    x, (ids, weights) = numbers(TUNED_TOKENS, LAYER[1]), assignments(TUNED_TOKENS)
+    x, (ids, weights) = numbers(PAIR_TOKENS, LAYER[1]), assignments(PAIR_TOKENS)
     wanted = fused_moe(x, gate_up, down, weights, ids, out_dtype=torch.float32)
-    try:
-        forget()
-        out = torch.full((TUNED_TOKENS, LAYER[1]), math.nan, device=CUDA, dtype=torch.bfloat16)
-        fused_moe(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), weights.to(CUDA), ids.to(CUDA), out=out)
-        (made,) = ops._plans.values()
-    finally:
-        forget()
+    forms, count = (gate_up.to(CUDA).form, down.to(CUDA).form), 2 * PAIR_TOKENS
+    first, second = (
+        make_product(layout, count, form.num_experts, form.device_index)
+        for layout, form in zip(products_of(pair), forms, strict=True)
+    )
+    made = make_moe_plan((first, second), PAIR_TOKENS, 2, 8 * ids.element_size(), *forms, torch.bfloat16)
+    out = torch.full((PAIR_TOKENS, LAYER[1]), math.nan, device=CUDA, dtype=torch.bfloat16)
+    made.launch(MoeCall(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), weights.to(CUDA), ids.to(CUDA), out=out))
     assert_near(out, wanted, 6e-3)
-    assert isinstance(made, SortedMoePlan)
-    plans: dict[Any, Any] = {RANGES: RangePlan, TILES: (TilesPlan, LimbsPlan)}
-    for product, kind in zip((made.gate_up, made.down), pair, strict=True):
-        assert isinstance(product, plans.get(kind, GroupedPlan))
-
-
-def forget() -> None:
-    """What was decided with other tables."""
-    tables.tables.cache_clear()
-    plan.layout_of.cache_clear()
-    plan.plan_of.cache_clear()
-    moe_plan_of.cache_clear()
-    ops._plans.clear()
 
 
 @pytest.mark.parametrize("tokens", EARLY_TOKENS)
-@pytest.mark.parametrize("kind", [AssignedPlan, RangePlan, GroupedPlan])
+@pytest.mark.parametrize("kind", ["as they are", "ranges", "few rows"])
 def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, kind):
     """Of layers behind each other with new routing each: offsets, limbs, partial results of one are no other's."""
-    gate_up, down = (weight.to(CUDA) for weight in layer(zero=kind is GroupedPlan))
+    gate_up, down = (weight.to(CUDA) for weight in layer(zero=kind == "few rows"))
     forms = gate_up.form, down.form
-    plans = assigned_plans(tokens, 2, 32, *forms) if kind is AssignedPlan else sorted_plans(2 * tokens, *forms)
-    assert plans is not None and all(isinstance(one, kind) for one in plans)
-    early = make_moe_plan(plans, tokens, 2, 32, *forms, torch.float32)
-    assert isinstance(early, AssignedMoePlan | SortedMoePlan) and not early.down.waits  # type: ignore[union-attr]
-    late = replace(early, down=replace(early.down, waits=True))
+    few = kind == "as they are"
+    products = assigned_products(tokens, 2, 32, *forms) if few else sorted_products(2 * tokens, *forms)
+    assert products is not None
+    first, second = products
+    assert isinstance(second.schedule, GroupedSchedule if kind == "few rows" else RangeLayout)
+    assert second.finds_ids == few and second.waits is False
+    both = (first, second), (first, replace(second, waits=True))
+    early, late = (make_moe_plan(each, tokens, 2, 32, *forms, torch.float32) for each in both)
     x, weights = numbers(tokens, LAYER[1]).to(CUDA), assignments(tokens)[1].to(CUDA)
     chosen = [assignments(tokens, seed)[0].to(CUDA, torch.int32) for seed in range(200)]
 
     def results(plan) -> torch.Tensor:
-        return torch.stack([plan.run(x, gate_up, down, ids, weights, None) for ids in chosen])
+        return torch.stack([plan.launch(MoeCall(x, gate_up, down, weights, ids)) for ids in chosen])
 
     wanted = results(late)
     assert wanted.isfinite().all() and not torch.equal(wanted[0], wanted[1])
@@ -472,11 +447,8 @@ def run_product(
     out: torch.Tensor,
 ) -> None:
     """Launches a product of a layout; all tensors are on the GPU."""
-    places, n = out.shape[0], weight.shape[0]
-    plan = make_product_plan(layout, places, len(weight), torch.cuda.current_device())
-    addresses = *addresses_of(weight), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-    routing = offsets.data_ptr(), 0 if rows is None else rows.data_ptr()
-    plan.run(x, addresses, routing, (n, ACTIVATIONS[activation], OUT_KINDS[out.dtype]))
+    product = make_product(layout, out.shape[0], len(weight), torch.cuda.current_device())
+    launch_grouped(product, x, weight, out, bias=bias, activation=activation, offsets=offsets, rows=rows)
 
 
 def exact_product(x: torch.Tensor, dense: torch.Tensor, counts, bias, activation: str | None) -> torch.Tensor:

@@ -14,15 +14,14 @@ from torch.nn import functional
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.experts.call import MoeCall
 from cute_kernels.gemm.experts.compile import spec_of
-from cute_kernels.gemm.experts.launch import addresses_of
-from cute_kernels.gemm.experts.layer import AssignedMoePlan, SortedMoePlan, make_moe_plan, moe_plan_of, sorted_plans
-from cute_kernels.gemm.experts.plan import AssignedIds, make_assigned_plan
+from cute_kernels.gemm.experts.plan import make_moe_plan, moe_plan_of, sorted_products
+from cute_kernels.gemm.experts.product import AssignedIds, assigned_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, among_assignments
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
-from cute_kernels.gemm.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_replays, compiled
@@ -39,6 +38,7 @@ from tests.gpu.test_moe import (
     problem,
     weights_of,
 )
+from tests.moe.launches import launch_grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("product_kernels")]
 
@@ -137,8 +137,8 @@ def specs() -> list[KernelSpec]:
                     for out_dtype in {dtype, *OUT_DTYPES}:
                         sizes = tokens, topk, 8 * id_dtype.itemsize, *forms, out_dtype
                         few = (experts, dtype, tokens, topk) in CASES
-                        assert isinstance(moe_plan_of(*sizes), AssignedMoePlan if few else SortedMoePlan)
-                        make_moe_plan(sorted_plans(tokens * topk, *forms), *sizes)
+                        assert moe_plan_of(*sizes).products[1].finds_ids == few
+                        make_moe_plan(sorted_products(tokens * topk, *forms), *sizes)
 
     found = dict.fromkeys(products_needed_by(plan_all))
     found |= dict.fromkeys(products_needed_by(plan_in_parts))
@@ -154,8 +154,8 @@ def plan_in_parts() -> None:
         forms = [form_of(LONG_EXPERTS, n, k, dtype) for n, k in sizes]
         for tokens, topk in LONG_ROUTES:
             for id_dtype in ID_DTYPES:
-                plan = moe_plan_of(tokens, topk, 8 * id_dtype.itemsize, *forms, FP32)
-                assert isinstance(plan, AssignedMoePlan) and plan.part_bits
+                _, second = moe_plan_of(tokens, topk, 8 * id_dtype.itemsize, *forms, FP32).products
+                assert second.finds_ids and second.schedule.part_bits
 
 
 PRODUCTS = [(experts, SIZES[0], dtype) for experts, dtype in LAYERS]
@@ -198,9 +198,8 @@ def run_product(
 ) -> None:
     """Launches a product of all assignments, ids [rows of x, assignments of each]; all tensors are on the GPU."""
     described = AssignedIds(ids.numel(), ids.element_size() // 4, ids.shape[1], True)
-    plan = make_assigned_plan(layout, described, len(weight), torch.cuda.current_device())
-    addresses = *addresses_of(weight), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-    plan.run(x, addresses, ids.data_ptr(), (weight.shape[0], ACTIVATIONS[activation], OUT_KINDS[out.dtype]))
+    product = assigned_product(layout, described, len(weight), torch.cuda.current_device())
+    launch_grouped(product, x, weight, out, bias=bias, activation=activation, ids=ids)
 
 
 def exact_product(
@@ -361,9 +360,9 @@ def test_layers_of_sorted_assignments_agree(experts, dtype, tokens, topk, routin
     forms = gate_up.form, down.form
     x, (ids, shares) = numbers(tokens, HIDDEN, dtype=dtype).to(CUDA), assignments(routing, tokens, topk, experts)
     sizes = tokens, topk, 32, *forms, FP32
-    assigned, of_sorted = moe_plan_of(*sizes), make_moe_plan(sorted_plans(tokens * topk, *forms), *sizes)
-    assert isinstance(assigned, AssignedMoePlan) and isinstance(of_sorted, SortedMoePlan)
-    found, wanted = (plan.run(x, gate_up, down, ids, shares, None) for plan in (assigned, of_sorted))
+    assigned, of_sorted = moe_plan_of(*sizes), make_moe_plan(sorted_products(tokens * topk, *forms), *sizes)
+    assert assigned.products[1].finds_ids and not of_sorted.products[1].finds_ids
+    found, wanted = (plan.launch(MoeCall(x, gate_up, down, shares, ids)) for plan in (assigned, of_sorted))
     assert found.isfinite().all()
     assert_near(found, wanted, SORTED_TOLERANCE)
 

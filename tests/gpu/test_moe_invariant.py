@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
+from cute_kernels.gemm.experts.call import MoeCall
 from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec
-from cute_kernels.gemm.experts.layer import MoePlan, ids_of_products, make_moe_plan, sorted_plans
-from cute_kernels.gemm.experts.plan import make_entry_plan, problem_of
+from cute_kernels.gemm.experts.plan import as_they_are, make_moe_plan, sorted_products
+from cute_kernels.gemm.experts.product import problem_of
 from cute_kernels.gemm.experts.reference import route_reference
-from cute_kernels.gemm.experts.wgmma.entry_config import entry_tiles
-from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
+from cute_kernels.runtime.operator import Plan
 from tests.gpu.compiled import compiled
 from tests.gpu.moe_forms import BF16, FP16, LAYER_TOLERANCE, Form, numbers
 from tests.gpu.specs import products_needed_by
@@ -94,17 +95,16 @@ def tiles_of(form: Form) -> list[GroupedTiles]:
 
 def entries_and_sorted(
     weights: tuple[PackedExperts, PackedExperts], tokens: int, topk: int, id_dtype: torch.dtype
-) -> list[MoePlan]:
+) -> list[Plan[[MoeCall], torch.Tensor]]:
     """The same layer by tiles of entries, whether or not they are what serves it, and by sorted tiles."""
     gate_up, down = (weight.form for weight in weights)
     count, id_bits = tokens * topk, 8 * id_dtype.itemsize
-    plans = []
-    for form, ids in zip((gate_up, down), ids_of_products(count, topk, id_bits), strict=True):
-        layout = entry_tiles(replace(problem_of(count, form, True), num_experts=MANY_EXPERTS), tokens)
-        assert layout is not None
-        plans.append(make_entry_plan(layout, ids, form.num_experts, form.device_index))
-    both = (plans[0], plans[1]), sorted_plans(count, gate_up, down, True)
-    return [make_moe_plan(plan, tokens, topk, id_bits, gate_up, down, gate_up.dtype) for plan in both]
+    problems = [replace(problem_of(count, form, True), num_experts=MANY_EXPERTS) for form in (gate_up, down)]
+    layouts = [entry_tiles(each, tokens) for each in problems]
+    assert None not in layouts
+    entries = as_they_are(layouts, count, topk, id_bits, gate_up)
+    both = entries, sorted_products(count, gate_up, down, True)
+    return [make_moe_plan(products, tokens, topk, id_bits, gate_up, down, gate_up.dtype) for products in both]
 
 
 def only_shapes(form: Form, weights: tuple[PackedExperts, PackedExperts], tokens: int, batch_invariant: bool) -> None:
@@ -188,7 +188,7 @@ def test_entries_have_the_bits_of_sorted_tiles(routing, tokens, topk, id_dtype, 
     ids, shares = assignments(routing, tokens, topk, EXPERTS, id_dtype)
     x = numbers(tokens, HIDDEN, dtype=form.dtype, seed=3)
     entries, tiles = entries_and_sorted(weights, tokens, topk, id_dtype)
-    want = tiles.run(x, *weights, ids, shares, None)
+    want = tiles.launch(MoeCall(x, *weights, shares, ids))
     for _ in range(3):
-        assert torch.equal(entries.run(x, *weights, ids, shares, None), want)
+        assert torch.equal(entries.launch(MoeCall(x, *weights, shares, ids)), want)
     assert want.isfinite().all()

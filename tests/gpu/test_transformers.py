@@ -190,10 +190,10 @@ def test_norms_without_launches_choose_the_tokens_of_sdpa(name):
     ck.accelerate(model, kv_format="bf16")
     with mock.patch.object(deferral, "leaves_norm", lambda *_: False):
         launched = generate(model, LEFT_PADDED)
-    with calls_of(deferred.GivingPlan.launch, deferred.TakingPlan.launch) as calls:
+    with calls_of(deferred.left_to_next, deferred._taking_key) as calls:
         generate(model, LEFT_PADDED, max_new_tokens=2)
     # Of a step: o and down of each layer but the last down, which the model's own norm follows.
-    assert [call.function for call in calls] == [deferred.GivingPlan.launch, deferred.TakingPlan.launch] * 5
+    assert [call.function for call in calls] == [deferred.left_to_next, deferred._taking_key] * 5
     got = generate(model, LEFT_PADDED)
     assert_same_choices(got, launched)
     assert_same_choices(got, want)
@@ -217,10 +217,10 @@ def test_layers_in_one_launch_choose_the_tokens_of_sdpa(name):
     ck.accelerate(model, kv_format="bf16")
     with mock.patch.object(deferral, "serves_rows", lambda *_: False):
         apart = generate(model, one)
-    with calls_of(layer_call.LayerPlan.launch, layer_call.layer_apart) as calls:
+    with calls_of(layer_call.exchange_words, layer_call.layer_apart) as calls:
         generate(model, one, max_new_tokens=2)
         generate(model, LEFT_PADDED, max_new_tokens=2)  # three rows, as norms in products have it
-    assert [call.function for call in calls] == [layer_call.LayerPlan.launch] * WHOLE[name]
+    assert [call.function for call in calls] == [layer_call.exchange_words] * WHOLE[name]
     got = generate(model, one)
     assert_same_choices(got, apart)
     assert_same_choices(got, want)

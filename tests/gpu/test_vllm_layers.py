@@ -23,13 +23,13 @@ def kernels(request: pytest.FixtureRequest):
     from cute_kernels.integrations.vllm import expert_kernels, prepare
     from cute_kernels.integrations.vllm.linear import Form
 
-    gpu, num_sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     parameters = [call.params for call in chosen if call is not None]
     specs = []
     for form in {given["form"] for given in parameters if "form" in given} | {layers.Checkpoint("ct")}:
         problem = Form(form.bits, form.group_size, form.n, form.k, form.dtype, form.zero_point).problem(num_sms)
-        specs += [spec for rows in ROWS for spec in prepare.specs_for(problem, rows, gpu)]
+        specs += [spec for rows in ROWS for spec in prepare.specs_for(problem, rows)]
     for given in (given for given in parameters if "checkpoint" in given):
         bits, group_size, zero_point, dtype = (given[name] for name in ("bits", "group_size", "zero_point", "dtype"))
         gate_up, down = (
@@ -83,7 +83,7 @@ def test_rows_in_between_run_kernels_that_are_ready(form):
     layer = layers.make(form, "cuda")
     problem = layer.kernel.form.problem(torch.cuda.get_device_properties(0).multi_processor_count)
     for rows in (3, 17, 33, 41):
-        asked = specs_of(schedule_for(dataclasses.replace(problem, m=rows), torch.cuda.get_device_name()).config)
+        asked = specs_of(schedule_for(dataclasses.replace(problem, m=rows)).config)
         assert all(default_cache().has(spec, arch_of()) for spec in asked)
         x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
         expected = x.double() @ layer.weight.cuda().T

@@ -13,15 +13,15 @@ import torch
 
 from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat, registered_formats
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
-from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
-from tests.gpu.specs import GPU, products_needed_by
+from tests.gpu.specs import products_needed_by
 from tests.weight_formats import codebook
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def specs() -> list[KernelSpec]:
                 continue
             problems = [problem_of(form, dtype, m) for m in ROWS]
             problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
-            found += [spec for problem in problems for spec in specs_of(chosen(problem, GPU).config)]
+            found += [spec for problem in problems for spec in specs_of(chosen(problem).config)]
             for places in PLACES:
                 found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
     return list(dict.fromkeys(found))
@@ -67,7 +67,7 @@ def specs() -> list[KernelSpec]:
 
 def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
     """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
-    config = chosen(problem, GPU).config
+    config = chosen(problem).config
     exact = weight.dequantize(torch.float64)
     rounds = (
         weight.group_size

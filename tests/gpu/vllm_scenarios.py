@@ -22,14 +22,13 @@ from unittest import mock
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.runtime import KernelSpec, wanted
-from cute_kernels.runtime.gpu import GPU as DEVICE
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from tests.gpu.specs import ARCH, GPU, NUM_SMS
+from tests.gpu.specs import ARCH, NUM_SMS
 
 VOCABULARY = 2048
 CONFIG = {
@@ -206,7 +205,7 @@ ENVIRONMENTS = {
 
 def specs() -> list[KernelSpec]:
     """The kernels of all scenarios on the GPU that is here, or on an H200."""
-    other = Gpu(num_sms=lambda device: NUM_SMS, name=lambda device: GPU)
+    other = Gpu(num_sms=lambda device: NUM_SMS)
     with nullcontext() if torch.cuda.is_available() else standing_in(other):
         found = (
             spec
@@ -289,7 +288,7 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     for n, k in sorted(shapes):
         problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
         for m in rows:
-            yield from prepare.specs_for(problem, m, DEVICE.name(0))
+            yield from prepare.specs_for(problem, m)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

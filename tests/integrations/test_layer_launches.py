@@ -15,8 +15,8 @@ import torch
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import NormedRows
-from cute_kernels.gemm.deferred import left_to_next
 from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.normed import left_to_next
 from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product

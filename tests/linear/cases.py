@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.formats.weights.base import with_row_scales
-from cute_kernels.gemm.deferred import DeferredParts, NormedRows, left_to_next
-from cute_kernels.gemm.plan import DTYPES
-from cute_kernels.gemm.quantize import pack_codes
+from cute_kernels.gemm.normed import DeferredParts, NormedRows, left_to_next
+from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product
+from cute_kernels.gemm.quantize import DTYPES, pack_codes
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, padded_shape
 from layouts import transform
@@ -107,3 +108,11 @@ def problem_of(
 def with_parts(rows: NormedRows, parts: DeferredParts) -> NormedRows:
     """Rows as if a product had left these parts of their norm."""
     return left_to_next(rows.rows, rows.norm, rows.norm_eps, rows.norm_offset, parts)
+
+
+def launch_product(product: Product, x: torch.Tensor, weight: Any, out: torch.Tensor, **options: Any) -> None:
+    """Launches a dense product that writes ``out``. options: activation; bias and residual, tensors."""
+    given = {"zeros": weight.zeros, "bias": options.get("bias"), "residual": options.get("residual")}
+    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
+    send = product.bound(weight.shape[0], ACTIVATIONS[options.get("activation")], OUT_KINDS[out.dtype])
+    send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)

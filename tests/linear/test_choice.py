@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import plan
 from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.product import Product, problem_of, product_of
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
 from tests.launchers import RecordingCache, recording
@@ -28,8 +28,8 @@ def gpu():
         yield found
 
 
-def planned(m: int, **options):
-    return plan.plan_of(m, 4096, 4096, integers(4), torch.bfloat16, 0, **options)
+def planned(m: int, **options) -> Product:
+    return product_of(problem_of(m, 4096, 4096, integers(4), torch.bfloat16, 0), 0, **options)
 
 
 def config_of(m: int, **options) -> Any:

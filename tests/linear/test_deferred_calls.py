@@ -14,12 +14,11 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import deferred as host
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import deferred
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.deferred_compile import ARGUMENTS
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
-from tests.gpu.specs import GPU
 from tests.launchers import LOWEST_ADDRESS, given_to, recording
 from tests.linear.cases import known, problem_of, random_weight, with_parts
 from tests.tensors import apart, offset
@@ -207,10 +206,10 @@ def test_a_call_launches_the_same_after_any_other(name: str):
 
 def test_fp32_results_that_three_warpgroups_along_k_stage_go_another_way():
     """Staged in fp32 they would take the memory of the factors."""
-    schedule = chosen(problem_of(32, 6144, 4096, 4, torch.bfloat16, 128), GPU)
+    schedule = chosen(problem_of(32, 6144, 4096, 4, torch.bfloat16, 128))
     assert isinstance(schedule, TileSchedule) and schedule.config.k_warpgroups == 3
     assert deferred(schedule, TAKES) is not None
-    with recording(name=lambda device: GPU) as cache:
+    with recording() as cache:
         other = random_weight(integers(4), torch.bfloat16, 6144, 4096)
         parts = host.DeferredParts(numbers(32, 4096), torch.ones(32, 64))
         rows = host.left_to_next(numbers(32, 4096), numbers(4096), 1e-5, 0.0, parts)

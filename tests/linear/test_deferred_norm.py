@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm, deferred, shipped_configs
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma import deferred_norm
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, DeferredNormConfig
@@ -33,7 +33,6 @@ from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
-from tests.gpu.specs import GPU
 from tests.linear.cases import problem_of
 from tests.linear.warpgroup import WarpgroupWarp
 
@@ -267,7 +266,7 @@ STEPS: dict[
 @pytest.mark.parametrize(("m", "n", "k", "kind"), [(m, *size, kind) for m in STEPS for size, kind in STEPS[m].items()])
 def test_products_of_steps_have_such_stores(m: int, n: int, k: int, kind: DeferredKind):
     problem = problem_of(m, n, k, 4, torch.bfloat16, 128)
-    assert config_beside_a_norm(problem, chosen(problem, GPU), kind) is not None
+    assert config_beside_a_norm(problem, chosen(problem), kind) is not None
 
 
 def test_bundles_hold_what_steps_take():
@@ -275,13 +274,13 @@ def test_bundles_hold_what_steps_take():
     for m, sizes in STEPS.items():
         for (n, k), kind in sizes.items():
             problem = problem_of(m, n, k, 4, torch.bfloat16, 128)
-            assert config_beside_a_norm(problem, chosen(problem, GPU), kind) in shipped
+            assert config_beside_a_norm(problem, chosen(problem), kind) in shipped
     assert all(config.can_implement() is None for config in shipped)
 
 
 def test_rows_in_limbs_take_as_many_sums_as_they_ask_for_at_once():
     for k, takes in {16_384: True, 16_640: False, 32_768: False}.items():
-        schedule = chosen(problem_of(1, 4096, k, 4, torch.bfloat16, 128), GPU)
+        schedule = chosen(problem_of(1, 4096, k, 4, torch.bfloat16, 128))
         assert isinstance(schedule, TileSchedule) and schedule.config.limbs
         assert (deferred(schedule, TAKES) is not None) == takes
         assert deferred(schedule, GIVES) is not None
@@ -289,7 +288,7 @@ def test_rows_in_limbs_take_as_many_sums_as_they_ask_for_at_once():
 
 def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none():
     for (m, n), takes in {(64, 57_344): True, (32, 128_256): True, (700, 8192): False}.items():
-        schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128), GPU)
+        schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128))
         assert isinstance(schedule, TileSchedule) and schedule.num_work_tiles > schedule.num_ctas
         assert DeferredNormConfig(schedule.config, TAKES).can_implement() is None or m == 700
         assert (deferred(schedule, TAKES) is not None) == takes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.gemm import NormedRows, PackedWeight, checks, ops, quantized_linear
+from cute_kernels.gemm import NormedRows, PackedWeight, call, ops, quantized_linear
 from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import native
@@ -144,8 +144,6 @@ REFUSED = {
     "short norm", "norm of fp16", "norm by less than nothing",
     "out of fp32 for bf16", "out with gaps", "out of other rows", "out where x is", "batch-invariant by a number",
 }  # fmt: skip
-NOT_KEPT = {"no rows", "rows off 16 bytes", "short rows", "a parameter", "residual with gaps"}
-NOT_KEPT |= {"rows at two distances", "part of wider rows off 16 bytes"}
 PREPARED = {
     "rows with gaps": "linear_inputs_bf16",
     "part of wider rows": "linear_inputs_bf16",
@@ -179,22 +177,16 @@ def run(launches: list[Any], given: dict[str, Any]) -> Any:
 
 
 def test_a_call_launches_the_same_after_any_other(launches):
-    want = assert_launched_alike_after_any_other(CALLS, lambda other: run(launches, made(other)), ops._kept)
+    want = assert_launched_alike_after_any_other(CALLS, lambda other: run(launches, made(other)), ops.linear.plans)
     assert {name for name, outcome in want.items() if isinstance(outcome, tuple)} == REFUSED
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED | NOT_KEPT])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED | {"no rows", "a parameter"}])
 def test_a_repeated_call_is_not_checked_again(name, launches):
     first = run(launches, made(name))
-    with calls_of(checks.check_input) as repeated:
+    with calls_of(call.check_input) as repeated:
         assert run(launches, made(name)) == first
     assert not repeated
-
-
-@pytest.mark.parametrize("name", sorted(NOT_KEPT))
-def test_what_must_be_copied_first_is_not_kept(name, launches):
-    run(launches, made(name))
-    assert not ops._kept
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,7 @@ from cute_kernels.gemm import served
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer import operator
 from cute_kernels.gemm.layer.compile import SHIPPED_K
-from cute_kernels.gemm.plan import problem_of
+from cute_kernels.gemm.product import problem_of
 from tests.launchers import recording
 from tests.linear.test_layer_products import layer_call as call_of
 

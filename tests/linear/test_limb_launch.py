@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.gemm.arguments import LIMB_ROWS
-from cute_kernels.gemm.wgmma.limb_launch import LimbRows
+from cute_kernels.gemm.experts.product import LimbRows
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT
 from cute_kernels.runtime.gpu import standing_in
 from tests.launchers import cpu_as_gpu

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight, quantized_linear
-from cute_kernels.gemm import ops
+from cute_kernels.gemm import call as linear_call
 from tests.linear.cases import known
 from tests.observed import calls_of
 
@@ -140,9 +140,9 @@ def test_whether_rows_may_depend_on_each_other_is_passed_on():
     layer.batch_invariant = True
     assert copy.deepcopy(layer).batch_invariant and "with batch_invariant" in repr(layer)
     assert not any("invariant" in name for name in layer.state_dict())
-    with calls_of(ops.apply) as calls:
+    with calls_of(linear_call.check) as calls:
         layer(numbers(2, 100))
-    assert [call.arguments["batch_invariant"] for call in calls] == [True]
+    assert [call.arguments["call"].batch_invariant for call in calls] == [True]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

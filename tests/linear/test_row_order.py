@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import plan
+from cute_kernels.gemm import product
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ORDERED, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_rows import STEP_ROWS, ResidentRows, room_of
@@ -98,15 +98,15 @@ def test_one_row_whose_limbs_warps_load_is_put_in_order():
     )
     wide = replace(ordered, reduction=dsmem(3, 2))
     assert "has room for 2 times its part" in (wide.can_implement() or "")
-    schedule = plan.factored(TileSchedule(CONFIG, 64, 1, 64, 2, 128), ORDERED)
+    schedule = product.factored(TileSchedule(CONFIG, 64, 1, 64, 2, 128), ORDERED)
     assert schedule is not None and schedule.config == ordered
-    assert plan.factored(TileSchedule(CONFIG, 64, 1, 65, 3, 128), ORDERED) is None
+    assert product.factored(TileSchedule(CONFIG, 64, 1, 65, 3, 128), ORDERED) is None
 
 
 @pytest.mark.parametrize(("n", "k"), [(8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096), (8192, 3584)])
 def test_products_of_one_row_have_a_kernel_that_takes_the_order(n: int, k: int):
     """And room for the row: each CTA has half of K, and two k blocks of x lie in the place of one of limbs."""
-    schedule = plan.factored(chosen(LinearProblem(1, n, k, k, integers(4), "bf16"), "NVIDIA H200"), ORDERED)
+    schedule = product.factored(chosen(LinearProblem(1, n, k, k, integers(4), "bf16")), ORDERED)
     assert schedule is not None
     assert -(-k // (2 * LIMB_GROUP)) <= schedule.split_k_blocks <= schedule.config.mainloop.k_blocks
 

@@ -9,9 +9,9 @@ import pytest
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import served
+from cute_kernels.gemm.choice import candidates, chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.tuned import candidates, chosen
 from cute_kernels.gemm.wgmma.invariant import parts_of_k
 
 GPU = "NVIDIA H200"
@@ -39,10 +39,10 @@ def nothing_noted() -> Iterator[None]:
 def test_numbers_of_rows_in_between_have_kernels_that_are_ready(one: LinearProblem, invariant: bool):
     one = replace(one, batch_invariant=invariant)
     served.note_ready(one, READY)
-    ready = {spec for m in READY for spec in specs_of(chosen(replace(one, m=m), GPU).config)}
+    ready = {spec for m in READY for spec in specs_of(chosen(replace(one, m=m)).config)}
     for m in BETWEEN:
         asked = replace(one, m=m)
-        schedule = served.schedule_for(asked, GPU)
+        schedule = served.schedule_for(asked)
         assert set(specs_of(schedule.config)) <= ready, m
         if not isinstance(schedule, StreamSchedule):
             assert schedule.m_tiles == -(-m // schedule.config.tile_m)
@@ -55,26 +55,26 @@ def test_a_choice_in_between_is_one_of_the_problems_own():
     served.note_ready(one, READY)
     for m in BETWEEN:
         asked = replace(one, m=m)
-        schedule = served.schedule_for(asked, GPU)
-        own = {each.schedule for each in candidates(asked)}
+        schedule = served.schedule_for(asked)
+        own = set(candidates(asked))
         same = [each for each in own if each.config == schedule.config]
         assert schedule in own or not same, m
 
 
 def test_numbers_that_were_noted_and_products_that_were_not_have_their_own():
     one, other = problem(), problem(4096, 4096)
-    before = {m: chosen(replace(one, m=m), GPU) for m in (*READY, 4096)}
+    before = {m: chosen(replace(one, m=m)) for m in (*READY, 4096)}
     served.note_ready(one, READY)
     for m, schedule in before.items():
-        assert served.schedule_for(replace(one, m=m), GPU) == schedule  # and of more rows than were noted
+        assert served.schedule_for(replace(one, m=m)) == schedule  # and of more rows than were noted
     for m in (3, 100, 700):
-        assert served.schedule_for(replace(other, m=m), GPU) == chosen(replace(other, m=m), GPU)
+        assert served.schedule_for(replace(other, m=m)) == chosen(replace(other, m=m))
 
 
 def test_what_two_engines_note_is_put_together():
     one = problem()
     served.note_ready(one, (1, 8))
     served.note_ready(one, (4, 64))
-    ready = {chosen(replace(one, m=m), GPU).config for m in (1, 4, 8, 64)}
+    ready = {chosen(replace(one, m=m)).config for m in (1, 4, 8, 64)}
     for m in range(1, 65):
-        assert served.schedule_for(replace(one, m=m), GPU).config in ready
+        assert served.schedule_for(replace(one, m=m)).config in ready

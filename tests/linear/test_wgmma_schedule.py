@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.tuned import chosen, modelled
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import cost_of
@@ -95,10 +95,10 @@ def test_limbs_are_chosen_where_they_were_faster(n, k, m):
     before, _ = measured.LIMBS[n, k, m]  # and times of limbs that a launch before made, which there is no more
     times = measured.RESIDENT.get((n, k, m), {}) | measured.RESIDENT_LAYERS.get((n, k, m), (0, {}))[1]
     case = problem(m, n, k)
-    chosen = modelled(case)
-    us = times[variant_of(chosen)] if is_in_limbs(chosen) else before
-    if interleaves_k(chosen):
-        us = k_warpgroups_us(case, chosen)
+    served = chosen(case)
+    us = times[variant_of(served)] if is_in_limbs(served) else before
+    if interleaves_k(served):
+        us = k_warpgroups_us(case, served)
     fastest = min([before, *times.values()])
     assert us <= max(1.07 * fastest, fastest + 1.1)
     for one in tile_schedules(case):
@@ -112,8 +112,8 @@ def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
     """Within 4 % of the fastest; what they are expected to take is within 13 % of what they took."""
     before, times = measured.RESIDENT_LAYERS[n, k, m]
     case = problem(m, n, k)
-    chosen = modelled(case)
-    us = times.get(variant_of(chosen), before) if is_in_limbs(chosen) else before
+    served = chosen(case)
+    us = times.get(variant_of(served), before) if is_in_limbs(served) else before
     assert us <= 1.04 * min(before, *times.values())
     for one in tile_schedules(case):
         if isinstance(one.config.mainloop, ResidentLimbs) and variant_of(one) in times:
@@ -308,11 +308,10 @@ def test_tiles_are_work_ranges_where_that_is_faster():
 
 @pytest.mark.parametrize("n, k, bits, m", K_WARPGROUPS, ids=lambda number: str(number))
 def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
-    """The model takes the fastest tile of those measured, by a table or without, and meets its time within 16 %."""
+    """The model takes the fastest tile of those measured, and meets its time within 16 %."""
     before, times = K_WARPGROUPS[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
-    schedule = modelled(case)
-    assert schedule == chosen(case, "NVIDIA H200")
+    schedule = chosen(case)
     assert interleaves_k(schedule)
     us = k_warpgroups_us(case, schedule)
     assert us == min(times.values()) < before
@@ -335,7 +334,7 @@ def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k,
     before, times = FORM_K_WARPGROUPS[form][n, k][m]
     bits, dtype, group_size, zero_point = form
     case = problem(m, n, k, bits=bits, dtype=dtype, group_size=group_size, zero_point=zero_point)
-    schedule = modelled(case)
+    schedule = chosen(case)
     newer = zero_point or group_size < 128
     if newer and isinstance(schedule, TileSchedule) and schedule.config.limbs:
         assert m <= 8 and estimate_us(case, schedule) < min(before, *times.values())
@@ -511,10 +510,10 @@ NOW_CHOSEN = {
 @pytest.mark.parametrize("n, k, m", NOW_CHOSEN, ids=str)
 def test_clusters_of_four_and_long_rows_at_once_are_chosen_where_they_were_faster(n, k, m):
     case, (us, other) = problem(m, n, k), NOW_CHOSEN[n, k, m]
-    chosen = modelled(case)
-    assert isinstance(chosen, TileSchedule) and us < other
-    assert chosen.config.cluster == 4 or (m <= 2 and chosen.config.mainloop.k_blocks == 64)
-    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.1 if m > 96 else 0.06)
+    served = chosen(case)
+    assert isinstance(served, TileSchedule) and us < other
+    assert served.config.cluster == 4 or (m <= 2 and served.config.mainloop.k_blocks == 64)
+    assert estimate_us(case, served) == pytest.approx(us, rel=0.1 if m > 96 else 0.06)
 
 
 @pytest.mark.parametrize("n, m, num_ctas", [(1280, 97, 80), (1280, 128, 80), (1024, 384, 96), (512, 300, 80)])

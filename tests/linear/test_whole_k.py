@@ -12,8 +12,8 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm import served
+from cute_kernels.gemm.choice import candidates, chosen
 from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
-from cute_kernels.gemm.tuned import candidates, chosen
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
@@ -34,13 +34,13 @@ def nothing_noted() -> Iterator[None]:
 
 
 def schedules_of(problem: LinearProblem) -> Iterator[StreamSchedule | TileSchedule]:
-    """All that may serve a product: of tables and models, of servers and batch-invariant ones."""
-    yield from (one.schedule for one in candidates(problem))
+    """All that may serve a product: of models, of servers and batch-invariant ones."""
+    yield from candidates(problem)
     yield from invariant.schedules(replace(problem, batch_invariant=True))
     for one in (problem, replace(problem, batch_invariant=True)):
-        yield chosen(one, GPU)
+        yield chosen(one)
         served.note_ready(replace(one, m=1), READY)
-        yield served.schedule_for(one, GPU)
+        yield served.schedule_for(one)
 
 
 def inputs_of(schedule: StreamSchedule | TileSchedule) -> int:
@@ -77,7 +77,7 @@ def test_limbs_are_made_of_whole_groups_of_their_own():
     """Where one row is served by limbs, by format and padded K."""
     taken = {
         (form.key, k_pad): any(
-            isinstance(one.schedule, TileSchedule) and one.schedule.config.limbs
+            isinstance(one, TileSchedule) and one.config.limbs
             for one in candidates(LinearProblem(1, 200, k_pad, k_pad, form, "bf16"))
         )
         for form in FORMS

@@ -26,11 +26,8 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     LONG_BLOCK_K,
     RINGS,
     ROW_COLUMNS,
-    SMEM_RESERVE,
     EntryConfig,
-    entry_config,
     entry_rows,
-    entry_tiles,
     ring_config,
 )
 from cute_kernels.gemm.experts.wgmma.entry_kernel import (
@@ -40,6 +37,7 @@ from cute_kernels.gemm.experts.wgmma.entry_kernel import (
     EntryTileScheduler,
     EntryTileSizes,
 )
+from cute_kernels.gemm.experts.wgmma.schedule import SMEM_RESERVE, entry_config, entry_tiles
 from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from layouts.weights.hopper import TILE_N

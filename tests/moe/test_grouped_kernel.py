@@ -33,7 +33,7 @@ from cute_kernels.gemm.experts.schedule import (
     with_launches,
 )
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.plan import ACTIVATIONS
+from cute_kernels.gemm.product import ACTIVATIONS
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
 from layouts.weights import hopper

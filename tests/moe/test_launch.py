@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +16,15 @@ import torch
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
-from cute_kernels.gemm.experts import PackedExperts, checks, fused_moe, grouped_linear, layer, ops, plan
-from cute_kernels.gemm.experts.layer import AssignedMoePlan, Scratch, SortedMoePlan
-from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, layouts
+from cute_kernels.gemm.experts import PackedExperts, fused_moe, grouped_linear, ops, plan
+from cute_kernels.gemm.experts import call as checks
+from cute_kernels.gemm.experts import product as products_of
+from cute_kernels.gemm.experts.choice import candidates, chosen
+from cute_kernels.gemm.experts.plan import Scratch
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
-from cute_kernels.gemm.experts.tuned import candidates, modelled
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
-from cute_kernels.gemm.plan import OUT_KINDS
+from cute_kernels.gemm.product import OUT_KINDS
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -142,39 +144,32 @@ def products(request):
 
 @pytest.fixture
 def launches(monkeypatch, products):
-    def chosen(problem: Any, gpu: str) -> Any:
+    def taken(problem: Any) -> Any:
         if products == "modelled":
-            return modelled(problem)
+            return chosen(problem)
         kind = {"few rows": GroupedSchedule, "ranges": RangeLayout, "tiles": GroupedTiles, "limbs": GroupedTiles}[
             products
         ]
         for one in candidates(problem):
-            limbs = bool(getattr(one.schedule.config, "limbs", False))
-            if isinstance(one.schedule, kind) and limbs == (products == "limbs"):
-                return one.schedule
-        return modelled(problem)
+            limbs = bool(getattr(one.config, "limbs", False))
+            if isinstance(one, kind) and limbs == (products == "limbs"):
+                return one
+        return chosen(problem)
 
-    monkeypatch.setattr(plan, "chosen", chosen)
+    monkeypatch.setattr(products_of, "chosen", taken)
     with recording(lambda spec: checked(spec.config)) as recorded:
         yield recorded.launches
 
 
-class Derived(PackedExperts):
-    """Experts that a call takes through the operator's own function, as those that it cannot look into."""
+def through_operator(**given: Any) -> torch.Tensor:
+    """A call by the operator's own function for a GPU."""
+    if "down" in given:
+        return ops._moe_of(checks.check_moe(checks.MoeCall(**given)), ops._moe_fields_on_cuda)
+    return ops._grouped_of(checks.check_grouped(checks.GroupedCall(**given)), ops._grouped_fields_on_cuda)
 
 
-def derived(given: dict[str, Any]) -> dict[str, Any]:
-    """A call whose experts are `Derived`."""
-    of_weights = {
-        name: Derived(weight.codes, weight.scales, weight.zeros, weight.format, weight.shape)
-        for name, weight in given.items()
-        if isinstance(weight, PackedExperts)
-    }
-    return given | of_weights
-
-
-def run(launches: list[Any], given: dict[str, Any]) -> Any:
-    tensors, function = dict(given), fused_moe if "down" in given else grouped_linear
+def run(launches: list[Any], given: dict[str, Any], function: Any = None) -> Any:
+    tensors, function = dict(given), function or (fused_moe if "down" in given else grouped_linear)
     for name in given.keys() & {"gate_up", "down", "weight"}:
         tensors |= {f"{name}.{part}": getattr(given[name], part, None) for part in ("codes", "scales", "zeros")}
     return outcome(launches, lambda: function(**given), tensors)
@@ -190,7 +185,7 @@ def check_launches_after_any_other(calls, refused, run_other, kept):
 
 
 def test_a_call_launches_the_same_after_any_other(launches):
-    check_launches_after_any_other(CALLS, REFUSED, lambda other: run(launches, made(other)), ops._plans)
+    check_launches_after_any_other(CALLS, REFUSED, lambda other: run(launches, made(other)), ops.moe.plans)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED and name != "no tokens"])
@@ -222,7 +217,8 @@ def test_one_launch_a_step(products, kernels, launches):
 def test_batch_invariant_products_of_few_rows_find_assignments_as_they_are(tokens, direct, launches):
     """By tiles of decoded weights as well, whose results are of x's dtype: three launches."""
     given = call(tokens, hidden=256)
-    fused_moe(**(given if direct else derived(given)), batch_invariant=True)
+    given |= {"batch_invariant": True}
+    fused_moe(**given) if direct else through_operator(**given)
     kernels = [launch.symbol for launch in launches]
     assert [kernel.split("_w4")[0] for kernel in kernels[:2]] == ["grouped_linear_wgmma"] * 2
     assert all("entries1" in kernel for kernel in kernels[:2])
@@ -234,7 +230,8 @@ def test_batch_invariant_products_of_few_rows_find_assignments_as_they_are(token
 def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, hidden, direct, launches):
     """Of many rows, or a K that is not whole: sorted, with rows in order, neither in limbs nor by runs."""
     given = call(tokens, hidden)
-    fused_moe(**(given if direct else derived(given)), batch_invariant=True)
+    given |= {"batch_invariant": True}
+    fused_moe(**given) if direct else through_operator(**given)
     kernels = [launch.symbol for launch in launches]
     assert [kernel.split("_w4")[0] for kernel in kernels[2:4]] == ["grouped_linear_wgmma"] * 2
     assert not any("limbs" in kernel or "sync" in kernel for kernel in kernels)
@@ -243,11 +240,11 @@ def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, hidden
 
 @pytest.mark.parametrize("products", KINDS, indirect=True)
 @pytest.mark.parametrize(
-    "name", ["plain", "short rows", "short rows between the products", "x with small gaps", "out of fp32"]
+    "name", ["plain", "short rows", "short rows between the products", "x with small gaps", "fp32 results"]
 )
 def test_the_operator_launches_what_the_call_does(name, products, launches):
     want = run(launches, made(name))
-    assert run(launches, derived(made(name))) == want and len(want) == NUM_LAUNCHES[products]
+    assert run(launches, made(name), through_operator) == want and len(want) == NUM_LAUNCHES[products]
 
 
 def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
@@ -262,7 +259,7 @@ def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
     ]
     numbers: list[Any] = [value for weight in weights for value in (weight.format.key, *weight.shape)]
     with pytest.raises(ValueError, match="^x: got 65536 rows, want at most 65535"):
-        ops._moe_on_cuda(*[*tensors, given["topk_ids"], given["topk_weights"], *numbers, BF16])
+        ops._moe_fields_on_cuda(*[*tensors, given["topk_ids"], given["topk_weights"], *numbers, BF16])
     assert not launches
 
 
@@ -309,13 +306,14 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
 
 def test_a_second_product_waits_behind_one_of_another_kind(launches):
     """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
-    few, ranges = (plan.plan_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
-    assert isinstance(few, plan.GroupedPlan) and isinstance(ranges, plan.RangePlan) and few.waits and ranges.waits
-    other = SimpleNamespace(gathers=True, stores_fp32=True)
+    few, ranges = (products_of.product_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
+    assert isinstance(few.schedule, GroupedSchedule) and isinstance(ranges.schedule, RangeLayout)
+    assert few.waits and ranges.waits
+    other = replace(few, waits=None)
     for first, waits in ((few, False), (ranges, False), (other, True)):
         for second in (few, ranges):
-            _, found = layer.behind_each_other(first, second)  # type: ignore[arg-type]
-            assert type(found) is type(second) and found.waits == waits  # type: ignore[union-attr]
+            _, found = plan.behind_each_other(first, second)
+            assert found == replace(second, waits=waits)
 
 
 # -- assignments as they are -------------------------------------------------------------------------------------------
@@ -344,8 +342,7 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     """Three launches: each product is given the ids, as is what adds up; the second begins before the first ends."""
     given = routed(tokens, topk, id_dtype)
     result = fused_moe(**given)
-    (made_plan,) = ops._plans.values()
-    assert isinstance(made_plan, AssignedMoePlan)
+    (made_plan,) = ops.moe.plans.values()
     ids, shares, words = given["topk_ids"].data_ptr(), given["topk_weights"].data_ptr(), id_dtype.itemsize // 4
     first, second, combine = (launch.arguments for launch in launches)
     gate_up, down = given["gate_up"], given["down"]
@@ -355,9 +352,8 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     assert first[4] == hidden.data_ptr() and hidden.shape[1] == INNER
     assert hidden.data_ptr() + 2 * tokens * topk * INNER <= results
     common = 132, EXPERTS, tokens * topk
-    of_first, of_second = made_plan.gate_up, made_plan.down
-    assert isinstance(of_first, plan.AssignedPlan) and isinstance(of_second, plan.AssignedPlan)
-    slots = [product.layout.x_slots for product in (of_first, of_second)]
+    assert all(one.finds_ids for one in made_plan.products)
+    slots = [one.schedule.x_slots for one in made_plan.products]
     assert first[5:] == (
         ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), 0, True, SWIGLU, OUT_KINDS[BF16],
     )  # fmt: skip
@@ -391,8 +387,8 @@ SORTED: dict[str, Any] = {
 def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, launches):
     given = SORTED[name]()
     result = fused_moe(**given)
-    (made_plan,) = ops._plans.values()
-    assert isinstance(made_plan, SortedMoePlan)
+    (made_plan,) = ops.moe.plans.values()
+    assert not any(one.finds_ids for one in made_plan.products)
     routing, *between, combine = launches
     topk, count = given["topk_ids"].shape[1], len(given["gate_up"])
     ids, offsets, _, places, known = routing.arguments
@@ -405,31 +401,12 @@ def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, l
     assert combine.arguments[0] is result and combine.arguments[2:] == (places, shares, topk, count, 0)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("tokens, kind", [(3, AssignedMoePlan), (24, SortedMoePlan)])
-def test_assignments_of_a_product_that_a_table_gives_entries_of_more_rows(which, tokens, kind, launches, monkeypatch):
-    """The kernel of assignments has entries of 8 rows only: it serves them if experts usually have no more."""
-    n = (2 * INNER, HIDDEN)[which]
-
-    def chosen(problem: Any, gpu: str) -> Any:
-        rows = 16 if problem.n == n else 8
-        return next(one for one in layouts(problem) if one.config.tile_m == rows)
-
-    monkeypatch.setattr(plan, "chosen", chosen)
-    fused_moe(**call(tokens))
-    (made_plan,) = ops._plans.values()
-    assert isinstance(made_plan, kind)
-    few = kind is AssignedMoePlan
-    kernels = ["_assigned1", "_assigned1", COMBINE] if few else [ROUTING, "_ranges1", "_ranges1", COMBINE]
-    assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
-
-
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_a_second_product_of_long_k_is_in_parts_that_are_added_up(tokens, launches):
     """Each part has results of its own, of all assignments, behind the hidden activations."""
     result = fused_moe(**(given := call(tokens, inner=14336)))
-    (made_plan,) = ops._plans.values()
-    assert isinstance(made_plan, AssignedMoePlan)
+    (made_plan,) = ops.moe.plans.values()
+    assert all(one.finds_ids for one in made_plan.products)
     _, second, combine = (launch.arguments for launch in launches)
     hidden, results, count = second[0], second[4], tokens * TOPK
     k_blocks, part_bits = second[8], second[-4]
@@ -575,10 +552,13 @@ def test_a_product_launches_the_same_after_any_other(launches):
     def run_other(other):
         return run(launches, product_made(other))
 
-    check_launches_after_any_other(PRODUCTS, REFUSED_PRODUCTS, run_other, ops._launches)
+    check_launches_after_any_other(PRODUCTS, REFUSED_PRODUCTS, run_other, ops.grouped.plans)
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in REFUSED_PRODUCTS and name != "no places"])
+NOT_AT_ONCE = {*REFUSED_PRODUCTS, "no places", "x, a parameter"}
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in NOT_AT_ONCE])
 def test_a_repeated_product_is_not_checked_again(name, launches):
     first = run(launches, product_made(name))
     with calls_of(checks.check_experts) as repeated:
@@ -587,10 +567,10 @@ def test_a_repeated_product_is_not_checked_again(name, launches):
 
 
 @pytest.mark.parametrize("products", KINDS, indirect=True)
-@pytest.mark.parametrize("name", ["plain", "rows by index", "short rows by index", "bias", "swiglu", "out of fp32"])
+@pytest.mark.parametrize("name", ["plain", "rows by index", "short rows by index", "bias", "swiglu", "fp32 results"])
 def test_the_products_operator_launches_what_the_call_does(name, products, launches):
     want = run(launches, product_made(name))
-    assert run(launches, derived(product_made(name))) == want and want
+    assert run(launches, product_made(name), through_operator) == want and want
 
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
@@ -638,7 +618,8 @@ def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, la
 @pytest.mark.parametrize("direct", [True, False])
 def test_values_are_looked_at_in_every_call_where_that_is_asked_for(direct, launches):
     right, wrong = product(), product(expert_offsets=OFFSETS.flip(0).contiguous())
-    with ops.arguments.checking_values():
-        grouped_linear(**(right if direct else derived(right)))
+    function = grouped_linear if direct else through_operator
+    with checks.arguments.checking_values():
+        function(**right)
         with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
-            grouped_linear(**(wrong if direct else derived(wrong)))
+            function(**wrong)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels import PackedExperts, QuantizedLinear, QuantizedMoE, quantize_model
-from cute_kernels.gemm.experts import ops
+from cute_kernels.gemm.experts import call as moe_call
 from tests.moe import blocks
 from tests.observed import calls_of
 
@@ -192,11 +192,11 @@ def test_whether_tokens_may_depend_on_each_other_is_passed_on():
     layers = [module for module in model.modules() if isinstance(module, QuantizedMoE)]
     assert len(layers) == 2 and all(layer.batch_invariant for layer in layers)
     assert not any("invariant" in name for name in model.state_dict())
-    with calls_of(ops.apply_moe) as calls:
+    with calls_of(moe_call.check_moe) as calls:
         model(torch.arange(6).view(1, 6))
         layers[0].batch_invariant = False
         model(torch.arange(6).view(1, 6))
-    assert [call.arguments["batch_invariant"] for call in calls] == [True, True, False, True]
+    assert [call.arguments["call"].batch_invariant for call in calls] == [True, True, False, True]
 
 
 def test_blocks_that_are_skipped_stay():

@@ -32,7 +32,7 @@ from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles, Sor
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.plan import ACTIVATIONS
+from cute_kernels.gemm.product import ACTIVATIONS
 from cute_kernels.gemm.wgmma import limbs, loads
 from layouts.transform import unpack
 from layouts.weights import hopper

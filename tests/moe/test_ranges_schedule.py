@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts import tuned
+from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.ranges import schedule
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
@@ -188,21 +188,20 @@ def test_products_of_few_rows_an_expert_are_served_by_runs():
         (8, 256),
         (400, MAX_EXPERTS),
     ):
-        assert isinstance(tuned.modelled(problem(places, experts)), RangeLayout)
+        assert isinstance(choice.chosen(problem(places, experts)), RangeLayout)
     for places, experts in ((9, 1), (33, 4), (33, 8), (513, 128), (10000, 8)):
-        assert not isinstance(tuned.modelled(problem(places, experts)), RangeLayout)
+        assert not isinstance(choice.chosen(problem(places, experts)), RangeLayout)
     for changes in NOT_POSSIBLE.values():
         if changes.get("experts", 0) <= MAX_EXPERTS and changes.get("k", 0) < 1 << 16 and changes.get("n", 0) < 1 << 24:
-            assert not isinstance(tuned.modelled(problem(**changes)), RangeLayout)
+            assert not isinstance(choice.chosen(problem(**changes)), RangeLayout)
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 6, 33, 126, 129, 130, 255, 511])
 def test_experts_that_lanes_have_no_whole_share_of_are_served_by_another_kernel(experts):
-    """Whatever a table says, which chooses among candidates."""
     grouped, more = problem(8, experts), problem(8, -(-experts // LANE_EXPERTS) * LANE_EXPERTS)
-    assert isinstance(tuned.modelled(grouped), GroupedSchedule) and isinstance(tuned.modelled(more), RangeLayout)
-    kernels, of_more = ({one.kernel for one in tuned.candidates(one)} for one in (grouped, more))
-    assert tuned.RANGES in of_more and kernels == of_more - {tuned.RANGES}
+    assert isinstance(choice.chosen(grouped), GroupedSchedule) and isinstance(choice.chosen(more), RangeLayout)
+    kinds, of_more = ({type(layout) for layout in choice.candidates(one)} for one in (grouped, more))
+    assert RangeLayout in of_more and kinds == of_more - {RangeLayout}
 
 
 # -- among assignments as they are -------------------------------------------------------------------------------------
@@ -246,25 +245,25 @@ def test_names_tell_kernels_of_assignments_from_others():
 
 def test_layers_of_few_assignments_have_both_products_among_them():
     problems = [problem(32, 256, n, k) for n, k in ((4096, 7168), (7168, 2048))]
-    first, second = map(tuned.modelled, problems)
+    first, second = map(choice.chosen, problems)
     assert isinstance(first, RangeLayout) and isinstance(second, RangeLayout)
     for count in (32, MOST_ASSIGNMENTS):
         wanted = [among_assignments(one, count) for one in (first, second)]
-        assert tuned.assigned(count, problems, [first, second]) == wanted
-    assert tuned.assigned(MOST_ASSIGNMENTS + 1, problems, [first, second]) is None
+        assert choice.assigned(count, problems, [first, second]) == wanted
+    assert choice.assigned(MOST_ASSIGNMENTS + 1, problems, [first, second]) is None
     other = problem(32, 256, group=64)
-    served = tuned.modelled(other)
-    assert tuned.assigned(32, [problems[0], other], [first, served]) is None
-    assert tuned.assigned(32, [other, problems[1]], [served, second]) is None
+    served = choice.chosen(other)
+    assert choice.assigned(32, [problems[0], other], [first, served]) is None
+    assert choice.assigned(32, [other, problems[1]], [served, second]) is None
 
 
 def test_what_a_table_gives_entries_of_more_rows_is_by_the_model_among_assignments():
     """Theirs is a launch less, and entries are of 8 rows."""
     one = problem(64, 128)
     of_more = next(layout for layout in layouts(one) if layout.config.tile_m > MODELLED_ROWS)
-    assert tuned.assigned(64, [one], [of_more]) == [among_assignments(make_ranges(one), 64)]
+    assert choice.assigned(64, [one], [of_more]) == [among_assignments(make_ranges(one), 64)]
     many = problem(64, 8)
-    assert not has_few_rows(many) and tuned.assigned(64, [many], [of_more]) is None
+    assert not has_few_rows(many) and choice.assigned(64, [many], [of_more]) is None
 
 
 def of_long_k(places: int, k: int = 14336) -> GroupedProblem:
@@ -275,14 +274,14 @@ def of_long_k(places: int, k: int = 14336) -> GroupedProblem:
 def test_a_last_product_whose_k_has_no_room_is_in_as_few_parts_as_have():
     long, other = of_long_k(16), problem(16, 8, 28672, 4096)
     assert not list(layouts(long)) and not has_few_rows(long)
-    served = [tuned.modelled(one) for one in (other, long)]
-    first, second = tuned.assigned(16, [other, long], served) or (None, None)
+    served = [choice.chosen(one) for one in (other, long)]
+    first, second = choice.assigned(16, [other, long], served) or (None, None)
     assert first is not None and second is not None and (first.parts, second.parts) == (1, 2)
     assert second.parts * second.k_blocks * 128 == long.k_pad and second.part_bits == 1
     assert (
         2 * second.k_blocks > second.config.activations.room_k_blocks(second.config) >= second.x_slots * second.k_blocks
     )
-    assert tuned.assigned(16, [long, other], served[::-1]) is None, "parts have no activation"
+    assert choice.assigned(16, [long, other], served[::-1]) is None, "parts have no activation"
     longer = make_parts(of_long_k(16, 28672))
     assert longer is not None and longer.parts == 4, "two parts have no room either"
     assert make_parts(of_long_k(16, 2**17)) is None, "nor have four"
@@ -328,4 +327,4 @@ def test_the_chosen_layout_is_nearly_the_fastest_measured(case):
     grouped, times = measured_problem(case), measured.RANGES[case]
     found = modelled_layouts(grouped)
     assert times[found.index(make_ranges(grouped))] <= 1.025 * min(times)
-    assert tuned.modelled(grouped) == make_ranges(grouped) and has_few_rows(grouped)
+    assert choice.chosen(grouped) == make_ranges(grouped) and has_few_rows(grouped)

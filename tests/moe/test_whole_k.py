@@ -9,10 +9,10 @@ import pytest
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.formats.weights.integers import IntegerFormat
+from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.gemm.experts.tuned import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.weight import padded_shape
 
 GPU = "NVIDIA H200"
@@ -21,8 +21,8 @@ FORMS = [integers(*one) for one in product((4, 8), (None, 32, 64, 128, 256), (Fa
 
 
 def layouts_of(problem: GroupedProblem) -> Iterator[GroupedLayout]:
-    yield from (one.schedule for one in candidates(problem))
-    yield chosen(problem, GPU)
+    yield from candidates(problem)
+    yield chosen(problem)
     parts = ranges.make_parts(problem)
     if parts is not None:
         yield parts

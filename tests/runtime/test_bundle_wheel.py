@@ -19,7 +19,6 @@ from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.runtime.tuned import Choice, TunedTable, own_path, tables
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
 
@@ -79,7 +78,6 @@ def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: 
     assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
 
 
-GPUS = engine_kernels.GPUS
 HEADS, FORMATS = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
 
 
@@ -91,12 +89,12 @@ def test_what_an_engine_asks_for_is_on_the_list(drafted: int):
     assert set(asked) <= listed
 
 
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 7168)], ids=["measured", "not measured"])
-def test_what_a_layer_asks_for_on_each_gpu_is_on_the_list(n: int, k: int):
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 7168)])
+def test_what_a_layer_asks_for_is_on_the_list(n: int, k: int):
     problem = LinearProblem(1, n, k, k, integers(4, 128), "bf16")
     listed = engine_kernels.linear_specs(problem)
     rows = (1, 2, 8, 40, 256, 288, 512, 4096, 16384)
-    asked = [spec for gpu in engine_kernels.GPUS for m in rows for spec in prepare.specs_for(problem, m, gpu)]
+    asked = [spec for m in rows for spec in prepare.specs_for(problem, m)]
     assert set(asked) <= set(listed) and len(listed) == len(set(listed))
 
 
@@ -115,8 +113,8 @@ def test_no_shape_is_listed_twice():
 
 def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
     of_attention = engine_kernels.attention_specs(HEADS, FORMATS, 0, (1, 64))
-    of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64, GPUS[0])
-    with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: GPUS[0])):
+    of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64)
+    with standing_in(Gpu(num_sms=lambda device: 132)):
         of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
     found, asked = [*of_attention, *of_layers, *of_experts], []
 
@@ -130,27 +128,6 @@ def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
     assert set(kept()) == set(found) and len(asked) == 2
     assert kept("another") == found and len(asked) == 3
     assert [one.name for one in path.parent.iterdir()] == ["engine_kernels_another.json"]
-
-
-def test_a_list_is_not_kept_once_another_table_of_times_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-
-    def kept() -> None:
-        tables.cache_clear()  # as in another process
-        engine_kernels.kept_specs("sm_90a", tmp_path / "list", None, lambda: asked.append(1) or [])
-
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        kept()
-        kept()
-        assert len(asked) == 1
-        choice = Choice("kernel", "config", cut=1, us=1.0, model_us=1.0)
-        TunedTable(GPUS[0], None, {"a problem": choice}).write(own_path(GPUS[0]))
-        kept()
-        assert len(asked) == 2
-    finally:
-        monkeypatch.undo()
-        tables.cache_clear()
 
 
 def test_a_list_that_others_could_have_written_is_not_read(tmp_path: Path):

@@ -29,15 +29,14 @@ from cute_kernels.formats.weights import (
     registered_formats,
 )
 from cute_kernels.formats.weights import weight_format as format_of
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
-from cute_kernels.gemm.experts import tuned as moe_tuned
+from cute_kernels.gemm.experts import choice as moe_choice
 from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
 from cute_kernels.gemm.experts.schedule import GroupedProblem
-from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.slices import slice_inputs, slice_outputs
-from cute_kernels.gemm.tuned import key_of, modelled, problem_of
-from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers
 from cute_kernels.runtime import KernelSpec, default_cache
@@ -136,17 +135,6 @@ def test_what_is_no_format_is_refused_by_name():
         quantize_weight(weights(64, 64), format=codebook.CODEBOOK, dtype=torch.float16)
 
 
-@every_format
-def test_tables_name_problems_of_a_format(form):
-    for dtype in form.dtypes:
-        k_pad = padded_shape((4096, 2048), form.group_size)[1]
-        problem = LinearProblem(16, 4096, 2048, k_pad, form, dtype)
-        assert problem_of(key_of(problem)) == problem
-        grouped = GroupedProblem(64, 8, 4096, 2048, k_pad, form, dtype)
-        assert moe_tuned.problem_of(moe_tuned.key_of(grouped)) == grouped
-    assert problem_of(key_of(problem).replace(form.codes_name, "other")) is None
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -231,10 +219,9 @@ def test_layers_of_a_model_take_it_and_say_so(form):
 @every_format
 def test_a_configuration_is_a_format_as_json(form):
     from cute_kernels.gemm.compile import spec_of
-    from cute_kernels.gemm.tuned import modelled
 
     problem = LinearProblem(16, 4096, 4096, 4096, form, form.dtypes[0])
-    spec = spec_of(modelled(problem).config)
+    spec = spec_of(chosen(problem).config)
     assert json.loads(spec.config_json())["format"]["group_size"] == form.group_size
     assert form.symbol_name(form.dtypes[0]) in spec.symbol
     assert Path(str(sys.modules[type(form).__module__].__file__)).resolve() in reached(spec).files
@@ -317,8 +304,8 @@ def kernels_of(form: WeightFormat) -> list[KernelSpec]:
     """Dense and of experts, of few rows and of many."""
     problems = [LinearProblem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
     grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
-    specs = [spec for problem in problems for spec in specs_of(modelled(problem).config)]
-    specs += [spec for problem in grouped for spec in grouped_specs_of(moe_tuned.modelled(problem).config)]
+    specs = [spec for problem in problems for spec in specs_of(chosen(problem).config)]
+    specs += [spec for problem in grouped for spec in grouped_specs_of(moe_choice.chosen(problem).config)]
     return list(dict.fromkeys(specs))
 
 

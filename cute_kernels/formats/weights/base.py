@@ -43,7 +43,7 @@ class WeightFormat(ABC):
         codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
         pad_code: what fills rows and columns behind a weight's own.
         decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
-        key: names the format in operators, state dicts and tables: ``codes_name`` and ``scales_name``.
+        key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
     """
 
     bits: int
@@ -88,10 +88,6 @@ class WeightFormat(ABC):
     def symbol_name(self, dtype: str) -> str:
         """The format and the activations' dtype in names of kernels."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
-
-    def table_name(self, dtype: str) -> str:
-        """The same in keys of tuned tables; `of_table_name` is the inverse."""
-        return f"{self.codes_name}_{dtype}_{self.scales_name}"
 
     def __str__(self) -> str:
         return self.key
@@ -245,14 +241,6 @@ def weight_format(key: str) -> WeightFormat:
     if found is None:
         raise ValueError(f"format: got {key!r}, want one of {', '.join(_FORMATS)}")
     return found
-
-
-def of_table_name(name: str) -> tuple[WeightFormat, str] | None:
-    """(format, dtype) of `WeightFormat.table_name`; None if there is no such format, or it does not take the dtype."""
-    codes, _, rest = name.partition("_")
-    dtype, _, scales = rest.partition("_")
-    found = _FORMATS.get(f"{codes}_{scales}")
-    return None if found is None or dtype not in found.dtypes else (found, dtype)
 
 
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:

@@ -1,9 +1,9 @@
 """Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
 
-Read on in `reference` (what the layers mean), `checks`, `ops`, `launch`; `schedule` and `work` say which part of the
-active experts' weights a CTA takes, `tuned` which kernel and layout serve a product, `kernel` what a grouped product
-does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after; `module` has the
-layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
+Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` and `work` say which part of
+the active experts' weights a CTA takes, `choice` which kernel and layout serve a product, `kernel` what a grouped
+product does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after; `module` has
+the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.gemm.experts import ops
+from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
@@ -70,7 +71,8 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    return ops.apply_grouped(x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out)
+    options = activation, out_dtype, batch_invariant, out
+    return ops.grouped(GroupedCall(x, weight, expert_offsets, rows, bias, *options))
 
 
 def fused_moe(
@@ -111,4 +113,4 @@ def fused_moe(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     options = activation, out_dtype, batch_invariant, out
-    return ops.apply_moe(x, gate_up, down, topk_ids, topk_weights, *options)
+    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.arguments import compile_kernel
 from cute_kernels.gemm.config import LinearConfig
-from cute_kernels.gemm.experts import tuned
+from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts.arguments import (
     ASSIGNED,
     COMBINE,
@@ -24,8 +24,8 @@ from cute_kernels.gemm.experts.arguments import (
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.config import EntryLimbs, RangeConfig
 from cute_kernels.gemm.experts.schedule import GroupedProblem
-from cute_kernels.gemm.experts.wgmma.entry_config import EntryConfig, EntryWgmma, entry_tiles
-from cute_kernels.gemm.experts.wgmma.schedule import TABLE_WARPS, candidate_configs
+from cute_kernels.gemm.experts.wgmma.entry_config import EntryConfig, EntryWgmma
+from cute_kernels.gemm.experts.wgmma.schedule import TABLE_WARPS, candidate_configs, entry_tiles
 from cute_kernels.gemm.wgmma import compile as linear_wgmma
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -135,11 +135,10 @@ def shipped_specs() -> list[KernelSpec]:
         for tokens in TOKENS:
             count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
             problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
-            layouts = [tuned.modelled(problem) for problem in problems]
+            layouts = [choice.chosen(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
             specs |= dict.fromkeys(entry_specs(tokens, problems))
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
-    specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
@@ -151,8 +150,8 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec | EntrySpec:
-    """The kernel that a product is served by where no table says otherwise."""
-    return spec_of(tuned.modelled(problem).config)
+    """The kernel that serves a product."""
+    return spec_of(choice.chosen(problem).config)
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec | EntrySpec:
@@ -170,11 +169,11 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
 
 
 def layer_specs(
-    assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[tuned.GroupedLayout]
+    assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[choice.GroupedLayout]
 ) -> list[KernelSpec]:
     """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
-    return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, problems, layouts) or ())]
+    return [*found, *(spec_of(layout.config) for layout in choice.assigned(assignments, problems, layouts) or ())]
 
 
 def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[EntrySpec]:

@@ -21,7 +21,7 @@ from cute_kernels.gemm.experts.blocks import (
     shared_of,
     with_shared,
 )
-from cute_kernels.gemm.experts.checks import check_experts, check_pair
+from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import describe, take_buffers
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
@@ -293,7 +293,7 @@ def _routed(modules: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Ten
 
     def product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = modules["gate_up"].weight, modules["down"].weight
-        return ops.apply_moe(x, *experts, ids, weights, "swiglu", None, invariant, None)
+        return ops.moe(MoeCall(x, *experts, weights, ids, batch_invariant=invariant))
 
     return differentiable(product, _refuse_gradients, x, weights)
 

@@ -1,375 +1,345 @@
-"""What of the launches of a product, or of a layer, stays the same from call to call."""
+"""The plans of calls of experts: what is decided once for calls of a kind, and the launches of each of them.
+
+A layer is routing, the rows in the order of their places where the products want them so, two products, and the sum
+over a token's experts. What lies between them is one piece of memory: hidden activations first, for they are the one
+tensor that a kernel takes as such; the compiled functions look at its columns only, so all else may lie behind its last
+row. Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gemm.experts.arguments import (
-    ASSIGNED,
-    COMBINE,
-    ENTRIES,
-    GATHER,
-    GROUPED,
-    LIMB_TILES,
-    RANGES,
-    ROUTING,
-    TILES,
+from cute_kernels.gemm.call import result_dtype
+from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
+from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
+from cute_kernels.gemm.experts.choice import assigned
+from cute_kernels.gemm.experts.product import (
+    AssignedIds,
+    GroupedProduct,
+    assigned_product,
+    combine_function,
+    gather_function,
+    layout_of,
+    problem_of,
+    product_of,
+    routing_function,
 )
-from cute_kernels.gemm.experts.compile import (
-    CombineSpec,
-    EntrySpec,
-    GatherSpec,
-    GroupedSpec,
-    GroupedWgmmaSpec,
-    RangeSpec,
-    RoutingSpec,
-)
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
-from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.gemm.experts.tuned import GroupedLayout, chosen
-from cute_kernels.gemm.experts.wgmma.entry_config import EntryTiles
-from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
+from cute_kernels.gemm.inputs.launch import contiguous
 from cute_kernels.gemm.packed_experts import ExpertsForm
-from cute_kernels.gemm.plan import DTYPES
-from cute_kernels.gemm.wgmma.limb_launch import LimbRows, limb_rows
-from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
+from cute_kernels.gemm.plan import aligned
+from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS
+from cute_kernels.gemm.reference import out_features
 from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.operator import Plan
+from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
-FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
-
-
-@dataclass(frozen=True)
-class GroupedPlan:
-    """A product of few rows an expert: everything that does not change between calls of the same shapes and formats.
-
-    Attributes:
-        num_words: of workspace.
-        launches: each launch, by arguments' names.
-        waits: whether offsets and rows may be those of the launch before. If not, that launch has waited for them
-            before it lets another begin, and weights are asked for while it ends.
-        gathers: whether rows of x are taken by index.
-        stores_fp32: whether what a layer adds up is best stored in fp32: few results.
-    """
-
-    schedule: GroupedSchedule
-    device_index: int
-    num_words: int
-    launches: tuple[Callable[..., Any], ...]
-    waits: bool = True
-    gathers: bool = True
-    stores_fp32: bool = True
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """Launches on the current stream of the plan's device, which is the current one.
-
-        x: [.., k], 16-byte aligned, k a multiple of 8. addresses: codes, scales, zeros, bias, out. routing: addresses
-        of offsets and rows. numbers: n, activation, kind of the output.
-        """
-        index = self.device_index
-        workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
-        codes, scales, zeros, bias, out = addresses
-        n, activation, out_kind = numbers
-        for send in self.launches:
-            send(
-                x=x, codes=codes, scales=scales, zeros=zeros, bias=bias, out=out, workspace=workspace,
-                offsets=routing[0], rows=routing[1], n=n, waits=self.waits, activation=activation, out_kind=out_kind,
-            )  # fmt: skip
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-@dataclass(frozen=True)
-class RangePlan:
-    """A product of few rows an expert in limbs that its CTAs make.
+# -- a product by itself -----------------------------------------------------------------------------------------------
 
-    Attributes:
-        send: the launch, by arguments' names.
-        waits: as of `GroupedPlan`.
-    """
 
-    send: Callable[..., Any]
-    layout: RangeLayout
-    waits: bool = True
-    gathers: bool = True
-    stores_fp32: bool = True
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`."""
-        codes, scales, _, bias, out = addresses
-        n, activation, out_kind = numbers
-        self.send(
-            x=x, codes=codes, scales=scales, bias=bias, out=out, offsets=routing[0], rows=routing[1], n=n,
-            waits=self.waits, activation=activation, out_kind=out_kind,
+def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
+    """The plan of a checked call; None for one without places."""
+    if not call.places:
+        return None
+    out_dtype, by_rows = result_dtype(call.out_dtype, call.x, call.out), call.rows is not None
+    with GPU.guard(call.x.device):
+        return _grouped_plan(
+            call.places, by_rows, call.weight.form, call.activation, out_dtype, call.batch_invariant
         )  # fmt: skip
-
-
-class AssignedIds(NamedTuple):
-    """The ids of a few assignments' experts, as a product is given them.
-
-    count: of all; id_words: of 32 bits, of an id; row_assignments: neighbours that have a row of x together; waits: as
-    of `GroupedPlan`.
-    """
-
-    count: int
-    id_words: int
-    row_assignments: int
-    waits: bool
-
-
-@dataclass(frozen=True)
-class AssignedPlan:
-    """A product of a few assignments as a router leaves them, in limbs that its CTAs make: no launch sorts them.
-
-    Attributes:
-        send: the launch, by arguments' names.
-        waits: as of `GroupedPlan`, of the ids.
-    """
-
-    send: Callable[..., Any]
-    layout: RangeLayout
-    waits: bool
-    gathers: bool = True
-    stores_fp32: bool = True
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], ids: int, numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; ids: address of the assignments' experts."""
-        codes, scales, _, bias, out = addresses
-        n, activation, out_kind = numbers
-        self.send(
-            x=x, codes=codes, scales=scales, bias=bias, out=out, ids=ids, n=n, waits=self.waits,
-            activation=activation, out_kind=out_kind,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EntryPlan:
-    """A batch-invariant product of a few assignments as a router leaves them: no launch sorts them.
-
-    Attributes:
-        send: the launch, by arguments' names.
-        waits: as of `GroupedPlan`, of the ids.
-    """
-
-    send: Callable[..., Any]
-    layout: EntryTiles
-    waits: bool
-    gathers: bool = True
-    stores_fp32: bool = False  # as tiles, whose bits these are
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], ids: int, numbers: tuple[int, ...]):
-        """As :meth:`AssignedPlan.run`; without biases."""
-        codes, scales, zeros, _, out = addresses
-        n, activation, out_kind = numbers
-        self.send(
-            x=x, codes=codes, scales=scales, zeros=zeros, out=out, ids=ids, n=n, waits=self.waits,
-            activation=activation, out_kind=out_kind,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TilesPlan:
-    """A product of many rows an expert, which takes the rows of x in the order of the places. send: the launch, by
-    arguments' names."""
-
-    send: Callable[..., Any]
-    tiles: GroupedTiles
-    gathers: bool = False
-    stores_fp32: bool = False
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
-        codes, scales, zeros, bias, out = addresses
-        n, activation, out_kind = numbers
-        self.send(
-            x=x, codes=codes, scales=scales, zeros=zeros, bias=bias, out=out, offsets=routing[0], n=n,
-            activation=activation, out_kind=out_kind,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LimbsPlan:
-    """A product of activations in limbs, of which it has a launch before it make those of all places.
-
-    Attributes:
-        send: the product's launch, by arguments' names.
-        rows: that launch.
-    """
-
-    send: Callable[..., Any]
-    rows: LimbRows
-    tiles: GroupedTiles
-    num_experts: int
-    gathers: bool = True
-    stores_fp32: bool = False
-
-    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; without an address of rows they are the places' own."""
-        codes, scales, _, bias, out = addresses
-        offsets, rows = routing
-        n, activation, out_kind = numbers
-        limbs, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
-        self.send(
-            x=limbs, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets, n=n,
-            activation=activation, out_kind=out_kind,
-        )  # fmt: skip
-
-
-ProductPlan = GroupedPlan | RangePlan | TilesPlan | LimbsPlan
 
 
 @per_gpu
-@lru_cache(maxsize=4096)
-def layout_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedLayout:
-    """How a grouped product on a CUDA device is laid out."""
-    return chosen(problem_of(places, form, batch_invariant), GPU.name(form.device_index))
+@lru_cache(maxsize=MAX_PLANS)
+def _grouped_plan(
+    places: int,
+    by_rows: bool,
+    form: ExpertsForm,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+) -> Plan[[GroupedCall], torch.Tensor]:
+    """by_rows: whether rows of x are named."""
+    index, vector = form.device_index, ALIGNMENT // form.dtype.itemsize
+    product, num_experts = product_of(places, form, batch_invariant), form.num_experts
+    # What lays rows of x in the order of the places, where the product does not take them by index.
+    gather = gather_function(DTYPE_NAMES[form.dtype], index) if by_rows and not product.gathers else None
+    new_gathered = blank((places, -(-form.k // vector) * vector), form.dtype)
+    new_out = blank((places, out_features(form.n, activation)), out_dtype)
+    send = product.bound(form.n, ACTIVATIONS[activation], OUT_KINDS[out_dtype])
+    pads = bool(form.k % vector)
 
-
-@per_gpu
-@lru_cache(maxsize=4096)
-def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProblem:
-    """A grouped product on a CUDA device, as layouts are chosen for it."""
-    return GroupedProblem(
-        places=places,
-        num_experts=form.num_experts,
-        n=form.n,
-        k=form.k,
-        k_pad=form.k_pad,
-        format=form.format,
-        dtype=DTYPES[form.dtype],
-        num_sms=GPU.num_sms(form.device_index),
-        batch_invariant=batch_invariant,
-    )
-
-
-@per_gpu
-@lru_cache(maxsize=4096)
-def plan_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> ProductPlan:
-    """The plan of a grouped product on a CUDA device."""
-    return make_product_plan(layout_of(places, form, batch_invariant), places, form.num_experts, form.device_index)
-
-
-def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:
-    """The plan of a given layout, of few rows an expert or of many."""
-    if isinstance(layout, GroupedTiles):
-        make = make_limbs_plan if layout.config.limbs else make_tiles_plan
-        return make(layout, places, num_experts, device_index)
-    if isinstance(layout, RangeLayout):
-        return make_range_plan(layout, places, num_experts, device_index)
-    return make_plan(layout, num_experts, device_index)
-
-
-def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
-    """The plan of a given schedule of few rows an expert."""
-
-    function = load(GroupedSpec(schedule.config), arch_of(device_index))
-
-    def launch(number: int) -> Callable[..., Any]:
-        return GROUPED.bound(
-            function,
-            {
-                "num_tiles": schedule.num_tiles,
-                "k_blocks": schedule.k_blocks,
-                "num_slices": schedule.num_slices,
-                "num_groups": schedule.num_groups,
-                "num_experts": num_experts,
-                "entry_shift": schedule.entry_rows.bit_length() - 1,
-                "x_slots": schedule.x_slots,
-                "first_entry": number * schedule.max_entries,
-                "max_entries": schedule.max_entries,
-                "max_parts": schedule.max_parts,
-                "slack": schedule.slack,
-            },
+    def launch(call: GroupedCall) -> torch.Tensor:
+        x, weight, offsets, bias, zeros = call.x, call.weight, call.expert_offsets, call.bias, call.weight.zeros
+        if x.requires_grad:
+            x = x.detach()
+        x = contiguous(x)
+        if pads or x.data_ptr() % ALIGNMENT:
+            x = aligned(x)
+        out = GPU.empty(*new_out) if call.out is None else call.out
+        if offsets.data_ptr() % ALIGNMENT:  # work ranges read those of four experts at a time
+            offsets = offsets.clone()
+        first, rows = offsets.data_ptr(), 0 if call.rows is None else call.rows.data_ptr()
+        if gather is not None:
+            source, x = x, GPU.empty(*new_gathered)
+            gather(x=source, end=first + 4 * num_experts, rows=rows, out=x.data_ptr(), places=places)
+        send(
+            x=x,
+            codes=weight.codes.data_ptr(),
+            scales=weight.scales.data_ptr(),
+            zeros=0 if zeros is None else zeros.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            offsets=first,
+            rows=rows,
         )
+        return out
 
-    launches = tuple(map(launch, range(schedule.num_launches)))
-    return GroupedPlan(schedule, device_index, schedule.workspace_words, launches)
-
-
-def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_index: int) -> RangePlan:
-    """The plan of given runs of blocks."""
-    function = load(RangeSpec(layout.config), arch_of(device_index))
-    send = RANGES.bound(function, range_sizes(layout, num_experts) | {"places": places})
-    return RangePlan(send, layout, stores_fp32=places <= FEW_PLACES)
+    return Plan(index, launch, (product,))
 
 
-def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
-    """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    sizes = range_sizes(layout, num_experts) | id_sizes(ids) | {"part_bits": layout.part_bits}
-    send = ASSIGNED.bound(load(RangeSpec(layout.config), arch_of(device_index)), sizes)
-    return AssignedPlan(send, layout, ids.waits)
+def without_places(call: GroupedCall) -> torch.Tensor:
+    """The result of a checked call without places."""
+    if call.out is not None:
+        return call.out
+    columns = out_features(call.weight.shape[0], call.activation)
+    return call.x.new_empty((0, columns), dtype=result_dtype(call.out_dtype, call.x, call.out))
 
 
-def make_entry_plan(layout: EntryTiles, ids: AssignedIds, num_experts: int, device_index: int) -> EntryPlan:
-    """The plan of given tiles of entries among assignments."""
-    sizes = tile_sizes(layout, num_experts) | id_sizes(ids)
-    return EntryPlan(ENTRIES.bound(load(EntrySpec(layout.config), arch_of(device_index)), sizes), layout, ids.waits)
+# -- a layer -----------------------------------------------------------------------------------------------------------
+
+PART_BYTES = 128  # where each part of the scratch memory starts
 
 
-def id_sizes(ids: AssignedIds) -> dict[str, int]:
-    """What products among assignments are told of them."""
-    return {"count": ids.count, "id_words": ids.id_words, "row_factor": row_factor(ids.row_assignments)}
+@dataclass(frozen=True)
+class Scratch:
+    """Where things lie in the memory of a layer: a tensor [rows, columns] of x's dtype; the rest in bytes from it.
+
+    Attributes:
+        hidden: the tensor, whose first rows are the hidden activations of all places.
+        offsets, token_rows, places: int32 [experts + 1], [places], [tokens, topk], as `routing` has them.
+        results: of the second product.
+    """
+
+    hidden: Blank
+    offsets: int
+    token_rows: int
+    places: int
+    results: int
+
+    @staticmethod
+    def of(num_places: int, num_experts: int, columns: int, result_bytes: int, dtype: torch.dtype) -> Scratch:
+        starts, place = [], 2 * num_places * columns
+        for size in (4 * (num_experts + 1), 4 * num_places, 4 * num_places, result_bytes):
+            place = -(-place // PART_BYTES) * PART_BYTES
+            starts.append(place)
+            place += size
+        return Scratch(blank((-(-place // (2 * columns)), columns), dtype), *starts)
 
 
-def range_sizes(layout: RangeLayout, num_experts: int) -> dict[str, int]:
-    """What products by work ranges are told whatever their routing."""
-    return {
-        "num_tiles": layout.num_tiles,
-        "k_blocks": layout.k_blocks,
-        "num_ctas": layout.num_ctas,
-        "num_experts": num_experts,
-        "x_slots": layout.x_slots,
-    }
+Products = tuple[GroupedProduct, GroupedProduct]
 
 
-def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
-    """The plan of given tiles of many rows an expert."""
-    function = load(GroupedWgmmaSpec(tiles.config), arch_of(device_index))
-    return TilesPlan(TILES.bound(function, tile_sizes(tiles, num_experts)), tiles)
+def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
+    """The plan of a checked call; None for one without assignments."""
+    ids, out_dtype = call.topk_ids, result_dtype(call.out_dtype, call.x, call.out)
+    if not ids.numel():
+        return None
+    sizes = *ids.shape, 8 * ids.element_size()
+    with GPU.guard(call.x.device):
+        return moe_plan_of(*sizes, call.gate_up.form, call.down.form, out_dtype, call.batch_invariant)
 
 
-def tile_sizes(tiles: GroupedTiles | EntryTiles, num_experts: int) -> dict[str, int]:
-    """What products by tiles are told whatever their routing."""
-    return {
-        "num_tiles": tiles.num_tiles,
-        "k_blocks": tiles.k_blocks,
-        "num_experts": num_experts,
-        "num_ctas": tiles.num_ctas,
-    }
-
-
-def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> LimbsPlan:
-    """The plan of given tiles whose activations come in limbs."""
-    arch = arch_of(device_index)
-    rows = limb_rows(tiles.config.dtype, places, tiles.k_blocks, arch)
-    sizes = tile_sizes(tiles, num_experts) | {"x_scale_pitch": rows.pitch}
-    send = LIMB_TILES.bound(load(GroupedWgmmaSpec(tiles.config), arch), sizes)
-    return LimbsPlan(send, rows, tiles, num_experts)
-
-
-@per_gpu
-@lru_cache(maxsize=64)
-def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
-    """The kernel that sorts assignments, by arguments' names."""
-    return ROUTING.bound(load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
+def without_assignments(call: MoeCall) -> torch.Tensor:
+    """The result of a checked call without assignments."""
+    if call.out is not None:
+        return call.out.zero_()
+    shape = call.x.shape[0], call.down.shape[0]
+    return call.x.new_zeros(shape, dtype=result_dtype(call.out_dtype, call.x, call.out))
 
 
 @per_gpu
-@lru_cache(maxsize=64)
-def combine_function(
-    dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
+@lru_cache(maxsize=MAX_PLANS)
+def moe_plan_of(
+    tokens: int,
+    topk: int,
+    id_bits: int,
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Plan[[MoeCall], torch.Tensor]:
+    """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
+    whether no token's result may depend on what other tokens there are."""
+    few = (entry_products if batch_invariant else assigned_products)(tokens, topk, id_bits, gate_up, down)
+    products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant)
+    return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype)
+
+
+def make_moe_plan(
+    products: Products,
+    tokens: int,
+    topk: int,
+    id_bits: int,
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    out_dtype: torch.dtype,
+) -> Plan[[MoeCall], torch.Tensor]:
+    """The plan of a layer with given products: of `assigned_products`, `entry_products` or `sorted_products`."""
+    count, num_experts, (first, second) = tokens * topk, gate_up.num_experts, products
+    few = second.finds_ids
+    dtype, index, vector = gate_up.dtype, gate_up.device_index, ALIGNMENT // gate_up.dtype.itemsize
+    # Few rows: accumulators stay in fp32 until all experts have been added. Many: half the traffic, as large as the
+    # weights'.
+    between = torch.float32 if second.stores_fp32 else dtype
+    part_bits = getattr(second.schedule, "part_bits", 0) if few else 0
+    scratch = Scratch.of(count, num_experts, down.k, (count << part_bits) * down.n * between.itemsize, dtype)
+    new_out = blank((tokens, down.n), out_dtype)
+    combined = DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index
+    combine_fp32 = combine_function(*combined)
+    pads_x, pads_hidden = bool(gate_up.k % vector), bool(down.k % vector)
+    send_first = first.bound(gate_up.n, SWIGLU, OUT_KINDS[dtype])
+    send_second = second.bound(down.n, NO_ACTIVATION, OUT_KINDS[between])
+    route = None if few else sorting(gate_up, id_bits, count, None if first.gathers else dtype, scratch)
+
+    def launch(call: MoeCall) -> torch.Tensor:
+        """Few and flat calls, as each layer of each decoding step of a model waits for it."""
+        x, gate_up, down, shares, ids = call.x, call.gate_up, call.down, call.topk_weights, call.topk_ids
+        if x.requires_grad:
+            x = x.detach()
+        combine = combine_fp32
+        if shares.dtype != torch.float32:
+            combine = combine_function(*combined, DTYPE_NAMES[shares.dtype])
+        if not shares.is_contiguous():
+            shares = shares.detach().contiguous()
+        if not ids.is_contiguous():
+            ids = ids.contiguous()
+        x = contiguous(x)
+        if pads_x or x.data_ptr() % ALIGNMENT:
+            x = aligned(x)
+        out = GPU.empty(*new_out) if call.out is None else call.out
+        hidden = GPU.empty(*scratch.hidden)
+        base = hidden.data_ptr()
+        results = base + scratch.results
+        if route is None:
+            places = ids.data_ptr()
+            of_first = of_second = {"ids": places}
+        else:
+            x, of_first, of_second, places = route(x, ids, base)
+        zeros = gate_up.zeros
+        send_first(
+            x=x, codes=gate_up.codes.data_ptr(), scales=gate_up.scales.data_ptr(),
+            zeros=0 if zeros is None else zeros.data_ptr(), bias=0, out=base, **of_first,
+        )  # fmt: skip
+        if pads_hidden:
+            hidden = aligned(hidden)
+        zeros = down.zeros
+        send_second(
+            x=hidden, codes=down.codes.data_ptr(), scales=down.scales.data_ptr(),
+            zeros=0 if zeros is None else zeros.data_ptr(), bias=0, out=results, **of_second,
+        )  # fmt: skip
+        combine(
+            out=out, results=results, places=places, weights=shares.data_ptr(), topk=topk, num_experts=num_experts,
+            part_bits=part_bits,
+        )  # fmt: skip
+        return out
+
+    return Plan(index, launch, products)
+
+
+def sorting(
+    form: ExpertsForm, id_bits: int, count: int, gathered: torch.dtype | None, scratch: Scratch
 ) -> Callable[..., Any]:
-    """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
-    spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
-    return COMBINE.bound(load(spec, arch_of(device_index)), {})
+    """What sorts assignments by expert, and lays rows of x in the order of their places if the first product wants them
+    so (gathered: in which dtype).
+
+    It takes x, ids, and the address of the scratch memory, and returns (x of the first product, the routing of each
+    product, address of what results are found by to be added up).
+    """
+    index, num_experts = form.device_index, form.num_experts
+    vector = ALIGNMENT // form.dtype.itemsize
+    sort = routing_function(id_bits, index)
+    gather = None if gathered is None else gather_function(DTYPE_NAMES[gathered], index)
+    new_gathered = blank((count, -(-form.k // vector) * vector), form.dtype)
+
+    def route(x: torch.Tensor, ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
+        offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
+        sort(topk_ids=ids, offsets=offsets, rows=rows, places=places, num_experts=num_experts)
+        if gather is not None:
+            source, x = x, GPU.empty(*new_gathered)
+            gather(x=source, end=offsets + 4 * num_experts, rows=rows, out=x.data_ptr(), places=count)
+        return x, {"offsets": offsets, "rows": rows}, {"offsets": offsets, "rows": 0}, places
+
+    return route
 
 
-@per_gpu
-@lru_cache(maxsize=64)
-def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
-    """The kernel that lays rows in the order of their places, by arguments' names."""
-    return GATHER.bound(load(GatherSpec(GatherConfig(dtype)), arch_of(device_index)), {})
+def assigned_products(tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm) -> Products | None:
+    """Both products where they find assignments as they are; None if there are too many, or one does not.
+
+    No launch of the first lets another begin before it has waited for the ids, so the second need not.
+    """
+    count, forms = tokens * topk, (gate_up, down)
+    layouts = assigned(count, [problem_of(count, form) for form in forms], [layout_of(count, form) for form in forms])
+    return None if layouts is None else as_they_are(layouts, count, topk, id_bits, gate_up)
+
+
+def entry_products(tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm) -> Products | None:
+    """As `assigned_products`, of batch-invariant products."""
+    count = tokens * topk
+    layouts = [entry_tiles(problem_of(count, form, True), tokens) for form in (gate_up, down)]
+    return None if None in layouts else as_they_are(layouts, count, topk, id_bits, gate_up)
+
+
+def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: ExpertsForm) -> Products:
+    """A token's assignments have a row of x together, and each a row of hidden activations."""
+    words = id_bits // 32
+    ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
+    first, second = (
+        assigned_product(layout, one, form.num_experts, form.device_index)
+        for layout, one in zip(layouts, ids, strict=True)
+    )
+    return first, second
+
+
+def sorted_products(places: int, gate_up: ExpertsForm, down: ExpertsForm, batch_invariant: bool = False) -> Products:
+    """Both products of sorted assignments."""
+    return behind_each_other(*(product_of(places, form, batch_invariant) for form in (gate_up, down)))
+
+
+def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
+    """Products whose launches follow each other, the first that of the routing."""
+    if first.waits is not None and second.waits is not None:
+        # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
+        second = replace(second, waits=False)
+    return first, second
+
+
+# -- routing by itself -------------------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """Where assignments are, int32: offsets [experts + 1], rows [places], places [tokens, topk]."""
+
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
+    """Sorts assignments, int32 or int64 [tokens, topk] with at least one, by expert."""
+    count = topk_ids.numel()
+    words = torch.empty(num_experts + 1 + 2 * count, dtype=torch.int32, device=topk_ids.device)
+    offsets, rows, places = words.split((num_experts + 1, count, count))
+    sort = routing_function(8 * topk_ids.element_size(), topk_ids.get_device())
+    addresses = {"offsets": offsets.data_ptr(), "rows": rows.data_ptr(), "places": places.data_ptr()}
+    sort(topk_ids=topk_ids, **addresses, num_experts=num_experts)
+    return Routing(offsets, rows, places.view(topk_ids.shape))

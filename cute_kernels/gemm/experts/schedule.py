@@ -105,6 +105,12 @@ class GroupedSchedule:
         return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of a launch, by name, that it decides, but for its first entry."""
+        names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "x_slots", "max_entries", "max_parts", "slack")
+        return {"entry_shift": self.entry_rows.bit_length() - 1, **{name: getattr(self, name) for name in names}}
+
+    @property
     def workspace_words(self) -> int:
         """fp32 words of partial results: a part for each CTA; with slices parts for every block."""
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts

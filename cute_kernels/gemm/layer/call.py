@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from cute_kernels.gemm import checks, ops
-from cute_kernels.gemm.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, left_to_next, take
+from cute_kernels.gemm.call import LinearCall, check_norm
+from cute_kernels.gemm.deferred import GivingCall, check_giving, give, take
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.gemm.layer.compile import SHIPPED_K, LayerProductsSpec
 from cute_kernels.gemm.layer.config import (
@@ -25,16 +24,18 @@ from cute_kernels.gemm.layer.config import (
     LayerProductsConfig,
     config_for,
 )
-from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.normed import NormedRows, left_to_next
+from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
-from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
-from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.operator import Plan, Routes, is_direct, launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
+Weight = PackedWeight | WeightTensors
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 # Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
@@ -47,10 +48,10 @@ class LayerCall(NamedTuple):
     """Arguments of `quantized_layer`."""
 
     x: torch.Tensor
-    o: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
-    qkv: PackedWeight | None
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv: Weight | None
     residual: torch.Tensor
     norm: torch.Tensor
     following_norm: torch.Tensor
@@ -58,7 +59,7 @@ class LayerCall(NamedTuple):
     offset: float
 
     @property
-    def weights(self) -> tuple[PackedWeight, ...]:
+    def weights(self) -> tuple[Weight, ...]:
         three = (self.o, self.gate_up, self.down)
         return three if self.qkv is None else (*three, self.qkv)
 
@@ -77,10 +78,11 @@ class LayerRows(NamedTuple):
 def layer(call: LayerCall) -> LayerRows:
     """`cute_kernels.quantized_layer`."""
     check_weights(call)
-    if ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
-        return _layer(call)
-    check_layer(call)
-    return layer_apart(call)
+    return _layer(call)
+
+
+def _checked_apart(call: LayerCall) -> LayerRows:
+    return layer_apart(check_layer(call))
 
 
 _refused: dict[tuple[Hashable, ...], None] = {}
@@ -91,7 +93,7 @@ forgotten(_refused.clear)
 def is_one_launch(call: LayerCall) -> bool:
     """Whether one launch serves a call, for callers who go another way otherwise; of a call that `layer` would refuse,
     False. May compile the kernel."""
-    if not ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+    if not is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
         return False
     key = _key(call)
     plan = _layer.plans.get(key)
@@ -104,23 +106,23 @@ def is_one_launch(call: LayerCall) -> bool:
             keep(_refused, key, None)
             return False
         keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
-    return isinstance(plan, LayerPlan)
+    return bool(plan.products)
 
 
 def layer_apart(call: LayerCall) -> LayerRows:
     """Product by product."""
-    norms, nothing = (call.eps, call.offset), (None, False, None)
+    norms = call.eps, call.offset
     middle = give(GivingCall(call.x, call.o, None, call.residual, call.norm, *norms, call.gate_up))
-    gated = take(TakingCall(middle, call.gate_up, None, None, "swiglu", *nothing))
+    gated = take(LinearCall(middle, call.gate_up, activation="swiglu"))
     given = GivingCall(gated, call.down, None, middle.rows, call.following_norm, *norms, call.qkv)
     rows = give(given)
-    return LayerRows(rows, None if call.qkv is None else take(TakingCall(rows, call.qkv, None, None, None, *nothing)))
+    return LayerRows(rows, None if call.qkv is None else take(LinearCall(rows, call.qkv)))
 
 
 def check_weights(call: LayerCall) -> None:
     """Raises TypeError unless weights are weights."""
     for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, Weight):
             raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
 
 
@@ -136,17 +138,16 @@ def check_layer(call: LayerCall) -> LayerCall:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
         check_beside(name, getattr(call, name), call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
-    checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
+    check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
 
 
-def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+def check_beside(name: str, weight: Weight, o: Weight) -> None:
     """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
     if weight.codes.device != o.codes.device:
         raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
-    found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
-    if found != wanted:
-        raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
+    if weight.dtype != o.dtype:
+        raise TypeError(f"{name}: got a weight for rows of {weight.dtype}, want it for {o.dtype}, as o")
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def serves_shape(n: int, k: int) -> bool:
     return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
 
 
-def is_served(weight: PackedWeight) -> bool:
+def is_served(weight: Weight) -> bool:
     """Whether the launch takes a weight."""
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
     return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
@@ -193,68 +194,28 @@ def _aligned(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: the layer's rows, qkv."""
-
-    device_index: int
-    matrix: tuple[int, int]
-    send: Callable[..., Any]
-    new: tuple[Blank, ...]
-
-    def launch(self, call: LayerCall) -> LayerRows:
-        """Launches on the current stream."""
-        index = self.device_index
-        try:
-            exchange = GPU.counters(index, GPU.stream(index), EXCHANGE_WORDS)
-        except UnsettledError:
-            return layer_apart(call)
-        rows, *qkv = (GPU.empty(*new) for new in self.new)
-        outs, norms = (None, None, rows, *qkv), dict(zip(NORMED, (call.norm, call.following_norm), strict=True))
-        named: dict[str, Any] = {}
-        for i, (names, weight, out) in enumerate(zip(PRODUCTS, call.weights, outs, strict=False)):
-            norm = norms.get(i)
-            named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
-            named[names["norm"]] = 0 if norm is None else norm.data_ptr()
-            named[names["out"]] = 0 if out is None else out.data_ptr()
-        x = call.x.detach() if call.x.requires_grad else call.x
-        self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
-        given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
-        return LayerRows(given, qkv[0] if qkv else None)
-
-
-@dataclass(frozen=True)
-class LayerApart:
-    """Of calls that no kernel serves."""
-
-    device_index: int
-
-    def launch(self, call: LayerCall) -> LayerRows:
-        return layer_apart(call)
-
-
 def _key(call: LayerCall) -> tuple[Any, ...]:
-    weights = tuple(
-        (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
-         weight.input_scale is None)
-        for weight in call.weights
-    )  # fmt: skip
     tensors = (call.x, call.residual, call.norm, call.following_norm)
-    return *(identity(tensor) for tensor in tensors), weights, call.eps, call.offset
+    return *(identity(tensor) for tensor in tensors), *(weight.form for weight in call.weights), call.eps, call.offset
 
 
-def _plan(call: LayerCall) -> LayerPlan | LayerApart:
+def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
     index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
-    if not m or not fits or not all(is_served(weight) for weight in call.weights):
-        return LayerApart(index)
-    if not serves_rows(m):
-        return LayerApart(index)
-    if m * results_of(call) > 2 * SET_WORDS:
-        return LayerApart(index)
-    kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
-    return LayerApart(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+    fits = fits and m > 0 and serves_rows(m) and m * results_of(call) <= 2 * SET_WORDS
+    kernel = None
+    if fits and all(is_served(weight) for weight in call.weights):
+        kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
+    return Plan(index, layer_apart) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+
+
+def exchange_words(device_index: int) -> int:
+    """The address of words by which CTAs of a launch on the current stream exchange results.
+
+    Raises UnsettledError where a capture has none.
+    """
+    return GPU.counters(device_index, GPU.stream(device_index), EXCHANGE_WORDS)
 
 
 def results_of(call: LayerCall) -> int:
@@ -263,7 +224,9 @@ def results_of(call: LayerCall) -> int:
     return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
 
 
-def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:
+def make_plan(
+    call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int
+) -> Plan[[LayerCall], LayerRows]:
     """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
     (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
     assert m * results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
@@ -280,8 +243,28 @@ def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[.
             numbers |= dict.fromkeys(names.values(), 0)
     tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
     numbers["num_ctas"] = min(num_ctas, tiles)
-    send = LAYER_PRODUCTS.bound(function, numbers)
-    return LayerPlan(call.x.get_device(), (m, heads), send, tuple(new))
+    send, index, news = LAYER_PRODUCTS.bound(function, numbers), call.x.get_device(), tuple(new)
+
+    def launch(call: LayerCall) -> LayerRows:
+        try:
+            exchange = exchange_words(index)
+        except UnsettledError:
+            return layer_apart(call)
+        rows, *qkv = (GPU.empty(*new) for new in news)
+        outs, norms = (None, None, rows, *qkv), dict(zip(NORMED, (call.norm, call.following_norm), strict=True))
+        named: dict[str, Any] = {}
+        for i, (names, weight, out) in enumerate(zip(PRODUCTS, call.weights, outs, strict=False)):
+            norm = norms.get(i)
+            named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
+            named[names["norm"]] = 0 if norm is None else norm.data_ptr()
+            named[names["out"]] = 0 if out is None else out.data_ptr()
+        x = call.x.detach() if call.x.requires_grad else call.x
+        send(**named, x=x.view(m, heads), residual=call.residual.data_ptr(), exchange=exchange)
+        given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
+        return LayerRows(given, qkv[0] if qkv else None)
+
+    return Plan(index, launch, (config,))
 
 
-_layer = launcher(_key, check_layer, _plan)
+_routes = Routes(_checked_apart, _checked_apart, {"x": "call.x", "codes": "call.o.codes"})
+_layer = launcher(_key, check_layer, _plan, routes=_routes)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.gemm.deferred_ops import give_plain, plain, take_plain, weight_of
+from cute_kernels.gemm.deferred_ops import give_plain, take_plain
 from cute_kernels.gemm.layer.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
 from cute_kernels.gemm.layer.config import FORMAT, config_for
-from cute_kernels.gemm.plan import problem_of
+from cute_kernels.gemm.ops import plain, weight_of
+from cute_kernels.gemm.product import problem_of
 from cute_kernels.gemm.served import is_noted
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
@@ -31,7 +32,7 @@ def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
     """Whether nobody waits for a compiler who has said what he will ask for: a server that has noted the product."""
     if not serves_rows(rows):
         return False
-    if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device, False)):
+    if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):
         return True
     return any(default_cache().has(spec, arch_of(device)) for spec in specs_for(rows, most_k))
 

@@ -208,6 +208,11 @@ class TileSchedule:
         return -(-self.k_blocks // self.splits)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of a launch, by name, that it decides."""
+        return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "whole", "splits", "num_ctas")}
+
+    @property
     def workspace_words(self) -> int:
         """fp32 words of partial accumulators."""
         if self.config.cluster > 1 or self.config.reduction.cuts_rows:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks as _HOOKS_OF_ALL
 from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_ALL
 
 from cute_kernels import NormedRows, PackedWeight, rms_norm
-from cute_kernels.gemm.deferred import DeferredParts, left_to_next
+from cute_kernels.gemm.normed import DeferredParts, left_to_next
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.ropes import version_of

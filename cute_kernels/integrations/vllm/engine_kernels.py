@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +22,9 @@ import layouts
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.compile import specs_of
-from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.tuned import modelled, tuned
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.runtime import wanted, workers
@@ -35,9 +33,7 @@ from cute_kernels.runtime.sources import state_of
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import PRIVATE
 from cute_kernels.runtime.trust import distrust
-from cute_kernels.runtime.tuned import tables
 
-GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))  # what vLLM captures
 DECODED = attention_kernels.batches_up_to(512)
 MOST_TOKENS = 16384  # of a step
@@ -154,11 +150,9 @@ KEPT = "engine_kernels_"
 
 
 def _digest_of_sources() -> str:
-    """Of the Python that lists kernels, and of the tables of measured times that hold here: those that ship, the user's
-    own, or the one that CUTE_KERNELS_TUNED names."""
+    """Of the Python that lists kernels."""
     packages = [Path(str(package.__file__)).parent for package in (cute_kernels, layouts)]
-    parts = [*(repr(tables(gpu)) for gpu in GPUS), state_of(packages, (".py", ".json")).digest]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(state_of(packages, (".py",)).digest.encode()).hexdigest()[:16]
 
 
 def specs() -> list[KernelSpec]:
@@ -213,26 +207,18 @@ def _linear() -> Iterator[Part]:
 
 
 def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
-    """The kernels of a layer (a problem of one row) on all of GPUS, which differ by what was measured on them."""
-    found: dict[KernelSpec, None] = {}
-    for m in prepare.RowCounts(CAPTURED, MOST_TOKENS).all():
-        rows = replace(problem, m=m)
-        measured = [tuned(rows, gpu) for gpu in GPUS]
-        schedules = [schedule for schedule in measured if schedule is not None]
-        if len(schedules) < len(GPUS):
-            schedules.append(modelled(rows))
-        for schedule in schedules:
-            found.update(dict.fromkeys(specs_of(schedule.config)))
-    return list(found)
+    """The kernels of a layer (a problem of one row)."""
+    rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
+    return list(dict.fromkeys(spec for m in rows for spec in prepare.specs_for(problem, m)))
 
 
 def _experts() -> Iterator[Part]:
-    for gpu, experts, weights in itertools.product(GPUS, EXPERTS, WEIGHTS):
-        yield functools.partial(_experts_specs_on, gpu, experts, *weights)
+    for experts, weights in itertools.product(EXPERTS, WEIGHTS):
+        yield functools.partial(_experts_specs_of, experts, *weights)
 
 
-def _experts_specs_on(gpu: str, experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
-    with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms, name=lambda device: gpu)):
+def _experts_specs_of(experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
+    with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms)):
         return experts_specs(experts, bits, group_size)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from cute_kernels.gemm.experts.choice import GroupedLayout, assigned
 from cute_kernels.gemm.experts.compile import (
     CombineSpec,
     GatherSpec,
@@ -15,10 +16,9 @@ from cute_kernels.gemm.experts.compile import (
     RoutingSpec,
 )
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.launch import DTYPE_NAMES
-from cute_kernels.gemm.experts.plan import layout_of, problem_of
+from cute_kernels.gemm.experts.plan import DTYPE_NAMES
+from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
-from cute_kernels.gemm.experts.tuned import GroupedLayout, assigned
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.wgmma.compile import LimbRowsSpec

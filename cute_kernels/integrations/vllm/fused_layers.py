@@ -13,11 +13,11 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.layer.call import kernel_of, serves_rows
 from cute_kernels.gemm.layer.operator import may_serve
 from cute_kernels.gemm.schedule import LinearProblem
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations.vllm import plugin, prepare
@@ -26,7 +26,6 @@ from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.workspace import COUNTERS
 
@@ -138,9 +137,9 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """
     index = torch.cuda.current_device()
-    device, arch, gpu = torch.device("cuda", index), arch_of(index), GPU.name(index)
+    device, arch = torch.device("cuda", index), arch_of(index)
     problems = [replace(problem, m=m) for m in rows.all()]
-    found = (config_beside_a_norm(one, chosen(one, gpu), kind) for one in problems)
+    found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     specs = dict.fromkeys(DeferredNormSpec(config) for config in found if config is not None)
     can_compile = compiler_version() is not None
     prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])

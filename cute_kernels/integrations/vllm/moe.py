@@ -21,9 +21,9 @@ from vllm.platforms import current_platform
 
 from cute_kernels import fused_moe
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
-from cute_kernels.gemm.plan import DTYPES
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.served import note_ready
-from cute_kernels.gemm.tuned import chosen
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import default_directory
@@ -119,9 +118,8 @@ def load_noted(
         return
     problems = dict(_noted)
     _noted.clear()
-    gpu = GPU.name(index_of(device))
     (load_all or load)(
-        device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)]
+        device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m)]
     )
     for problem, rows in problems.items():
         note_ready(problem, rows.all())
@@ -146,9 +144,9 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def specs_for(problem: LinearProblem, m: int, gpu: str) -> list[KernelSpec]:
-    """The kernels that serve ``m`` rows of a layer on a GPU of that name."""
-    return specs_of(chosen(replace(problem, m=m), gpu).config)
+def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
+    """The kernels that serve ``m`` rows of a layer."""
+    return specs_of(chosen(replace(problem, m=m)).config)
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec]) -> str | None:
@@ -180,6 +178,5 @@ def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int) ->
     """`why_not_ready` of a linear layer, found once for all that are alike."""
     if compiler_version() is not None:
         return None
-    gpu = GPU.name(device_index)
-    specs = [spec for m in rows.all() for spec in specs_for(problem, m, gpu)]
+    specs = [spec for m in rows.all() for spec in specs_for(problem, m)]
     return why_not_ready(torch.device("cuda", device_index), specs)

@@ -13,7 +13,7 @@ from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.formats.kv import format_of, register
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.checks import MAX_TOKENS
+from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import (

@@ -75,6 +75,11 @@ class RangeLayout:
     parts: int = 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of a launch, by name, that it decides."""
+        return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas", "x_slots")}
+
+    @property
     def num_blocks(self) -> int:
         """Of an expert."""
         return -(-self.num_tiles // self.config.n_tiles)

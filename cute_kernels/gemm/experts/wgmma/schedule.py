@@ -14,8 +14,18 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
 from cute_kernels.gemm.experts.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.gemm.experts.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded
+from cute_kernels.gemm.experts.wgmma.entry_config import (
+    BLOCK_K,
+    ENTRY_ROWS,
+    LONG_BLOCK_K,
+    RINGS,
+    ROW_COLUMNS,
+    EntryConfig,
+    EntryWgmma,
+)
 from cute_kernels.gemm.schedule import weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
@@ -36,6 +46,8 @@ MANY_EXPERTS = 64
 MOST_SMS = 7 / 8
 LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
+LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
+WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up in turn as well
 SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
 
@@ -84,6 +96,11 @@ class GroupedTiles:
     num_tiles: int
     k_blocks: int
     num_ctas: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of a launch, by name, that it decides."""
+        return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas")}
 
     @property
     def blocks(self) -> int:
@@ -188,3 +205,43 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
         work_tile for work_tile, count in zip(scheduler, counts, strict=True) if count >= min(LIKELY, max(counts))
     )
     return max(mean * rounds, longest)
+
+
+# -- few rows among assignments as they are, batch-invariant -----------------------------------------------------------
+
+
+def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
+    """The layout of a batch-invariant product of so many tokens' assignments as they are.
+
+    None if there are too many of them, experts usually have more rows than an entry, or K or N are not whole.
+    """
+    usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
+    rows = next((count for count in ENTRY_ROWS if usual <= count), None)
+    if rows is None or problem.places > MOST_ASSIGNMENTS:
+        return None
+    block_k = next((size for size in (BLOCK_K if problem.k < LONG_K else LONG_BLOCK_K) if problem.k % size == 0), None)
+    if block_k is None or problem.k != problem.k_pad or problem.n % WHOLE_FEATURES:
+        return None
+    lanes = next(number for number in LANE_ASSIGNMENTS if problem.places <= number * WARP_THREADS)
+    config = entry_config(problem, rows, block_k, lanes)
+    if config is None:
+        return None
+    return GroupedTiles(config, -(-problem.n // TILE_N), problem.k // block_k, problem.num_sms)
+
+
+def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
+    """A configuration with as many stages as there is room for; None if it cannot be compiled."""
+    config: EntryConfig = WgmmaConfig(
+        **weight_fields(problem),
+        tile_m=ROW_COLUMNS * rows,
+        n_tiles=1,
+        warpgroups=RINGS,
+        block_k=block_k,
+        num_stages=RINGS,
+        mainloop=EntryWgmma(lane_assignments=lane_assignments),
+    )
+    barriers = sum(group.count for group in config.mainloop.barriers(config)) // RINGS * 8
+    room = config.limits.shared_bytes - SMEM_RESERVE - (config.smem_bytes - RINGS * config.stage_bytes)
+    of_ring = room // RINGS // (config.stage_bytes + barriers)
+    config = replace(config, num_stages=RINGS * of_ring)
+    return config if of_ring > 1 and config.can_implement() is None else None

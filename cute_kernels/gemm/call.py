@@ -1,15 +1,93 @@
-"""What the arguments of a linear layer may look like; errors name the argument, what came and what is wanted."""
+"""A call of a weight-only linear layer as one object: what decides its plan, and what may be said against it."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
-from cute_kernels.arguments import check_number, check_tensors, share_memory
+from cute_kernels.arguments import check_flag, check_number, check_tensors, share_memory
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
 from cute_kernels.gemm.reference import ACTIVATIONS, out_features
-from cute_kernels.gemm.weight import check_place
+from cute_kernels.gemm.weight import PackedWeight, WeightTensors, check_place
+from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LinearCall(NamedTuple):
+    """The arguments of `cute_kernels.quantized_linear`.
+
+    norm_apart: whether the norm is a launch of its own, whatever the product's kernel could do.
+    """
+
+    x: Any  # a tensor, or `NormedRows`
+    weight: PackedWeight | WeightTensors
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    out: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+    norm_apart: bool = False
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(rows of x, N, K)."""
+        n, k = self.weight.shape
+        return self.x.numel() // k, n, k
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return *self.x.shape[:-1], out_features(self.weight.shape[0], self.activation)
+
+
+new_call = tuple.__new__
+"""Makes a call of its class and all of its values: a third of the class's own time, which each layer waits for."""
+
+
+def key_of(call: LinearCall) -> tuple[Any, ...]:
+    """What a plan relies on. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, norm_apart = call
+    if batch_invariant.__class__ is not bool:  # a 1 would be found as True
+        raise TypeError("batch_invariant")
+    return (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        x.is_contiguous() or x.stride(),
+        x.data_ptr() % ALIGNMENT,
+        weight.form,
+        activation,
+        out_dtype,
+        batch_invariant,
+        None if bias is None else identity(bias),
+        None if residual is None else identity(residual),
+        None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
+        None if norm is None else (*identity(norm), eps, offset, norm_apart),
+    )
+
+
+def check(call: LinearCall, *, places: bool = True) -> LinearCall:
+    """Raises TypeError or ValueError, which name the argument, unless a call can be computed.
+
+    places: whether tensors have addresses to look at.
+    """
+    x, weight = call.x, call.weight
+    n, k = weight.shape
+    check_input(x, k, weight.dtype, weight.device)
+    if call.norm is not None:
+        check_norm(call.norm, call.eps, call.offset, x)
+    check_flag("batch_invariant", call.batch_invariant)
+    check_options(
+        x, n, bias=call.bias, residual=call.residual, activation=call.activation, out_dtype=call.out_dtype, out=call.out
+    )
+    if call.out is not None and places:
+        check_apart(call.out, x)
+    return call
 
 
 def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:

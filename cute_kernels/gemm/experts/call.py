@@ -1,0 +1,220 @@
+"""Calls of layers of experts as objects: what decides their plans, and what may be said against them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from cute_kernels import arguments
+from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.reference import out_features
+from cute_kernels.runtime.plans import identity
+
+ID_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_TOKENS = 65535  # of a layer: the second dimension of the grid that adds up
+
+
+class GroupedCall(NamedTuple):
+    """The arguments of `cute_kernels.gemm.experts.grouped_linear`."""
+
+    x: torch.Tensor
+    weight: PackedExperts
+    expert_offsets: torch.Tensor
+    rows: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    out: torch.Tensor | None = None
+
+    @property
+    def places(self) -> int:
+        return len(self.x if self.rows is None else self.rows)
+
+
+def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
+    """What a plan relies on. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out = call
+    if batch_invariant.__class__ is not bool:  # a 1 would be found as True
+        raise TypeError("batch_invariant")
+    return (
+        x.shape,
+        x.dtype,
+        x.layout,
+        x.get_device(),
+        weight.form,
+        identity(expert_offsets),
+        None if rows is None else identity(rows),
+        None if bias is None else identity(bias),
+        activation,
+        out_dtype,
+        batch_invariant,
+        None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
+    )
+
+
+def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
+    """Raises TypeError or ValueError, which name the argument, unless a product can be computed.
+
+    places: whether tensors have addresses, and with `cute_kernels.arguments.DEBUG` values, to look at.
+    """
+    x, weight = call.x, call.weight
+    check_experts("weight", weight)
+    n, k = weight.shape
+    check_rows_of(x, k, weight.dtype, weight.device)
+    int32 = (torch.int32,)
+    check_tensor("expert_offsets", call.expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
+    if call.rows is not None:
+        check_tensor("rows", call.rows, int32, (None,), x.device, contiguous=True)
+    if call.bias is not None:
+        check_tensor("bias", call.bias, (x.dtype,), (len(weight), n), x.device, contiguous=True)
+    check_activation(call.activation, n)
+    out_dtype = result_dtype(call.out_dtype, x, call.out)
+    check_flag("batch_invariant", call.batch_invariant)
+    if call.out is not None:
+        shape = call.places, out_features(n, call.activation)
+        check_tensor("out", call.out, (out_dtype,), shape, x.device, contiguous=True)
+        if places:
+            check_apart(call.out, x)
+    if places and arguments.DEBUG:
+        check_routing(call.expert_offsets, call.rows, x.shape[0])
+    return call
+
+
+class MoeCall(NamedTuple):
+    """The arguments of `cute_kernels.fused_moe`."""
+
+    x: torch.Tensor
+    gate_up: PackedExperts
+    down: PackedExperts
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    activation: str = "swiglu"
+    out_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    out: torch.Tensor | None = None
+
+
+def moe_key(call: MoeCall) -> tuple[Any, ...]:
+    """As `grouped_key`. Strides of x, ids and weights are no part of it: they are copied where they have gaps."""
+    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out = call
+    if batch_invariant.__class__ is not bool:
+        raise TypeError("batch_invariant")
+    return (
+        x.shape,
+        x.dtype,
+        x.layout,
+        x.get_device(),
+        gate_up.form,
+        down.form,
+        topk_ids.shape,
+        topk_ids.dtype,
+        topk_ids.layout,
+        topk_ids.get_device(),
+        topk_weights.shape,
+        topk_weights.dtype,
+        topk_weights.layout,
+        topk_weights.get_device(),
+        activation,
+        out_dtype,
+        batch_invariant,
+        None if out is None else identity(out),
+    )
+
+
+def check_moe(call: MoeCall) -> MoeCall:
+    """Raises TypeError or ValueError, which name the argument, unless a layer can be computed."""
+    x, gate_up, down = call.x, call.gate_up, call.down
+    check_experts("gate_up", gate_up)
+    check_experts("down", down)
+    check_pair(gate_up, down)
+    check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
+    if not is_compiling():  # or an exported program would be for no more tokens, wherever it runs
+        check_tokens(x)
+    check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], None), x.device)
+    check_tensor("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
+    if call.activation != "swiglu":
+        raise ValueError(f"activation: got {call.activation!r}, want 'swiglu': silu(gate) * up")
+    out_dtype = result_dtype(call.out_dtype, x, call.out)
+    check_flag("batch_invariant", call.batch_invariant)
+    if call.out is not None:
+        check_tensor("out", call.out, (out_dtype,), (x.shape[0], down.out_features), x.device, contiguous=True)
+    return call
+
+
+def check_experts(name: str, weight: object) -> None:
+    if not isinstance(weight, PackedExperts):
+        raise TypeError(f"{name}: got {type(weight).__name__}, want PackedExperts")
+    if len(weight) > MAX_EXPERTS:
+        raise ValueError(f"{name}: got {len(weight)} experts, want at most {MAX_EXPERTS}")
+
+
+def check_rows_of(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless x is ``dtype`` [rows, K] where the weight is."""
+    check_tensors(x=x)
+    if x.dtype != dtype:
+        raise TypeError(f"x: got dtype {x.dtype}, want {dtype}, that of the weight's scales")
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x: got shape {list(x.shape)}, want [rows, {k}]")
+    if x.device != device:
+        raise ValueError(f"x: got a tensor on {x.device}, want it on {device}, where the weight is")
+
+
+def check_tokens(x: torch.Tensor) -> None:
+    if x.shape[0] > MAX_TOKENS:
+        raise ValueError(f"x: got {x.shape[0]} rows, want at most {MAX_TOKENS}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    *,
+    contiguous: bool = False,
+) -> None:
+    """Raises TypeError or ValueError unless the tensor has one of ``dtypes`` and ``shape``, None being any size."""
+    check_tensors(**{name: tensor})
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+    if tensor.dim() != len(shape) or any(b not in (None, a) for a, b in zip(tensor.shape, shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{wanted}]")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where x is")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+
+
+def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:
+    """Raises ValueError unless the values are places and rows that there are; waits for a GPU."""
+    places = x_rows if rows is None else rows.shape[0]
+    ends = expert_offsets.tolist()
+    if ends[0] != 0 or ends[-1] > places or any(a > b for a, b in itertools.pairwise(ends)):
+        raise ValueError(f"expert_offsets: got {ends}, want them to rise from 0 to at most {places}")
+    if rows is not None and rows.numel() and not (0 <= int(rows.min()) and int(rows.max()) < x_rows):
+        wanted = f"0 to {x_rows - 1}" if x_rows else "none, as x has no rows"
+        raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, want {wanted}")
+
+
+def check_pair(gate_up: PackedExperts, down: PackedExperts) -> None:
+    """Raises TypeError or ValueError unless the two are the products of one layer."""
+    if len(down) != len(gate_up):
+        raise ValueError(f"down: got {len(down)} experts, want {len(gate_up)}, as many as gate_up has")
+    if gate_up.out_features % 2:
+        raise ValueError(f"gate_up: got {gate_up.out_features} rows, want an even number: gate and up in turn")
+    if down.in_features != gate_up.out_features // 2:
+        wanted = gate_up.out_features // 2
+        raise ValueError(f"down: got shape {list(down.shape)}, want [.., {wanted}], half of gate_up's rows")
+    if down.dtype != gate_up.dtype:
+        raise TypeError(f"down: got dtype {down.dtype}, want {gate_up.dtype}, that of gate_up")
+    if down.device != gate_up.device:
+        raise ValueError(f"down: got a weight on {down.device}, want it on {gate_up.device}, where gate_up is")

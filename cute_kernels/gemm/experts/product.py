@@ -1,0 +1,277 @@
+"""Products of experts: compiled kernels with all of a launch that stays the same from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gemm.arguments import LIMB_ROWS
+from cute_kernels.gemm.experts.arguments import (
+    ASSIGNED,
+    COMBINE,
+    ENTRIES,
+    GATHER,
+    GROUPED,
+    LIMB_TILES,
+    RANGES,
+    ROUTING,
+    TILES,
+)
+from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
+from cute_kernels.gemm.experts.compile import (
+    CombineSpec,
+    EntrySpec,
+    GatherSpec,
+    GroupedSpec,
+    GroupedWgmmaSpec,
+    RangeSpec,
+    RoutingSpec,
+)
+from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
+from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.product import Bind, Product, of_kernel
+from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.launch_arguments import LaunchArguments
+from cute_kernels.runtime.memory import Blank, blank
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
+AS_THEY_ARE = ("codes", "scales", "zeros", "bias", "out", "ids")
+"""Addresses that the launch of any product takes beside x, by name: of sorted assignments, and of those that nothing
+sorts."""
+FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
+
+
+@dataclass(frozen=True)
+class GroupedProduct(Product):
+    """A product of experts.
+
+    Attributes:
+        gathers: whether it takes rows of x by index.
+        stores_fp32: whether what a layer adds up is best stored in fp32: few results.
+        waits: whether offsets and rows, or ids, may be those of the launch before. If not, that launch has waited for
+            them before it lets another begin, and weights are asked for while it ends. None of kernels that have no
+            such choice.
+        finds_ids: whether it finds assignments as they are, by ids of experts.
+    """
+
+    gathers: bool = True
+    stores_fp32: bool = True
+    waits: bool | None = None
+    finds_ids: bool = False
+
+    def bound(self, n: int, activation: int, out_kind: int, **added: Any) -> Callable[..., Any]:
+        """As of `Product`; with addresses `SORTED`, or `AS_THEY_ARE`."""
+        waits = {} if self.waits is None else {"waits": self.waits}
+        return super().bound(n, activation, out_kind, **waits, **added)
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def layout_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedLayout:
+    """How a grouped product on a CUDA device is laid out."""
+    return chosen(problem_of(places, form, batch_invariant))
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProblem:
+    """A grouped product on a CUDA device, as layouts are chosen for it."""
+    return GroupedProblem(
+        places=places,
+        num_experts=form.num_experts,
+        n=form.n,
+        k=form.k,
+        k_pad=form.k_pad,
+        format=form.format,
+        dtype=DTYPES[form.dtype],
+        num_sms=GPU.num_sms(form.device_index),
+        batch_invariant=batch_invariant,
+    )
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def product_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProduct:
+    """The product of sorted assignments on a CUDA device."""
+    return make_product(layout_of(places, form, batch_invariant), places, form.num_experts, form.device_index)
+
+
+def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:
+    """The product of a given layout, of few rows an expert or of many."""
+    arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
+
+    def one(function: Callable[..., Any], declared: LaunchArguments, words: int = 0, **more: int) -> Bind:
+        return of_kernel(function, declared, sizes | more, SORTED, device_index, words)
+
+    if isinstance(layout, RangeLayout):
+        bind = one(load(RangeSpec(layout.config), arch), RANGES, places=places)
+        return GroupedProduct(layout, device_index, bind, stores_fp32=places <= FEW_PLACES, waits=True)
+    if isinstance(layout, GroupedSchedule):
+        function, words = load(GroupedSpec(layout.config), arch), layout.workspace_words
+        firsts = (number * layout.max_entries for number in range(layout.num_launches))
+        launches = [one(function, GROUPED, words, first_entry=first) for first in firsts]
+        return GroupedProduct(layout, device_index, _in_turn(launches), waits=True)
+    function = load(GroupedWgmmaSpec(layout.config), arch)
+    if not layout.config.limbs:
+        return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
+    rows = limb_rows(layout.config.dtype, places, layout.k_blocks, arch)
+    multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
+    return GroupedProduct(layout, device_index, _of_limbs(multiply, rows, num_experts), stores_fp32=False)
+
+
+def _in_turn(launches: list[Bind]) -> Bind:
+    """A product of several launches that take the same."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
+        sends = [bind_one(numbers) for bind_one in launches]
+
+        def send(**given: Any) -> None:
+            for one in sends:
+                one(**given)
+
+        return send
+
+    return bind
+
+
+def _of_limbs(multiply: Bind, limbs: LimbRows, num_experts: int) -> Bind:
+    """A product that has a launch before it make limbs of all places."""
+
+    def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
+        send_limbs = multiply(numbers)
+
+        def send(x, codes, scales, zeros, bias, out, offsets, rows) -> None:
+            made, x_scales = limbs.make(x, offsets + 4 * num_experts, rows)
+            send_limbs(
+                x=made, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets
+            )
+
+        return send
+
+    return bind
+
+
+@dataclass(frozen=True)
+class LimbRows:
+    """Makes limbs of the rows of x at so many places.
+
+    Attributes:
+        function: the compiled kernel, by arguments' names.
+        dtype: of x, "bf16" or "fp16".
+        places: rows of the product.
+        groups: of `LIMB_GROUP` inputs of the padded K.
+    """
+
+    function: Callable[..., Any]
+    dtype: str
+    places: int
+    groups: int
+
+    @cached_property
+    def pitch(self) -> int:
+        """Scales from a group to the next: a tile's come from a multiple of 16 bytes on, whatever rows it has."""
+        return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + LIMB_TILE_M + X_SCALE_ALIGNMENT
+
+    @cached_property
+    def new_limbs(self) -> Blank:
+        """Both limbs take the bytes of an element of x; the product has as many rows as what it is given."""
+        return blank((self.places, self.groups * LIMB_GROUP), TORCH_DTYPES[self.dtype])
+
+    @cached_property
+    def new_scales(self) -> Blank:
+        return blank((self.groups, self.pitch), torch.float32)
+
+    def make(self, x: torch.Tensor, end: int = 0, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(limbs, their scales) on the current device, as `GroupedLimbKernel` takes them.
+
+        x: [.., k], 16-byte aligned. end, rows: addresses, see :mod:`cute_kernels.gemm.arguments`.
+        """
+        limbs, scales = GPU.empty(*self.new_limbs), GPU.empty(*self.new_scales)
+        self.function(
+            x=x, end=end, rows=rows, out=limbs.data_ptr(), scales=scales.data_ptr(),
+            places=self.places, groups=self.groups, pitch=self.pitch,
+        )  # fmt: skip
+        return limbs, scales
+
+
+def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
+    """What makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
+    function = LIMB_ROWS.bound(load(LimbRowsSpec(LimbRowsConfig(dtype)), arch), {})
+    return LimbRows(function, dtype, places, groups)
+
+
+# -- few assignments as a router leaves them ---------------------------------------------------------------------------
+
+
+class AssignedIds(NamedTuple):
+    """The ids of a few assignments' experts, as a product is given them.
+
+    count: of all; id_words: of 32 bits, of an id; row_assignments: neighbours that have a row of x together; waits: as
+    of `GroupedProduct`.
+    """
+
+    count: int
+    id_words: int
+    row_assignments: int
+    waits: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"count": self.count, "id_words": self.id_words, "row_factor": row_factor(self.row_assignments)}
+
+
+def assigned_product(
+    layout: RangeLayout | GroupedTiles, ids: AssignedIds, num_experts: int, device_index: int
+) -> GroupedProduct:
+    """The product of assignments that no launch sorts: of a layout of `among_assignments`, or of batch-invariant tiles
+    of entries, whose results are stored as those of tiles are."""
+    sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
+    if isinstance(layout, GroupedTiles):
+        bind = of_kernel(load(EntrySpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)
+        return GroupedProduct(layout, device_index, bind, stores_fp32=False, waits=ids.waits, finds_ids=True)
+    function = load(RangeSpec(layout.config), arch)
+    bind = of_kernel(function, ASSIGNED, sizes | {"part_bits": layout.part_bits}, AS_THEY_ARE, device_index)
+    return GroupedProduct(layout, device_index, bind, waits=ids.waits, finds_ids=True)
+
+
+# -- what is around products -------------------------------------------------------------------------------------------
+
+
+@per_gpu
+@lru_cache(maxsize=64)
+def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
+    """The kernel that sorts assignments, by arguments' names."""
+    return ROUTING.bound(load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
+
+
+@per_gpu
+@lru_cache(maxsize=64)
+def combine_function(
+    dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
+) -> Callable[..., Any]:
+    """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
+    spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
+    return COMBINE.bound(load(spec, arch_of(device_index)), {})
+
+
+@per_gpu
+@lru_cache(maxsize=64)
+def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
+    """The kernel that lays rows in the order of their places, by arguments' names."""
+    return GATHER.bound(load(GatherSpec(GatherConfig(dtype)), arch_of(device_index)), {})

@@ -1,0 +1,113 @@
+"""Rows and the RMSNorm of them that the next product takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.compiler import is_compiling
+
+from cute_kernels.arguments import check_tensors, row_stride
+from cute_kernels.gemm.call import check_norm
+from cute_kernels.norm import rms_norm
+from cute_kernels.norm.call import DTYPES
+from cute_kernels.norm.config import MAX_COLUMNS
+from cute_kernels.norm.config import VECTOR as NORM_VECTOR
+from cute_kernels.runtime.plans import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """An RMSNorm of x's rows before a product. weight: [k]; eps, offset: as of `cute_kernels.rms_norm`."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float
+
+    def of(
+        self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x's rows by a launch of its own, which copies them first where they lie as it takes none.
+
+        order, input_scale: as of `cute_kernels.rms_norm`.
+        """
+        x = x.detach()
+        if not _is_normable(x):
+            x = x.clone(memory_format=torch.contiguous_format)
+        with torch.no_grad():  # a weight may be a parameter
+            return rms_norm(
+                x, self.weight, eps=self.eps, weight_offset=self.offset, order=order, input_scale=input_scale
+            )
+
+
+def _is_normable(x: torch.Tensor) -> bool:
+    """Whether the kernel of a norm takes rows as they lie: at one distance, each on 16 bytes."""
+    if not x.numel():
+        return True
+    stride = row_stride(x)
+    if stride is None or not 0 <= stride < 2**31 or stride * x.element_size() % ALIGNMENT:
+        return False
+    has_no_address = is_compiling() or type(x) is not torch.Tensor or x.is_meta
+    return has_no_address or x.data_ptr() % ALIGNMENT == 0
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredParts:
+    """What is there of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight;
+    squares: fp32 [M, n / 64], sums of squares of 64 of a row each."""
+
+    scaled: torch.Tensor
+    squares: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class NormedRows:
+    """Rows, and the RMSNorm of them that the next product takes: of `quantized_linear_norm`, for `quantized_linear`.
+
+    Attributes:
+        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
+            16384. Nobody may write to it before the products of the norm are computed.
+        norm: [n], the norm's weight, in the dtype of rows or fp32.
+        norm_eps: added to the mean square.
+        norm_offset: added to the weight.
+        deferred: what the product that made the rows left of the norm; None where the norm takes a launch. No argument:
+            it belongs to these rows and this norm, so `dataclasses.replace` of either makes rows without it.
+
+    Raises:
+        TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.
+    """
+
+    rows: torch.Tensor
+    norm: torch.Tensor
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    deferred: DeferredParts | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
+
+    def normed(self) -> torch.Tensor:
+        """The norm of the rows, [..., n] in their dtype, by `rms_norm`: what any other consumer takes."""
+        return RowNorm(self.norm, self.norm_eps, self.norm_offset).of(self.rows)
+
+
+def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: object) -> None:
+    """Raises TypeError or ValueError unless `rms_norm` takes rows with this weight and these numbers."""
+    check_tensors(rows=rows)
+    if rows.dtype not in DTYPES:
+        raise TypeError(f"rows: got dtype {rows.dtype}, want torch.bfloat16 or torch.float16")
+    n = rows.shape[-1] if rows.dim() else 0
+    if not n or n % NORM_VECTOR or n > MAX_COLUMNS:
+        want = f"[..., n] with n a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}"
+        raise ValueError(f"rows: got shape {list(rows.shape)}, want {want}")
+    check_norm(norm, eps, offset, rows)
+
+
+def left_to_next(
+    rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
+) -> NormedRows:
+    """Rows of a checked call, and what there is of their norm; not checked again, as every layer makes some."""
+    made = object.__new__(NormedRows)
+    values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
+    made.__dict__.update(values)
+    return made

@@ -1,0 +1,177 @@
+"""Products: compiled kernels with all of a launch that stays the same from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
+from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.served import may_load, schedule_for
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.mainloops import (
+    FACTOR_ROWS,
+    LIMB_GROUP,
+    NORMED,
+    NORMED_ROWS,
+    ORDERED,
+    ORDERED_K_BLOCKS,
+    ORDERED_ROWS,
+    SCALED,
+)
+from cute_kernels.gemm.wgmma.resident_schedule import with_factors
+from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.launch_arguments import LaunchArguments
+
+ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
+OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
+"""Addresses that the launch of any dense product takes beside x, by name."""
+# Of rows of x that meet something on their way to limbs.
+MOST_ROWS = {SCALED: 2 * FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
+
+Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
+"""Of numbers by name, what launches products that have them in common: it takes x and addresses by name."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product, dense or of experts, whatever kernels it takes: all but a call's numbers and addresses.
+
+    Attributes:
+        schedule: what it was made of.
+        device_index: of the GPU.
+        bind: what it is launched by.
+    """
+
+    schedule: Any
+    device_index: int
+    bind: Bind
+
+    def bound(self, n: int, activation: int, out_kind: int, **added: Any) -> Callable[..., Any]:
+        """What launches calls that have these numbers in common, on the current stream of the current device.
+
+        It takes x [m, k], on 16 bytes, k a multiple of 8, and addresses by name.
+        """
+        return self.bind({"n": n, "activation": activation, "out_kind": out_kind, **added})
+
+
+def of_kernel(
+    function: Callable[..., Any],
+    declared: LaunchArguments,
+    sizes: Mapping[str, int],
+    takes: tuple[str, ...],
+    device_index: int,
+    num_words: int = 0,
+) -> Bind:
+    """A product of one launch.
+
+    Args:
+        function: the compiled kernel. declared: what it is launched with. sizes: those numbers that the schedule says.
+        takes: addresses that a launch gives; the kernel may have no use for some.
+        num_words: of workspace.
+    """
+    ignored = tuple(name for name in takes if name not in declared.names)
+
+    def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
+        fixed, made = {**sizes, **numbers}, {}
+        if num_words:
+            made["workspace"] = partial(workspace, device_index, num_words)
+        elif "workspace" in declared.names:
+            fixed["workspace"] = 0
+        return declared.bound(function, fixed, made=made, ignored=ignored)
+
+    return bind
+
+
+def workspace(device_index: int, num_words: int) -> int:
+    """The address of a workspace for a launch on the current stream."""
+    return GPU.workspace(device_index, GPU.stream(device_index), num_words)
+
+
+# -- dense products ----------------------------------------------------------------------------------------------------
+
+
+def problem_of(
+    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool = False
+) -> LinearProblem:
+    """A product of ``m`` rows on a CUDA device."""
+    return LinearProblem(
+        m=m,
+        n=n,
+        k=k,
+        k_pad=padded_shape((n, k), form.group_size)[1],
+        format=form,
+        dtype=DTYPES[dtype],
+        num_sms=GPU.num_sms(device),
+        batch_invariant=batch_invariant,
+    )
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def product_of(problem: LinearProblem, device: int) -> Product:
+    """The product of a problem on a CUDA device.
+
+    Raises UnsupportedGPUError: the device is no Hopper.
+    """
+    arch_of(device)
+    return make_product(schedule_for(problem), problem.m, device)
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def factored_product_of(problem: LinearProblem, device: int, kind: str) -> Product | None:
+    """As `product_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`,
+    `.ORDERED`); None if the one that serves the product takes none, or is not there and nobody may wait for the
+    compiler: a launch before does the same. It takes their address as ``factors``."""
+    arch = arch_of(device)
+    if problem.m > MOST_ROWS[kind] or (kind == ORDERED and problem.k % LIMB_GROUP):
+        return None
+    schedule = factored(schedule_for(problem), kind)
+    if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
+        return None
+    return make_product(schedule, problem.m, device)
+
+
+def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
+    """A schedule whose rows meet factors, or another order; None if its kernel takes none, or makes limbs in chunks:
+    each would wait for factors of its own, which took 4096 x 14336 with one row 3 us more than 14."""
+    if not isinstance(schedule, TileSchedule):
+        return None
+    config = with_factors(schedule.config, kind)
+    if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
+        return None
+    if kind == ORDERED and schedule.k_blocks > ORDERED_K_BLOCKS * config.mainloop.k_blocks:
+        return None  # all of the row has to lie there
+    return replace(schedule, config=config)
+
+
+def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> Product:
+    """A schedule's product of ``m`` rows."""
+    function = load(spec_of(schedule.config), arch_of(device_index))
+    if isinstance(schedule, TileSchedule):
+        declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
+        return tile_product(function, declared, schedule, device_index)
+    words = schedule.workspace_words(m)
+    return Product(schedule, device_index, of_kernel(function, STREAM, schedule.sizes, DENSE, device_index, words))
+
+
+def tile_product(
+    function: Callable[..., Any], declared: LaunchArguments, schedule: TileSchedule, device_index: int
+) -> Product:
+    """The product of a compiled kernel of tiles, whose sizes its schedule has."""
+    words = schedule.workspace_words
+    bind = of_kernel(function, declared, schedule.sizes, DENSE, device_index, words)
+    return Product(schedule, device_index, bind)

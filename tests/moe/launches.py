@@ -1,0 +1,26 @@
+"""Launches of a product of experts by itself."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gemm.experts import PackedExperts
+from cute_kernels.gemm.experts.product import GroupedProduct
+from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS
+
+
+def launch_grouped(
+    product: GroupedProduct,
+    x: torch.Tensor,
+    weight: PackedExperts,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **places: torch.Tensor | None,
+) -> None:
+    """Launches a product that writes ``out``. places: offsets and rows, or ids."""
+    given = {"zeros": weight.zeros, "bias": bias, **places}
+    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
+    send = product.bound(weight.shape[0], ACTIVATIONS[activation], OUT_KINDS[out.dtype])
+    send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)
