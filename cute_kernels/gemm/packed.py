@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class kept:  # as functools.cached_property, which takes a lock up to Python 3.11
+T = TypeVar("T")
+
+
+class kept(Generic[T]):  # as functools.cached_property, which takes a lock up to Python 3.11
     """A property that is made once, of objects that do not change."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(self, make: Callable[[Any], T]) -> None:
         self.make = make
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, own: Any, owner: type | None = None) -> Any:
+    def __get__(self, own: Any, owner: type | None = None) -> T:
         found = own.__dict__[self.name] = self.make(own)
         return found
 

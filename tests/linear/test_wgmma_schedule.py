@@ -345,7 +345,8 @@ def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k,
         assert estimate_us(case, schedule) == pytest.approx(us, rel=0.18)
     # Of these the times before were those of limbs that a launch before made, which there is no more.
     gone = form == OF_LIMBS_BEFORE and interleaves_k(schedule)
-    assert us <= 1.04 * min([*times.values(), *([] if gone else [before])])
+    fastest: float = min([*times.values(), *([] if gone else [before])])
+    assert us <= 1.04 * fastest
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import compile as linear_compile
 from cute_kernels.gemm.experts import compile as moe_compile
 from cute_kernels.gemm.experts.choice import candidates, chosen
 from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule, usual_entries
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 
 
@@ -64,14 +64,11 @@ def test_usual_entries_are_those_of_random_rows(mean: float, capacity: int):
     assert usual_entries(mean, capacity) == pytest.approx(total / trials / experts, rel=0.05)
 
 
-@pytest.mark.parametrize("room", ["linear", "moe"])
-def test_products_in_limbs_ship_with_the_kernel_that_makes_them(room: str):
-    """Dense layers want them in blocks, experts in rows."""
-    compiling, wanted = {"linear": (linear_compile, "linear_limb_blocks_"), "moe": (moe_compile, "linear_limbs_")}[room]
-    shipped = compiling.shipped_specs()
-    configs = [spec.config for spec in shipped if getattr(getattr(spec, "config", None), "makes_limbs_before", False)]
+def test_products_in_limbs_ship_with_the_kernel_that_makes_them():
+    shipped = moe_compile.shipped_specs()
+    configs = [spec.config for spec in shipped if isinstance(spec.config, WgmmaConfig) and spec.config.limbs]
     assert configs
     names = {spec.symbol for spec in shipped}
     for config in configs:
-        made, product = (spec.symbol for spec in compiling.specs_of(config))
-        assert made == wanted + config.dtype and {made, product} <= names
+        made, product = (spec.symbol for spec in moe_compile.specs_of(config))
+        assert made == f"linear_limbs_{config.dtype}" and {made, product} <= names
