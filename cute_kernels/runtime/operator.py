@@ -80,7 +80,7 @@ def launch({parameters}):
     try:{route}
         _key = _key_of({arguments})
         _plan = _plan_of(_key)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         _check({arguments})
         raise
     if _plan is None or _package.DEBUG{always}:
