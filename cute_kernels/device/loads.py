@@ -10,7 +10,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import ptx
-from cute_kernels.device.ptx import struct_of
 
 
 def load_float(address: Int64) -> Float32:
@@ -33,19 +32,6 @@ def load_word_below(
     asm = f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc{kind}.u32 $0, [$3 + {offset}]; }}"
     values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
     return Uint32(llvm.inline_asm(Uint32.mlir_type, values, asm, "=&r,r,r,l", has_side_effects=True, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def load_piece_below(index: Int32, limit: Int32, address: Int64, offset: int = 0, *, loc=None, ip=None) -> list[Uint32]:
-    """As :func:`load_word_below`, 4 words side by side on an address of 16 bytes."""
-    zeros = " ".join(f"mov.u32 ${i}, 0;" for i in range(4))
-    load = f"@p ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$6 + {offset}];"
-    asm = f"{{ .reg .pred p; setp.lt.u32 p, $4, $5; {zeros} {load} }}"
-    u32 = Uint32.mlir_type
-    values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
-    constraints = ",".join(["=&r"] * 4 + ["r", "r", "l"])
-    result = llvm.inline_asm(struct_of(u32, 4), values, asm, constraints, has_side_effects=True, loc=loc, ip=ip)
-    return [Uint32(llvm.extractvalue(u32, result, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op

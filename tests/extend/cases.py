@@ -22,7 +22,7 @@ TWICE_ROUNDED_LSE_TOLERANCE = 2.5e-3  # the same: rows' scales are, too, where t
 FP8_TOLERANCE, FP8_LSE_TOLERANCE = 8e-2, 0.15  # queries and probabilities have 4 significant bits; of the worst score
 FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
 FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8", "int8_channel")
-UNPACKED = FORMATS
+UNPACKED = tuple(name for name in FORMATS if format_of(name).is_coded)
 FORMATS += ("int8_g2", "int8_g4", "int8_g8")  # which are read as they lie, however many queries there are
 
 

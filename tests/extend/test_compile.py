@@ -54,7 +54,7 @@ CONFIGS["V of 16 bits"] = choose(ExtendProblem(128, "int8_channel", "bf16", "bf1
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
-UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous", "bf16")}
+UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous")}
 for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
     problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
     UNPACKING[name], CONFIGS[name] = choose_fp8(choose(problem))

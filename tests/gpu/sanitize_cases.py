@@ -521,7 +521,6 @@ EXTEND = {
     "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
-    "extend-bf16-pages-of-16-unpacked": ExtendCase("bf16", *EXTEND_SHAPES, page_size=16, unpack=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),

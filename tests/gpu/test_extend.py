@@ -137,7 +137,6 @@ FP8: dict[str, dict[str, Any]] = {
 }
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in cases.UNPACKED},
-    "pages of 16": ("bf16", {"page_size": 16}),
     "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
     "contiguous, codes": ("int8_token_head", {"page_size": None}),
     "7 heads a group": ("e4m3_token_head", {"group": 7}),
@@ -161,7 +160,7 @@ UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
 VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options) in VARIANTS.items()}
 FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
 FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
-FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
+FUSED += ("int4_g4, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
 FUSED += ("V of 16 bits, new tokens", "int8_channel", "channels, new tokens", "bf16, int8_token_head", "int4_g4, bf16")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
@@ -235,7 +234,7 @@ def test_a_graph_of_queries_that_lie_apart_serves_other_lengths():
     [
         *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
         *("bf16, int8_token_head", "int8_token_head, bf16", "int8_channel", "int8_g4"),
-        *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
+        *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked"),
     ],
 )
 def test_random_batches(name):
@@ -248,8 +247,10 @@ def test_random_batches(name):
 
 
 @pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
-@pytest.mark.parametrize("unpack", [False, True])
-@pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])
+@pytest.mark.parametrize(
+    "kv_format, unpack",
+    [("bf16", False), *((name, unpack) for name in ("int8_token_head", "int4_g4") for unpack in (False, True))],
+)
 def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     """With q = 0 every key that is seen weighs the same: a mask that is off by one key is off by a row of V."""
     call = make_call(
@@ -531,7 +532,7 @@ def test_many_launches_leave_the_counter_empty():
         assert torch.equal(call.run(), want)
 
 
-UNPACKING = ("int4_g4, unpacked", "int8_token_head, unpacked", "pages of 16, unpacked")
+UNPACKING = ("int4_g4, unpacked", "int8_token_head, unpacked")
 
 
 @pytest.mark.parametrize("name", UNPACKING)
@@ -554,7 +555,7 @@ def test_launches_that_unpack_run_on_two_streams(name):
     assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(found))
 
 
-@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked", "pages of 16, unpacked"])
+@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked"])
 def test_ends_and_lengths_that_cannot_be_do_no_harm(name):
     """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
     call = variant(name)
@@ -566,7 +567,7 @@ def test_ends_and_lengths_that_cannot_be_do_no_harm(name):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("name", ["bf16", "pages of 16", "int8_tensor", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
+@pytest.mark.parametrize("name", ["int8_tensor", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
 def test_unpacking_changes_no_bit_where_rows_have_no_fp32_scales(name):
     read, unpacked = variant(name), variant(f"{name}, unpacked")
     for num_splits in (1, 3):

@@ -186,7 +186,7 @@ def extend_attention(
             takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
             there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
             per row, whose results differ by its rounding. True: in any case. Refused for INT8 with several groups a
-            row, and where K or V is of 16 bits alone.
+            row, and where K or V is of 16 bits.
         max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
             for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the

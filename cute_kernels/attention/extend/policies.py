@@ -49,6 +49,8 @@ KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 def cannot_unpack(form: KvFormat) -> str | None:
     """Why nothing makes rows of 16 bits of a format that the kernel reads, or None."""
+    if not form.is_coded:
+        return f"{form.name} rows are of 16 bits"
     if has_token_scale(form) and form.num_groups > 1:
         return f"{form.name} has {form.num_groups} scales a row"
     return None
@@ -148,8 +150,8 @@ class UnpackConfig:
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
-        k_format, v_format: of the cache. dtype: "bf16" or "fp16", of the rows that it makes; "e4m3" for codes as they
-            are, V's tiles transposed, see :mod:`.fp8`.
+        k_format, v_format: of the cache. dtype: "fp16", of the rows that it makes; "e4m3" for codes as they are, V's
+            tiles transposed, see :mod:`.fp8`.
         head_dim: of rows.
         page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
     """
@@ -208,9 +210,8 @@ class UnpackConfig:
                 return reason
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            wanted = "fp16" if form.is_coded else name
-            if self.dtype != wanted and self.dtype != "e4m3":
-                return f"dtype {self.dtype!r} is not {wanted!r}, that of rows of a {name} cache"
+            if self.dtype not in ("fp16", "e4m3"):
+                return f"dtype {self.dtype!r} is not 'fp16' or 'e4m3'"
             if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
                 return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
         if self.head_dim not in HEAD_DIMS:

@@ -34,9 +34,8 @@ FP8_STAGES = 4  # tiles of half the bytes
 # partial result and to have it read again; to wait for the kernel that puts splits together.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 # What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
-# (`ExtendReader`), at 128 to 256 queries, and for 16 bits in pages of so many tokens, head_dim 128: H200,
-# docs/design/history/extend_attention.md.
-READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95, 64: 0.975}
+# (`ExtendReader`), at 128 to 256 queries, head_dim 128: H200, docs/design/history/extend_attention.md.
+READING_RATES = {"row": 0.74, "outside": 0.77, "groups": 0.73}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
@@ -177,7 +176,7 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
-        dtype=config.operand_types[0],
+        dtype="fp16",
         head_dim=config.head_dim,
         page_tokens=config.page_tokens,
         head_major=config.features.head_major,
@@ -209,8 +208,6 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 def _unpacked_as(form: KvFormat) -> str:
     """The first format whose unpacked rows are the same to attention."""
-    if form.extend is None:
-        return form.name
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend
@@ -227,10 +224,9 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
-    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := form.extend) is not None]
-    rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
-    if not rates or config.why_as_it_lies is not None:
+    if config.why_as_it_lies is not None:
         return None
+    rates = [READING_RATES[reader.scales] for form in config.formats if (reader := form.extend) is not None]
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
     queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)

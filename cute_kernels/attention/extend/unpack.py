@@ -2,7 +2,6 @@
 
 Producers that decode rows for every 128 rows of queries cannot keep up with their products; this kernel decodes each
 row once for all queries, at the speed of memory, and attention then loads tiles by TMA as it does from a 16-bit cache.
-Rows of pages come to lie side by side on the way, which is all that happens to 16-bit caches.
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
@@ -20,17 +19,15 @@ Tokens that no query of a request sees become zeros, and requests without querie
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.extend import fp8
-from cute_kernels.attention.extend.decode import CodedRows, Places, RowRuns, RowShape
+from cute_kernels.attention.extend.decode import CodedRows
 from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.attention.extend.policies import (
-    ELEMENT_BYTES,
     TILE_SCALE_BYTES,
     UNPACK_CTAS_PER_SM,
     UNPACK_WARPS,
@@ -42,60 +39,12 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
-from cute_kernels.device.loads import load_piece_below, store_below
-from cute_kernels.device.types import RegisterTensor, extents
+from cute_kernels.device.loads import store_below
+from cute_kernels.device.types import extents
 from cute_kernels.formats.scores.terms import WindowTerm
 
-PIECE_BYTES = 16
 TOPS_BYTES = 4 * UNPACK_WARPS  # of shared memory: what a CTA's warps tell each other of a tile
 SHARED_PERCENT = 8  # of an SM's memory that need not be L1: what its CTAs' tops and the driver want
-
-
-@dataclass(frozen=True)
-class HeldRows:
-    """Rows of 16 bits that a warp holds: ``words``, 4 for each of a lane's loads."""
-
-    words: RegisterTensor[Uint32]
-
-
-class DenseRows:
-    """K or V of a 16-bit cache: which pieces of 16 bytes are whose; as :class:`.decode.CodedRows`."""
-
-    def __init__(self, config: RowShape, operand: int):
-        self.config, self.operand, self.token_scale = config, operand, False
-        self.warp_rows = config.warp_rows
-        self.row_units = config.columns * ELEMENT_BYTES // PIECE_BYTES
-        self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
-        self.unit_bytes = PIECE_BYTES
-        self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
-        self.num_words = 4 * self.num_loads
-        self.runs = RowRuns(config)
-
-    def make(self) -> HeldRows:
-        return HeldRows(cute.make_rmem_tensor(self.num_words, Uint32))
-
-    @cute.jit
-    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Asks for a warp's rows of a tile; those that no query of the request sees become zeros."""
-        rows = source.rows(self.operand)
-        first = block * self.config.tile_tokens + warp * self.config.warp_rows
-        below, unit = lane // self.row_units, lane % self.row_units
-        low = cutlass.max(first_valid - first, 0)
-        count = cutlass.max(work.kv_stop - first - low, 0)
-        bases = self.runs.bases(source, rows, places, work.head)
-        for k in cutlass.range_constexpr(self.num_loads):
-            row = k * WARP_THREADS // self.row_units
-            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
-            limit = count
-            if const_expr(self.real_units < self.row_units):
-                limit = cutlass.select_(unit < self.real_units, count, Int32(0))
-            words = load_piece_below((below - low) + row, limit, address + unit * PIECE_BYTES)
-            for i in cutlass.range_constexpr(4):
-                held.words[4 * k + i] = words[i]
-
-    def numbers(self, held: HeldRows, k: int) -> list[Any]:
-        """The words of a load."""
-        return [held.words[4 * k + i] for i in range(4)]
 
 
 @dataclass(frozen=True)
@@ -150,24 +99,17 @@ class UnpackKernel:
 
     def __init__(self, config: UnpackConfig):
         self.config = config
-        self.rows = self.rows_of(KEYS), self.rows_of(VALUES)
+        # A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its greatest scale.
+        self.rows = tuple(CodedRows(config, operand, looks_first=True, around=True) for operand in (KEYS, VALUES))
         self.row_bytes = config.head_dim * config.element_bytes
-
-    def rows_of(self, operand: int) -> CodedRows | DenseRows:
-        """K's or V's. A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its
-        greatest scale."""
-        if self.config.formats[operand].is_coded:
-            return CodedRows(self.config, operand, looks_first=True, around=True)
-        return DenseRows(self.config, operand)
 
     def launch(self, given, stream):
         """``given`` has the arguments of :data:`.arguments.UNPACK`."""
         config = self.config
-        element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
         cache, target = extents(given.k_cache), extents(given.k_rows)
         tokens = cache[2] if config.head_major else cache[1]
         caches = given.k_cache, given.v_cache
-        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in caches)
+        keys, values = (Rows.of(tensor, 1, config.head_major) for tensor in caches)
         pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
         shape = UnpackSizes(
             total_q=given.total_q,

@@ -68,7 +68,8 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
     """Whether extend attention makes rows of 16 bits of such caches for many queries, or finds them."""
-    return _extend_config(formats, head_size, "fp16", 16, PLAIN).why_as_it_lies is None
+    config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
+    return not config.coded or config.why_as_it_lies is None
 
 
 def key_rows_of(impl: Foreign) -> ExtendConfig | None:
