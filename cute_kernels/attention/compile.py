@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.arguments import MERGE, arguments_of
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
+from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend.policies import UnpackConfig
+from cute_kernels.attention.extend.schedule import (
+    ExtendProblem,
+    choose,
+    choose_key_rows,
+    choose_unpacked,
+    queries_to_unpack_for,
+)
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.merge_states import merge_specs
+from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats import scores as score_options
-from cute_kernels.formats.kv import code_of, modules_of
+from cute_kernels.formats.kv import code_of, load_code, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 if TYPE_CHECKING:
@@ -24,35 +35,35 @@ DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
 BYTE_FORMATS = ("int8_token_head", "int8_tensor", "int8_channel", "e4m3_token_head", "e4m3_tensor", "e5m2")
 PAGED_FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor")
-PAGED = Features(paged=True)
+EXTEND_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
+PAGED, CAUSAL_PAGES = Features(paged=True), Features(causal=True, paged=True)
 SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeSpec(KernelSpec):
-    """One decode attention kernel.
+class AttentionSpec(KernelSpec):
+    """One kernel of the family. The function takes what :mod:`.arguments` or :mod:`.extend.arguments` lists for its
+    kind of configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
 
-    The function takes what :mod:`cute_kernels.attention.arguments` lists: torch tensors as they are, then addresses and
-    numbers. It runs on torch's current stream.
-    """
-
-    config: DecodeConfig
+    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | MergeStatesConfig
     family: ClassVar[str] = "attention"
 
     def policies(self) -> tuple[object, ...]:
-        of_formats = code_of("decode", self.config.k_format, self.config.v_format)
-        return *of_formats, *score_options.code_of(self.config.features)
+        config = self.config
+        of_formats = code_of(config.use, *config.format_names)
+        return config.compiled_by, *of_formats, *score_options.code_of(config.features)
 
     def modules(self) -> tuple[str, ...]:
-        of_formats = modules_of(self.config.k_format, self.config.v_format)
-        return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
+        of_options = score_options.modules_of(self.config.features)
+        return tuple(dict.fromkeys((*modules_of(*self.config.format_names), *of_options)))
 
     def compile(self, arch: str) -> Any:
-        return compile_decode(self.config, arch)
+        return load_code(self.config.compiled_by)(self.config, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: configurations of common head layouts. Others compile on demand."""
+    """What bundles hold and the gates compile: configurations of common head layouts; of extend
+    attention causal calls over pages. Others compile on demand."""
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
@@ -68,7 +79,22 @@ def shipped_specs() -> list[KernelSpec]:
         for num_kv_heads in (1, 8)
     ]
     configs = dict.fromkeys(config for problem in problems for config in candidate_configs(problem))
-    return [*(DecodeSpec(config) for config in configs), *merge_specs()]
+    merges = [MergeStatesConfig(dtype, ndim) for dtype in DTYPES.values() for ndim in NDIMS]
+    return [AttentionSpec(config) for config in (*configs, *merges, *_shipped_extend())]
+
+
+def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
+    """Of extend attention: causal calls over pages of 64 tokens."""
+    problems = [ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
+    problems += [ExtendProblem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
+    problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
+    combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
+    loading = [choose(problem) for problem in problems]
+    many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
+    unpacked = [choose_unpacked(config) for config in many]
+    few = [own for config in loading for own in choose_key_rows(config, mapped=True, tile_heads=2)]
+    attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
+    return [*attention, *(config for config, _ in unpacked), *combines]
 
 
 def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
@@ -94,34 +120,143 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
-
-    float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-    def tensor(dtype, shape, align):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
-
-    def strided(dtype, shape, units, align):
-        """The first dimensions have any strides that are multiples of ``units`` bytes, others follow from the shape."""
-        strides = [cute.sym_int64(divisibility=unit * 8 // dtype.width) for unit in units]
-        dense = [math.prod(shape[i + 1 :]) for i in range(len(units), len(shape))]
-        return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, memspace=memory)
 
     # Blocks begin where copies may; of rows that carry their scales most do not, and the plan knows which copies fit.
     units = {"tma": (16, 16, 16), "map": (16, 16, WORD), "bulk": (16, WORD, WORD), "word": (WORD, WORD, WORD)}
 
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
-        strided(
-            float_type.get(form.name, cutlass.Uint8),
+        _strided(
+            cutlass.Uint8 if form.is_coded else _element_type(form.name),
             (blocks, outer, inner, form.row_elements(head_dim)),
             units[copy],
             units[copy][0],
+            memory,
         )
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
-    q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), (16, 16), 16)
-    out = tensor(float_type[config.q_dtype], (batch, q_len, q_heads, config.v_head_dim), 16)
-    lengths = tensor(cutlass.Int32, (batch,), 4)
+    dtype = _element_type(config.q_dtype)
+    q = _strided(dtype, (batch, q_len, q_heads, config.head_dim), (16, 16), 16, memory)
+    out = _dense(dtype, (batch, q_len, q_heads, config.v_head_dim), memory=memory)
+    lengths = _dense(cutlass.Int32, (batch,), memory=memory)
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": lengths, "out": out}
+
+
+def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.extend.kernel import ExtendKernel
+
+    check_config(config)
+    dtype = _element_type(config.q_dtype)
+    total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
+
+    def cache(form, cache_type):
+        if cache_type is None:
+            return _strided(cutlass.Uint8, (*blocks, form.row_elements(config.head_dim)), (4, 4, 4), 4)
+        return _strided(_element_type(cache_type), (*blocks, config.head_dim), (16, 16, 16), 16)
+
+    k_cache, v_cache = map(cache, config.formats, config.cache_types)
+    rows = total_q, q_heads, config.head_dim
+    tensors = {
+        "q": _strided(dtype, rows, (16,), 16) if config.strided_q else _dense(dtype, rows),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": _dense(cutlass.Int32, (cute.sym_int(),)),
+        "out": _dense(dtype, rows),
+    }
+    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
+
+
+def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
+    """As :func:`compile_extend`, for the kernel that makes rows of 16 bits of a cache."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.extend.unpack import UnpackKernel
+
+    check_config(config)
+    dtype = _element_type(config.dtype)
+    *blocks, requests, heads, room = (cute.sym_int() for _ in range(6))
+
+    def cache(form):
+        return _strided(cutlass.Uint8, (*blocks, form.row_elements(config.head_dim)), (4, 4, 4), 4)
+
+    k_cache, v_cache = map(cache, config.formats)
+    tensors = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k_rows": _dense(dtype, (requests, heads, room, config.head_dim)),
+        "v_rows": _dense(dtype, (requests, heads, room, config.head_dim)),
+        "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": _dense(cutlass.Int32, (cute.sym_int(),)),
+    }
+    return UNPACK.compile(UnpackKernel(config).launch, tensors, arch, *options)
+
+
+def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
+    """As :func:`compile_extend`, for the kernel that puts splits together."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.extend.combine import CombineKernel
+
+    check_config(config)
+    out = _dense(_element_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
+    tensors = {"out": out, "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),))}
+    return COMBINE.compile(CombineKernel(config).launch, tensors, arch, *options)
+
+
+def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
+
+    check_config(config)
+    rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))
+    row = cute.sym_int(divisibility=config.vector_elements)
+
+    states, dtype = ("", "_a", "_b"), _element_type(config.dtype)
+    tensors = {f"out{of}": _dense(dtype, (*rows, row), VECTOR_BYTES) for of in states}
+    tensors |= {f"lse{of}": _dense(cutlass.Float32, rows) for of in states}
+    return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
+
+
+def _element_type(name: str) -> Any:
+    """Of tensors; codes come as bytes."""
+    import cutlass
+
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "e4m3": cutlass.Uint8}
+    return types[name]
+
+
+def _dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
+    """A fake tensor without gaps, aligned to 16 bytes, of 32 bits to these."""
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    align = align or (4 if dtype.width == 32 else 16)
+    order, places = tuple(reversed(range(len(shape)))), {} if memory is None else {"memspace": memory}
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **places)
+
+
+def _strided(dtype: Any, shape: tuple[Any, ...], units: Sequence[int], align: int, memory: Any = None) -> Any:
+    """A fake tensor whose first dimensions have any strides that are multiples of ``units`` bytes; others follow from
+    the shape."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = [cute.sym_int64(divisibility=unit * 8 // dtype.width) for unit in units]
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(units), len(shape))]
+    places = {} if memory is None else {"memspace": memory}
+    return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, **places)

@@ -19,6 +19,7 @@ from cute_kernels.attention.policies import (
 from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.kv.base import Use
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
@@ -49,6 +50,8 @@ class DecodeConfig:
             and rotates q: runs while that one does, and waits for it before it reads any of these.
     """
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_decode"
+    use: ClassVar[Use] = "decode"
     limits: ClassVar[Limits] = HOPPER
     k: CacheLoad
     v: CacheLoad
@@ -59,6 +62,11 @@ class DecodeConfig:
     features: Features = PLAIN
     units: bool = False
     after_append: bool = False
+
+    @property
+    def format_names(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:

@@ -8,66 +8,21 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from cute_kernels.arguments import check_contiguous, check_tensors, shape_of
 from cute_kernels.attention.arguments import MERGE
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.operator import Operator, route
-from cute_kernels.runtime.spec import KernelSpec, check_config
 
 MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
-
-
-@dataclass(frozen=True, eq=False)
-class MergeStatesSpec(KernelSpec):
-    """The kernel of a configuration: takes :data:`.arguments.MERGE`, runs on torch's current stream."""
-
-    config: MergeStatesConfig
-    family: ClassVar[str] = "attention"
-
-    def compile(self, arch: str) -> Any:
-        return compile_merge_states(self.config, arch)
-
-
-def merge_specs() -> list[KernelSpec]:
-    """Every configuration: few and small."""
-    return [MergeStatesSpec(MergeStatesConfig(dtype, ndim)) for dtype in DTYPES.values() for ndim in NDIMS]
-
-
-def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) -> Any:
-    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
-
-    Raises ValueError if the configuration cannot be implemented.
-    """
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
-
-    check_config(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
-    rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))
-    row = cute.sym_int(divisibility=config.vector_elements)
-
-    def tensor(kind, shape, align):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
-
-    tensors = {f"out{of}": tensor(dtype, (*rows, row), VECTOR_BYTES) for of in ("", "_a", "_b")}
-    tensors |= {f"lse{of}": tensor(cutlass.Float32, rows, 4) for of in ("", "_a", "_b")}
-    return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
-
-
-# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def merge_states(
@@ -143,7 +98,7 @@ def launch(
     send = _functions.get(key)
     if send is None:
         config = MergeStatesConfig(DTYPES[out_a.dtype], out_a.dim())
-        send = _functions[key] = MERGE.bound(load(MergeStatesSpec(config), arch_of(key[2])), {})
+        send = _functions[key] = MERGE.bound(load(AttentionSpec(config), arch_of(key[2])), {})
     if not out_a.numel():
         return torch.empty_like(out_a), torch.empty_like(lse_a)
     if key[2] != GPU.current():

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.formats.kv.base import Use
+
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 VECTOR_BYTES = 16
 NDIMS = (3, 4)  # [tokens, num_heads, head_dim] and [batch, q_len, num_heads, head_dim]
@@ -16,6 +19,10 @@ NDIMS = (3, 4)  # [tokens, num_heads, head_dim] and [batch, q_len, num_heads, he
 class MergeStatesConfig:
     """One compiled variant: dtype of the outputs ("bf16", "fp16", "fp32") and their number of dimensions (3 or 4)."""
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_merge_states"
+    use: ClassVar[Use] = "decode"
+    format_names: ClassVar[tuple[str, ...]] = ()
+    features: ClassVar[Features] = PLAIN
     dtype: str
     ndim: int = 4
 

@@ -12,7 +12,7 @@ from cute_kernels.arguments import shape_of
 from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
@@ -164,7 +164,7 @@ def plan_of(
 def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
     """The compiled kernel, with the arguments that only what decides a plan decides."""
     config = schedule.config
-    function = load(DecodeSpec(config), arch_of(call.q.device.index))
+    function = load(AttentionSpec(config), arch_of(call.q.device.index))
     return arguments_of(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention import compile as attention_compile
 from cute_kernels.attention.arguments import arguments_of
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.step_config import StepConfig
@@ -46,8 +46,8 @@ class StepSpec(KernelSpec):
     family: ClassVar[str] = "kv_cache"
 
     @property
-    def of_attention(self) -> DecodeSpec:
-        return DecodeSpec(self.config.attention)
+    def of_attention(self) -> AttentionSpec:
+        return AttentionSpec(self.config.attention)
 
     def policies(self) -> tuple[object, ...]:
         return *self.of_attention.policies(), *AppendSpec(self.config.append).policies()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
@@ -97,17 +97,17 @@ CONFIGS = [
     config("int4_g4", q_len=4),
     config("int8_tensor", "int4_g1", 64, 128, q_len=4),
 ]
-CONFIGS = golden.worth_compiling(CONFIGS, DecodeSpec)
+CONFIGS = golden.worth_compiling(CONFIGS, AttentionSpec)
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, golden.Entry]:
-    return golden.measure([DecodeSpec(found) for found in CONFIGS], default_cache())
+    return golden.measure([AttentionSpec(found) for found in CONFIGS], default_cache())
 
 
 @pytest.mark.parametrize("found", CONFIGS, ids=lambda found: found.name)
 def test_it_compiles_without_spilling(found: DecodeConfig, measured: dict[str, golden.Entry]):
-    (kernel,) = measured[DecodeSpec(found).symbol]
+    (kernel,) = measured[AttentionSpec(found).symbol]
     assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
     assert kernel["threads"] == found.cta_threads
     moves = {"tma": "UTMALDG", "map": "UTMALDG", "bulk": "UBLKCP", "word": "LDGSTS"}
@@ -121,7 +121,7 @@ def test_tensor_cores_do_no_more_than_they_must(found: DecodeConfig, measured: d
     Groups of an odd number of 8 columns take half as many columns to an MMA. Shifts of INT4 keys with four groups of at
     least 16 columns take one more for a tile, with eight two.
     """
-    (kernel,) = measured[DecodeSpec(found).symbol]
+    (kernel,) = measured[AttentionSpec(found).symbol]
     columns = 0
     for form, head_dim in zip(found.formats, found.head_dims, strict=True):
         groups = form.num_groups

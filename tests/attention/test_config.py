@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cute_kernels.architecture import HOPPER
-from cute_kernels.attention.compile import DecodeSpec, shipped_specs
+from cute_kernels.attention.compile import AttentionSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.policies import CacheLoad, CopyPipeline, TokenRuns, WarpMma
@@ -23,7 +23,7 @@ DENSE = DecodeConfig(CacheLoad("bf16", 128, "tma"), CacheLoad("bf16", 128, "tma"
 MIXED = DecodeConfig(CacheLoad("int8_channel", 192, "tma"), CacheLoad("int4_g2", 128), "fp16", FEW_WARPS, ONE_CTA)
 MAPPED = CacheLoad("int4_g1", 128, "map")
 FEW_HEADS = DecodeConfig(MAPPED, MAPPED, "bf16", WarpMma(4, num_slices=2), ONE_CTA, TokenRuns(contiguous=False))
-SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec.config, DecodeConfig)]
 
 
 @pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
@@ -148,7 +148,7 @@ def test_names_are_identifiers_and_differ_where_configurations_do():
 
 @pytest.mark.parametrize("config", [changed(INT4, features=Features(window=True, bias="bf16")), MIXED])
 def test_a_configuration_survives_json(config: DecodeConfig):
-    assert spec_of(json.loads(json.dumps(record_of(DecodeSpec(config))))) == DecodeSpec(config)
+    assert spec_of(json.loads(json.dumps(record_of(AttentionSpec(config))))) == AttentionSpec(config)
 
 
 def test_a_change_names_a_field_that_is_nobodys_or_several_policies():

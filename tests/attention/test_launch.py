@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.attention import decode_attention, ops
 from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import PLACES_SHIFT
 from cute_kernels.attention.features import Features
 from cute_kernels.runtime import native
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 Arguments = dict[str, Any]
 
 
-def function_of(spec: DecodeSpec) -> Any:
+def function_of(spec: AttentionSpec) -> Any:
     from tests.host_functions import attention_function
 
     return attention_function(spec.config)

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.compile import CAUSAL_PAGES
 from cute_kernels.attention.extend.arguments import attention_arguments
 from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.compile import CAUSAL_PAGES
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import check_alignment, problem_of
 from cute_kernels.attention.extend.policies import cannot_read

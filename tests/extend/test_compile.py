@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
+from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend.policies import (
     GROUP_TOKENS,
     MMA_WARPS,
@@ -63,9 +63,9 @@ KEY_ROWS = {
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
     if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), MOST_COLUMNS, True, 2))
 }
-COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]))
-UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]))
-KEY_ROWS_COMPILED = golden.worth_compiling(KEY_ROWS, lambda name: ExtendSpec(KEY_ROWS[name]))
+COMPILED = golden.worth_compiling(CONFIGS, lambda name: AttentionSpec(CONFIGS[name]))
+UNPACKED = golden.worth_compiling(UNPACKING, lambda name: AttentionSpec(UNPACKING[name]))
+KEY_ROWS_COMPILED = golden.worth_compiling(KEY_ROWS, lambda name: AttentionSpec(KEY_ROWS[name]))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def artifacts():
     except ToolMissingError as error:
         pytest.skip(str(error))
     # In processes of their own: tracing leaves functions changed that other tests run as plain Python.
-    compiled = default_cache().artifacts([ExtendSpec(CONFIGS[name]) for name in COMPILED], "sm_90a")
+    compiled = default_cache().artifacts([AttentionSpec(CONFIGS[name]) for name in COMPILED], "sm_90a")
     return dict(zip(COMPILED, compiled, strict=True))
 
 
@@ -119,7 +119,7 @@ def _machine_code(artifact, folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacking_is_short_code_of_few_registers(name):
     """Four CTAs of eight warps an SM. What a warp spills is of a request, not of a row."""
-    spec = UnpackSpec(UNPACKING[name])
+    spec = AttentionSpec(UNPACKING[name])
     (artifact,) = default_cache().artifacts([spec], "sm_90a")
     (report,) = resource_report(artifact)
     assert report.threads == UNPACK_WARPS * WARP_THREADS
@@ -130,7 +130,7 @@ def test_unpacking_is_short_code_of_few_registers(name):
 def test_unpacking_asks_for_all_rows_before_it_waits_for_their_greatest_scale(tmp_path: Path):
     """Of K and of V: loads, the barrier behind which a tile's greatest scale is known, stores."""
     config = UNPACKING["int8"]
-    (artifact,) = default_cache().artifacts([UnpackSpec(config)], "sm_90a")
+    (artifact,) = default_cache().artifacts([AttentionSpec(config)], "sm_90a")
     code = _machine_code(artifact, tmp_path)
     kinds = [kind for line in code for kind in ("LDG", "BAR.SYNC", "STG") if kind in line]
     parts = [part.split() for part in " ".join(kinds).split("BAR.SYNC")[1:]]
@@ -146,7 +146,7 @@ def test_key_rows_keep_all_sums_in_registers_and_products_side_by_side(name):
     for scores, for both, for the last values."""
     config = KEY_ROWS[name]
     assert len(KEY_ROWS) == 3
-    (artifact,) = default_cache().artifacts([ExtendSpec(config)], "sm_90a")
+    (artifact,) = default_cache().artifacts([AttentionSpec(config)], "sm_90a")
     (report,) = resource_report(artifact)
     assert report.spill_store_bytes == report.stack_bytes == 0
     producing, consuming = config.registers

@@ -14,8 +14,8 @@ from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.compile import CAUSAL_PAGES
 from cute_kernels.attention.extend import fp8, queries
-from cute_kernels.attention.extend.compile import CAUSAL_PAGES
 from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
 from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_fp8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_key_rows
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.resources import cubins_in, find_tool
@@ -19,7 +19,7 @@ FORMAT = "int8_token_head"
 def test_no_warp_that_multiplies_touches_local_memory(tmp_path: Path):
     """Machine code of filling warps comes first: what they spill is read before the first product stands."""
     few, _ = choose_key_rows(choose(ExtendProblem(128, FORMAT, FORMAT, "bf16", 64, CAUSAL_PAGES)))
-    (artifact,) = default_cache().artifacts([ExtendSpec(few)], "sm_90a")
+    (artifact,) = default_cache().artifacts([AttentionSpec(few)], "sm_90a")
     (image,) = cubins_in(artifact.object_code)
     (tmp_path / "kernel.cubin").write_bytes(image)
     command = [find_tool("nvdisasm"), "-c", str(tmp_path / "kernel.cubin")]

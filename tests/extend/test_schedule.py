@@ -99,7 +99,7 @@ def test_what_cannot_be_is_said(monkeypatch):
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
         (ExtendConfig("bf16", "bf16", "bf16", 128, ProducerPipeline(producer_warps=5)), "producer_warps"),
-        (ExtendConfig("bf16", "bf16", "bf16", 128, keys=UnpackedKeys()), "head by head"),
+        (ExtendConfig("int4_g1", "int4_g1", "bf16", 128, keys=UnpackedKeys()), "head by head"),
         (ExtendConfig("int8_tensor", "int8_tensor", "bf16", 128), "96 and 208 registers are more than 384 threads"),
         (ExtendConfig("bf16", "bf16", "bf16", 128, tree=True, features=Features(causal=True)), "a tree's mask"),
     ):

@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat
@@ -244,7 +244,7 @@ def specs_of(form: KvFormat, head_dim: int) -> list[KernelSpec]:
     return [
         *(AppendSpec(config) for config in (append, append.for_decode())),
         *(BulkSpec(config) for config in bulk),
-        *(DecodeSpec(config) for config in _configs(form, head_dim)),
+        *(AttentionSpec(config) for config in _configs(form, head_dim)),
     ]
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="the format's device code is written in nv
 from cutlass import Float32, Uint32
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device import numbers, ptx
@@ -171,7 +171,7 @@ def test_its_file_is_part_of_the_identity_of_its_kernels():
     assert modules_of("int6_token_head") == (__name__,)
     assert code_of("decode", "bf16", "int6_token_head")[-1] == f"{__name__}:SixBitCodes"
     config = candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, "int6_token_head", "bf16"))[0]
-    assert Path(__file__) in reached(DecodeSpec(config)).files
+    assert Path(__file__) in reached(AttentionSpec(config)).files
 
 
 def test_head_dims_without_whole_runs_are_refused_by_name():

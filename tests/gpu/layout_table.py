@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats.kv import format_of
@@ -93,6 +93,7 @@ LAYOUTS = [
 ]
 
 
-def specs() -> list[DecodeSpec]:
+def specs() -> list[AttentionSpec]:
     """Every kernel that a call with one of `LAYOUTS` may use."""
-    return [DecodeSpec(config) for config in dict.fromkeys(config for layout in LAYOUTS for config in layout.configs())]
+    configs = dict.fromkeys(config for layout in LAYOUTS for config in layout.configs())
+    return [AttentionSpec(config) for config in configs]

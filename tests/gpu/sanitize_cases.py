@@ -19,9 +19,8 @@ from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
 from cute_kernels import append_and_decode, quantized_layer, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend.call import make_call as check_extend_call
-from cute_kernels.attention.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.attention.extend.plan import combine_spec, configs_of, key_rows_for
 from cute_kernels.attention.extend.schedule import choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import problem_of
@@ -110,7 +109,7 @@ class AttentionCase:
         return make_schedule(problem_of(checked), self.num_splits)
 
     def specs(self) -> list[KernelSpec]:
-        return [DecodeSpec(self.schedule().config)]
+        return [AttentionSpec(self.schedule().config)]
 
     def run(self, device: str = "cuda") -> str:
         call = self.call()
@@ -191,11 +190,11 @@ class ExtendCase:
         (config,) = configs_of(checked)
         combine = [combine_spec(config)] if self.num_splits != 1 else []
         if self.num_splits is None:
-            return [*map(ExtendSpec, key_rows_for(checked, config)), *combine]
+            return [*map(AttentionSpec, key_rows_for(checked, config)), *combine]
         if not (self.unpack or self.fp8_products):
-            return [ExtendSpec(config), *combine]
+            return [AttentionSpec(config), *combine]
         unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
-        return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
+        return [AttentionSpec(unpack), AttentionSpec(attention), *combine]
 
     def run(self, device: str = "cuda") -> str:
         call = self.call(device)

@@ -11,7 +11,7 @@ import pytest
 
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import AttentionCall, make_call
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache import append_and_decode, step_ops, step_plan
@@ -44,11 +44,11 @@ def by_module() -> dict[str, Callable[[], list[Any]]]:
     return found
 
 
-def decode_spec(call: Call) -> DecodeSpec:
+def decode_spec(call: Call) -> AttentionSpec:
     """The kernel that a call is served by."""
     options: Any = call.options
     checked = make_call(*call.tensors, kv_format=call.kv_format, **options)
-    return DecodeSpec(make_schedule(problem_of(checked)).config)
+    return AttentionSpec(make_schedule(problem_of(checked)).config)
 
 
 def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
@@ -64,7 +64,7 @@ def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> l
     if alone is not None:
         return [StepSpec(alone)]
     schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
-    return [AppendSpec(append_plan.config_of(append, leads=fused)), DecodeSpec(schedule.config)]
+    return [AppendSpec(append_plan.config_of(append, leads=fused)), AttentionSpec(schedule.config)]
 
 
 def step_specs(given: dict[str, Any], fused: bool) -> list[KernelSpec]:
@@ -88,7 +88,7 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
             tensors, num_splits = [given[name] for name in TENSORS], given["num_splits"]
             options = given["options"] or {}
             call = make_call(*tensors, kv_format=given["kv_format"], num_splits=num_splits, **options)
-            found[DecodeSpec(make_schedule(problem_of(call), num_splits).config)] = None
+            found[AttentionSpec(make_schedule(problem_of(call), num_splits).config)] = None
         elif function is append_ops.reference:
             found[AppendSpec(append_ops.config_of(given["call"]))] = None
         else:

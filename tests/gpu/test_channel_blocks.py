@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.call import make_call
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.formats.kv import WAITING, format_of
@@ -61,7 +61,7 @@ def specs() -> list[KernelSpec]:
             q = torch.empty(len(LENGTHS), q_len, num_q_heads, head_dim, dtype=torch.bfloat16)
             call = make_call(q, *tensors, window_size=window, **options)
             for num_splits in (None, 1, 5):
-                found[DecodeSpec(make_schedule(problem_of(call), num_splits).config)] = None
+                found[AttentionSpec(make_schedule(problem_of(call), num_splits).config)] = None
     found.update(dict.fromkeys(FillSpec(FillConfig(KEYS, head_dim)) for head_dim in (64, 128)))
     for rope in (RowPrologue(), RowPrologue("half", 128)):
         rows = WrittenRows(WAITING.name, 128), WrittenRows("int4_g4", 128)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close, make_call
 from tests.gpu.specs import decode_spec
@@ -90,7 +90,7 @@ def call_of(case: str, lengths: tuple[int, ...], device: str = CUDA, seed: int =
     return make_call(lengths=lengths, device=device, seed=seed, **CASES[case])
 
 
-def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> DecodeSpec:
+def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> AttentionSpec:
     """The kernel that serves a case; needs no GPU."""
     return decode_spec(make_call(lengths=lengths, blank=True, **CASES[case]))
 
@@ -100,7 +100,7 @@ def slack_of(case: str) -> float:
     return 1e-3 if "int8_channel" in case else 0.0
 
 
-def specs() -> list[DecodeSpec]:
+def specs() -> list[AttentionSpec]:
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
     return list(dict.fromkeys(spec_of(case, lengths) for case in CASES for lengths in (LENGTHS, ALIKE)))
 

@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.attention import ops
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
@@ -99,9 +99,9 @@ CASES += [
 ]
 
 
-def specs() -> list[DecodeSpec]:
+def specs() -> list[AttentionSpec]:
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
-    return [DecodeSpec(config) for config in dict.fromkeys(config for case in CASES for config in case.configs())]
+    return [AttentionSpec(config) for config in dict.fromkeys(config for case in CASES for config in case.configs())]
 
 
 @pytest.fixture(scope="module")

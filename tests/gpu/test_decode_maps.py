@@ -10,7 +10,7 @@ import torch
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import make_call
 from cute_kernels.attention.candidates import BULK_BYTES, candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.runtime import arch_of, load_many
@@ -68,10 +68,10 @@ def in_bulk(config: DecodeConfig) -> DecodeConfig | None:
     return changed(config, k_copy=k, v_copy=v)
 
 
-def specs() -> list[DecodeSpec]:
+def specs() -> list[AttentionSpec]:
     """The kernels that the tests of this module need."""
     configs = [config for case in CASES for config in mapped(call_for(case, blank=True))]
-    return [DecodeSpec(each) for config in dict.fromkeys(configs) for each in (config, in_bulk(config)) if each]
+    return [AttentionSpec(each) for config in dict.fromkeys(configs) for each in (config, in_bulk(config)) if each]
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import torch
 
 from cute_kernels import append_kv, decode_attention
 from cute_kernels.attention import mixed_attention
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend import ops
 from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.plan import configs_of, problem_of
 from cute_kernels.attention.extend.policies import UnpackConfig
@@ -189,7 +189,7 @@ def specs() -> list[KernelSpec]:
             unpacking[unpack] = None
         configs |= dict.fromkeys((first, *newer))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
-    return [*map(ExtendSpec, configs), *map(UnpackSpec, unpacking), *map(CombineSpec, combines)]
+    return [*map(AttentionSpec, configs), *map(AttentionSpec, unpacking), *map(AttentionSpec, combines)]
 
 
 def check(call: Call, *, rounded: bool = True) -> torch.Tensor:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.attention.extend.config import CombineConfig
 from cute_kernels.attention.extend.plan import configs_of
 from cute_kernels.attention.extend.policies import has_channel_scales, has_token_scale
@@ -60,8 +60,8 @@ def specs() -> list[KernelSpec]:
     for case in CASES:
         call = variant(*case, device="cpu")
         (config,) = configs_of(check_call(*call.tensors, **call.keywords))
-        combine = CombineSpec(CombineConfig(config.q_dtype, config.head_dim))
-        found |= dict.fromkeys([ExtendSpec(config), combine, decode_spec(decoded(call))])
+        combine = AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
+        found |= dict.fromkeys([AttentionSpec(config), combine, decode_spec(decoded(call))])
     return list(found)
 
 

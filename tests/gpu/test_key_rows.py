@@ -13,9 +13,9 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.attention import ops as attention_ops
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend import few_queries, ops
 from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.plan import configs_of, lies_in_maps, make_plan, problem_of
 from cute_kernels.attention.extend.schedule import choose, heads_of_tile, key_rows_of
@@ -100,7 +100,7 @@ def specs() -> list[KernelSpec]:
         if name in PUBLIC:
             configs |= dict.fromkeys((choose(problem_of(checked)), config_of(call, 40)))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
-    return [*map(ExtendSpec, configs), *map(CombineSpec, combines)]
+    return [*map(AttentionSpec, configs), *map(AttentionSpec, combines)]
 
 
 def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:

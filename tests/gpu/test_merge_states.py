@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import merge_states
-from cute_kernels.attention.merge_states import launch, merge_specs
+from cute_kernels.attention.compile import shipped_specs
+from cute_kernels.attention.merge_states import launch
+from cute_kernels.attention.merge_states_config import MergeStatesConfig
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.attention.states import State, fp64, random_states
@@ -77,7 +79,8 @@ def context(kv_format: str, lengths: list[int], device: str = CUDA) -> Call:
 
 def specs() -> list[KernelSpec]:
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
-    return [*merge_specs(), *(decode_spec(context(name, [1000, 700, 640], "cpu")) for name in FORMATS)]
+    merges = [spec for spec in shipped_specs() if isinstance(spec.config, MergeStatesConfig)]
+    return [*merges, *(decode_spec(context(name, [1000, 700, 640], "cpu")) for name in FORMATS)]
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

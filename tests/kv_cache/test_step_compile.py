@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
@@ -82,7 +82,7 @@ ALONE = [alone(name) for name in FORMATS] + [
     alone("int4_g4", 64, terms=BIASES, transform=ALL, features=RESTORED),
 ]
 SPECS: list[KernelSpec] = [
-    *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec)),
+    *(AttentionSpec(config) for config in golden.worth_compiling(DECODES, AttentionSpec)),
     *(AppendSpec(config) for config in golden.worth_compiling(APPENDS, AppendSpec)),
     *(StepSpec(config) for config in golden.worth_compiling(ALONE, StepSpec)),
 ]

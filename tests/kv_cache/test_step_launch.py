@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.kv_cache import Rope, step_ops, step_plan
 from cute_kernels.kv_cache.arguments import CONSTANTS
 from cute_kernels.kv_cache.compile import AppendSpec
@@ -39,7 +39,7 @@ OF_BOTH = make_transform(2, 64, k_rotation=64, v_rotation=64)
 def launches():
     from tests.host_functions import append_function, attention_function, step_function
 
-    def function_of(spec: AppendSpec | DecodeSpec | StepSpec) -> Any:
+    def function_of(spec: AppendSpec | AttentionSpec | StepSpec) -> Any:
         if isinstance(spec, StepSpec):
             return step_function(spec.config)
         return append_function(spec.config) if isinstance(spec, AppendSpec) else attention_function(spec.config)

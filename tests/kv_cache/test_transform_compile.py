@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import make_schedule
@@ -28,9 +28,9 @@ def append(kv_format: str = "int4_g4", parts: RowTransform = CENTRED, head_dim: 
     return AppendConfig.alike(kv_format, "bf16", head_dim, RowPrologue("half", head_dim), transform=parts)
 
 
-def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> DecodeSpec:
+def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> AttentionSpec:
     problem = DecodeProblem.uniform(32, 8192, 8 * group, 8, 128, kv_format, "bf16", features=features, **options)
-    return DecodeSpec(make_schedule(problem).config)
+    return AttentionSpec(make_schedule(problem).config)
 
 
 APPENDS = [append(), append(parts=ALL), append("int8_token_head"), append(head_dim=64)]

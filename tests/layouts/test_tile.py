@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from cute_kernels.attention.compile import DecodeSpec, shipped_specs
+from cute_kernels.attention.compile import shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import MappedTile, tiles_of
 from cute_kernels.formats.kv import HEAD_DIMS
@@ -16,7 +16,7 @@ from tests.each import each
 LANES = range(32)
 MMA_ROWS = 16  # of the A operand of mma.sync.m16n8k16
 BULK_BYTES = 16  # size and addresses of cp.async.bulk are multiples of this
-SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec.config, DecodeConfig)]
 ROW_SHAPES = [(4, groups) for groups in (1, 2, 4, 8)] + [(8, groups) for groups in (1, 2, 4, 8)]
 
 

@@ -15,11 +15,10 @@ from cute_kernels import blocks
 from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import arguments_of
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend import ops as extend_ops
 from cute_kernels.attention.extend.arguments import attention_arguments
-from cute_kernels.attention.extend.compile import CAUSAL_PAGES, ExtendSpec
 from cute_kernels.attention.extend.reference import extend_attention_reference
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
 from cute_kernels.attention.extend.softmax import Rows, Softmax
@@ -81,7 +80,7 @@ class ScoreOptionTests:
         decode = DecodeProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=cls.features())
         features = cls.features(causal=True, paged=True)
         extend = [ExtendProblem(128, name, name, "bf16", 64, features) for name in ("bf16", "int4_g4")]
-        return [DecodeSpec(candidate_configs(decode)[0]), *(ExtendSpec(choose(problem)) for problem in extend)]
+        return [AttentionSpec(candidate_configs(decode)[0]), *(AttentionSpec(choose(problem)) for problem in extend)]
 
     @pytest.mark.parametrize("page_size", [None, 16])
     @pytest.mark.parametrize("others", [{}, {"softcap": 3.0, "sinks": True, "alibi": True}, {"window_size": 9}])
@@ -135,10 +134,10 @@ class ScoreOptionTests:
             DecodeProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16", features=self.features())
         )[0]
         assert config.name != other.name and self.option.name in other.name
-        spec = DecodeSpec(other)
+        spec = AttentionSpec(other)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
-        assert source_state(spec).digest != source_state(DecodeSpec(config)).digest
+        assert source_state(spec).digest != source_state(AttentionSpec(config)).digest
         own = [
             name for name in arguments_of(other.features, False).names if name not in arguments_of(PLAIN, True).names
         ]
@@ -236,10 +235,10 @@ class ScoreOptionTests:
     def test_extend_attention_has_a_name_a_key_and_arguments_with_it(self):
         config = choose(ExtendProblem(128, "int4_g1", "int4_g1", "bf16", 64, self.features(causal=True, paged=True)))
         assert self.option.name in config.name
-        spec = ExtendSpec(config)
+        spec = AttentionSpec(config)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
-        plain = ExtendSpec(replace(config, features=CAUSAL_PAGES))
+        plain = AttentionSpec(replace(config, features=CAUSAL_PAGES))
         assert source_state(spec).digest != source_state(plain).digest
 
     def test_a_launch_of_extend_attention_gets_the_addresses_of_its_tensors(self):

@@ -53,6 +53,7 @@ from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.formats.kv.base import Use
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class ExtendConfig:
         queries: how they lie.
     """
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_extend"
+    use: ClassVar[Use] = "extend"
     limits: ClassVar[Limits] = HOPPER
     k_format: str
     v_format: str
@@ -172,6 +175,11 @@ class ExtendConfig:
     def fp8(self) -> Fp8Products | None:
         """How products of 8 bits are made; None for those of 16."""
         return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
+
+    @property
+    def format_names(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -476,6 +484,10 @@ MAX_SPLITS = 32  # a lane of the combining warp for each
 class CombineConfig:
     """One compiled variant of the kernel that puts splits together: dtype of the output ("bf16", "fp16"), head_dim."""
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_combine"
+    use: ClassVar[Use] = "extend"
+    format_names: ClassVar[tuple[str, ...]] = ()
+    features: ClassVar[Features] = PLAIN
     q_dtype: str
     head_dim: int
 

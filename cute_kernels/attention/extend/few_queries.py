@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend.call import ExtendCall
-from cute_kernels.attention.extend.compile import ExtendSpec
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.ops import DEFAULTS
 from cute_kernels.attention.extend.plan import (
@@ -78,13 +78,13 @@ class FewQueriesPlan:
         return out, lse
 
 
-def may_load(spec: ExtendSpec, device: torch.device) -> bool:
+def may_load(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether a kernel that a call can do without is there, or may be compiled."""
     return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
 
 
 def plan_of(
-    call: AttentionCall, may_load: Callable[[ExtendSpec, torch.device], bool] = may_load
+    call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device], bool] = may_load
 ) -> FewQueriesPlan | None:
     """The plan of a call of decode attention that is served so; None for others.
 
@@ -97,7 +97,7 @@ def plan_of(
         return None
     copies_q = not _evenly(call.q)
     checked, config = _served(call, copies_q)
-    if config is not None and config.strided_q and not may_load(ExtendSpec(config), call.q.device):
+    if config is not None and config.strided_q and not may_load(AttentionSpec(config), call.q.device):
         copies_q = True  # bundles have kernels of contiguous queries
         checked, config = _served(call, copies_q)
     if config is None or not lies_in_pieces(checked):

@@ -10,9 +10,9 @@ import torch
 
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.call import ExtendCall, row_stride
-from cute_kernels.attention.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.policies import UNPACK_CTAS_PER_SM, has_channel_scales
 from cute_kernels.attention.extend.schedule import (
@@ -177,7 +177,7 @@ def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         "max_pages": _table_pages(call),
         "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
     }
-    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
+    send = UNPACK.bound(load(AttentionSpec(unpack), arch_of(call.q.device.index)), fixed)
     launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
     if call.unpack is True or call.fp8_products:
         return [Way(launches)]
@@ -324,7 +324,7 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
     return attention_arguments(config.features).bound(
-        load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
+        load(AttentionSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 
 
@@ -337,18 +337,18 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
 
     splits: whether keys may be cut.
     """
-    specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
+    specs: list[KernelSpec] = [AttentionSpec(config), *([combine_spec(config)] if splits else [])]
     few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
-    specs += [ExtendSpec(own) for own in dict.fromkeys(few)]
+    specs += [AttentionSpec(own) for own in dict.fromkeys(few)]
     if queries_to_unpack_for(config, 1, 1, None) is not None:
         unpack, attention = choose_unpacked(config)
-        specs += [UnpackSpec(unpack), ExtendSpec(attention)]
+        specs += [AttentionSpec(unpack), AttentionSpec(attention)]
     return specs
 
 
-def combine_spec(config: ExtendConfig) -> CombineSpec:
+def combine_spec(config: ExtendConfig) -> AttentionSpec:
     """What puts the splits of a configuration's launches together."""
-    return CombineSpec(CombineConfig(config.q_dtype, config.head_dim))
+    return AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
 
 
 def problem_of(call: ExtendCall) -> ExtendProblem:

@@ -4,12 +4,14 @@ them, and the numbers that these share. No GPU types here."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
+from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.formats.kv.base import Use
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4
@@ -156,12 +158,20 @@ class UnpackConfig:
         page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
     """
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_unpack"
+    use: ClassVar[Use] = "extend"
+    features: ClassVar[Features] = PLAIN
     k_format: str
     v_format: str
     dtype: str
     head_dim: int
     page_tokens: int = 0
     head_major: bool = False
+
+    @property
+    def format_names(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
-from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend import schedule as extend
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import specs_of as extend_specs_of
@@ -187,7 +187,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
             if after_append and q_len == 1:
                 of_step = replace(problem, appends=True)
                 alone = serving_config(of_step, make_schedule(of_step), append)
-            yield StepSpec(alone) if alone is not None else DecodeSpec(make_schedule(problem).config)
+            yield StepSpec(alone) if alone is not None else AttentionSpec(make_schedule(problem).config)
 
 
 def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = False) -> Features:
