@@ -29,6 +29,9 @@ RUNTIME_VARIABLE = "CUTE_DSL_RUNTIME"
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
 COMPILER_VERSION = "4.8.1"
 """Of the DSL, which compiles these kernels: registers and spills of the same source move between its releases."""
+COMPILER_VERSIONS = (COMPILER_VERSION, "4.8.0")
+"""Those that make the same machine code of them, as vLLM 0.32 and 0.33 pin the second: 23 kernels, one of each kind, had
+the same CUBINs, byte by byte."""
 
 # Tried in this order; a compiler driver is asked for nothing but its linker.
 LINKERS = (
@@ -75,7 +78,7 @@ def compiler_version() -> str | None:
     compile with does not.
     """
     version = dsl_version()
-    return version if version == COMPILER_VERSION else None
+    return version if version in COMPILER_VERSIONS else None
 
 
 def compiler_remedy() -> str:

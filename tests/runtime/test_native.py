@@ -16,6 +16,13 @@ def test_the_installed_runtime_library_is_found_without_importing_the_dsl():
     assert native.runtime_flavor() in {"cu12", "cu13"}
 
 
+@pytest.mark.parametrize(("installed", "compiles"), [("4.8.1", True), ("4.8.0", True), ("4.7.1", False), (None, False)])
+def test_versions_of_the_compiler_that_make_the_same_code_compile(installed: str | None, compiles: bool):
+    with native.having(dsl_version=lambda: installed):
+        assert (native.compiler_version() is not None) is compiles
+        assert compiles or native.COMPILER_VERSION in native.compiler_remedy()
+
+
 def test_a_named_runtime_library_wins_and_must_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     library = tmp_path / "runtime.so"
     monkeypatch.setenv(native.RUNTIME_VARIABLE, str(library))
