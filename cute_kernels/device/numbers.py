@@ -160,11 +160,11 @@ def multiply_high_u32(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def load_global_part(address: Int64, offset: int, num_bytes: int, *, loc=None, ip=None) -> Uint32:
-    """1 or 2 bytes of read-only global memory, zero-extended."""
-    if num_bytes == 1:
-        asm = f"{{ .reg .b16 t; ld.global.nc.u8 t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+    """1, 2 or 4 bytes of read-only global memory, zero-extended."""
+    if num_bytes == 4:
+        asm = f"ld.global.nc.u32 $0, [$1 + {offset}];"
     else:
-        asm = f"{{ .reg .b16 t; ld.global.nc.u16 t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+        asm = f"{{ .reg .b16 t; ld.global.nc.u{8 * num_bytes} t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
     value = Int64(address).ir_value(loc=loc, ip=ip)
     return Uint32(llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,l", has_side_effects=True, loc=loc, ip=ip))
 

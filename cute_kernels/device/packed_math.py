@@ -5,7 +5,7 @@ A weight format is given one of these, so that its file needs no compiler to be 
 
 from __future__ import annotations
 
-from cutlass import Uint32
+from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
 
@@ -33,3 +33,14 @@ class HopperMath:
     def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32:
         """a * b + c."""
         return numbers.fma_bf16x2(a, b, c) if self.dtype == "bf16" else ptx.fma_f16x2(a, b, c)
+
+    def scaled(self, number: Float32, factor: float) -> Float32:
+        return numbers.multiply(number, Float32(factor))
+
+    def scaled_pair(self, pair: Uint32, factor: Float32) -> Uint32:
+        """Both numbers times an fp32 one: products are fp32, subnormal ones too, then rounded to ``dtype``."""
+        if self.dtype == "bf16":
+            low, high, pack = ptx.bf16x2_low_to_float(pair), ptx.bf16x2_high_to_float(pair), ptx.pack_bf16x2
+        else:
+            low, high, pack = ptx.half2_low_to_float(pair), ptx.half2_high_to_float(pair), ptx.pack_f16x2
+        return pack(numbers.multiply(low, factor), numbers.multiply(high, factor))

@@ -341,8 +341,11 @@ def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None,
 
 @dsl_user_op
 def load_shared_part(address: Int32, offset: int, num_bytes: int, *, loc=None, ip=None) -> Uint32:
-    """1 or 2 bytes of shared memory at ``address + offset``, zero-extended."""
-    asm = f"{{ .reg .b16 t; ld.shared.u{8 * num_bytes} t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+    """1, 2 or 4 bytes of shared memory at ``address + offset``, zero-extended."""
+    if num_bytes == 4:
+        asm = f"ld.shared.u32 $0, [$1 + {offset}];"
+    else:
+        asm = f"{{ .reg .b16 t; ld.shared.u{8 * num_bytes} t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
     value = Int32(address).ir_value(loc=loc, ip=ip)
     return Uint32(
         llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)

@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.gemm import deferred, ops
 from cute_kernels.gemm.call import LinearCall, new_call
+from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.gemm.module import QuantizedLinear
@@ -28,6 +29,8 @@ __all__ = [
     "QuantizedLinear",
     "interleave_weights",
     "linear_reference",
+    "pack_experts",
+    "pack_weight",
     "quantize_weight",
     "quantized_layer",
     "quantized_linear",

@@ -28,7 +28,15 @@ from cute_kernels.device.pipeline import Pipeline, fence_init
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.gemm.epilogue import Epilogue
-from cute_kernels.gemm.work import RECIPROCAL_BITS, Operands, StreamSizes, Work, load_row_scales, operands_of
+from cute_kernels.gemm.work import (
+    RECIPROCAL_BITS,
+    Operands,
+    StreamSizes,
+    Work,
+    load_row_scales,
+    operands_of,
+    scale_number,
+)
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -340,7 +348,7 @@ class StreamRoles:
     def load_scale(self, address, offset: int):
         """A scale in shared memory, fp32."""
         word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
-        return to_float(self.config.dtype, self.decoder.scale_word(word))
+        return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
@@ -352,11 +360,11 @@ class StreamRoles:
                 found = [
                     numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
                 ]
-                words = [decoder.scale_word(word) for word in found]
+                scales = [scale_number(config, decoder, word) for word in found]
                 zeros = [Uint32(decoder.symmetric_zero)] * 2
                 if config.format.has_zeros:
                     zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append(([to_float(config.dtype, word) for word in words], decoder.row_numbers(None, zeros)))
+                channel.append((scales, decoder.row_numbers(None, zeros)))
         if config.format.row_scales:
             tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
             for i in range(config.n_tiles):
@@ -387,11 +395,6 @@ def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, chan
                     value = value * channel[tile][0][i // 2]
                 token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)
                 ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
-
-
-def to_float(dtype: str, word):
-    """The low 16 bits of a word, of a dtype."""
-    return ptx.bf16x2_low_to_float(word) if dtype == "bf16" else ptx.half2_low_to_float(word)
 
 
 class LinearKernel:

@@ -163,7 +163,7 @@ def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
     for i, weight in enumerate(weights):
         _check_alike(i, weight, weights[0])
     zeros = any(weight.zeros is not None for weight in weights)
-    return _filled(lambda i: weights[i], len(weights), zeros)
+    return filled(lambda i: weights[i], len(weights), zeros)
 
 
 def quantize_experts(
@@ -199,7 +199,7 @@ def quantize_experts(
         rows = w[i].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if halves_in_turn else w[i]
         return quantize_weight(rows, bits, group_size, zero_point, dtype, device=device, format=format)
 
-    return _filled(expert, w.shape[0], bool(chosen_format(bits, group_size, zero_point, dtype, format).has_zeros))
+    return filled(expert, w.shape[0], bool(chosen_format(bits, group_size, zero_point, dtype, format).has_zeros))
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
@@ -214,10 +214,10 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
     if len(gate) != len(up):
         raise ValueError(f"up: got {len(up)} experts, want {len(gate)}, as many as gate has")
     zeros = gate.zeros is not None or up.zeros is not None
-    return _filled(lambda i: interleave_weights(gate[i], up[i]), len(gate), zeros)
+    return filled(lambda i: interleave_weights(gate[i], up[i]), len(gate), zeros)
 
 
-def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
+def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
     """All experts, asked for one at a time, so that no more than one of them is there twice."""
     first = expert(0)
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))

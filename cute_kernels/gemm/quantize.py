@@ -107,12 +107,22 @@ def chosen_format(
     check_options(bits, group_size, zero_point, dtype)
     if wanted is None:
         return integers(bits, per_row(group_size), zero_point)
-    if not isinstance(wanted, (WeightFormat, str)):
-        raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, the key of one, or None")
-    found = weight_format(wanted) if isinstance(wanted, str) else wanted
+    found = format_named(wanted, dtype)
     if (bits, group_size, zero_point) != (4, 128, False):
         raise ValueError(f"format: got {found.key} together with bits, group_size or zero_point, want it alone")
-    if dtype is not None and DTYPES[dtype] not in found.dtypes:
+    return found
+
+
+def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> WeightFormat:
+    """The format that is asked for, for activations of ``dtype`` if that is said.
+
+    Raises:
+        TypeError, ValueError: there is none, or it does not take such activations.
+    """
+    if not isinstance(wanted, (WeightFormat, str)):
+        raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, its name or its key")
+    found = weight_format(wanted) if isinstance(wanted, str) else wanted
+    if dtype is not None and DTYPES.get(dtype) not in found.dtypes:
         raise TypeError(f"dtype: got {dtype}, want {' or '.join(found.dtypes)} for a weight in the format {found.key}")
     return found
 

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.formats.weights.decoder import CodeDecoder
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 
@@ -34,6 +35,14 @@ def operands_of(kind: Any, given, **others) -> Any:
         others["x"] = ptx.address(given.x)
     names = (own.name for own in fields(kind) if own.name not in others)
     return kind(**{name: getattr(given, name) for name in names}, **others)
+
+
+def scale_number(config, decoder: CodeDecoder, word):
+    """fp32 of a stored scale, zero-extended, of a configuration's format."""
+    if config.format.scale_bytes == 4:
+        return word.bitcast(Float32)
+    word = decoder.scale_word(word)
+    return ptx.bf16x2_low_to_float(word) if config.dtype == "bf16" else ptx.half2_low_to_float(word)
 
 
 def load_row_scales(form: WeightFormat, end, row) -> list[Any]:

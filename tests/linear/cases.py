@@ -24,6 +24,8 @@ def random_weight(form: WeightFormat, dtype: torch.dtype, n: int, k: int, seed: 
     """A weight of whole tiles and groups with random codes, scales from 0.5 to 1.5 as far as there are, and zeros."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << form.bits, (n, k), dtype=torch.uint8, generator=generator)
+    for code in form.nan_codes:
+        codes[codes == code] = form.pad_code
     groups = (n // TILE_N, k // form.group_size if form.group_size else 1, TILE_N)
     scales = form.stored_scales(torch.rand(groups, generator=generator) + 0.5, dtype)
     if form.row_scales:  # powers of two, which round nothing

@@ -49,7 +49,7 @@ class LinearWarp(warp.Warp):
     def _part(self, memory: np.ndarray, places: np.ndarray, num_bytes: int) -> Lanes:
         assert not (places % num_bytes).any(), "misaligned access"
         assert places.min() >= 0 and places.max() + num_bytes <= memory.size, "access out of bounds"
-        parts = memory.view({1: np.uint8, 2: np.uint16}[num_bytes])[places // num_bytes]
+        parts = memory.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[num_bytes])[places // num_bytes]
         return warp.Uint32(parts)
 
     def store_shared(self, address: Lanes, offset: int, values: Any) -> None:

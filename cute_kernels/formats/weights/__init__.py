@@ -7,13 +7,18 @@ its key. Adding a format is one file that registers it: see docs/add_weight_form
 
 from __future__ import annotations
 
-from cute_kernels.formats.weights.base import WeightFormat, register, registered_formats, weight_format
+from cute_kernels.formats.weights.base import WeightFormat, named, register, registered_formats, weight_format
 from cute_kernels.formats.weights.fp4 import MXFP4, NVFP4
+from cute_kernels.formats.weights.fp8 import FP8, FP8_BLOCK, FP8_POWER_BLOCK, MXFP8
 from cute_kernels.formats.weights.integers import GROUP_SIZES, IntegerFormat, integers
 
 __all__ = [
+    "FP8",
+    "FP8_BLOCK",
+    "FP8_POWER_BLOCK",
     "GROUP_SIZES",
     "MXFP4",
+    "MXFP8",
     "NVFP4",
     "IntegerFormat",
     "WeightFormat",
@@ -22,3 +27,14 @@ __all__ = [
     "registered_formats",
     "weight_format",
 ]
+
+named(
+    int4=integers(4),
+    int8=integers(8),
+    mxfp4=MXFP4,
+    nvfp4=NVFP4,
+    fp8=FP8,
+    fp8_block=FP8_BLOCK,
+    fp8_block_e8m0=FP8_POWER_BLOCK,
+    mxfp8=MXFP8,
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
 GROUP_MULTIPLE = STEP_K  # of a group size
 COPY_BYTES = 16  # of what bulk copies bring, a multiple
-MOST_SCALE_BYTES = 2
+SCALE_BYTES = (1, 2, 4)  # of a stored scale; four are an fp32 number
 ROW_SCALE_BYTES = 4  # fp32
 _NAME = re.compile(r"[a-z][a-z0-9]*\Z")
 
@@ -36,11 +37,13 @@ class WeightFormat(ABC):
         bits: of a code, 4 or 8.
         group_size: consecutive inputs that share a scale, a multiple of 16 that divides 256; 0: one scale per row.
         has_zeros: whether each group has a zero point, uint8.
-        scale_bytes: of a stored scale, 1 or 2.
+        scale_bytes: of a stored scale, 1 or 2; 4: an fp32 number, which kernels take as it is.
         dtypes: of activations that meet such weights, "bf16" and "fp16".
         row_scales: whether rows have scales of a second level, fp32, which meet the sums over all of K. Their bytes lie
             behind those of a tile's groups, as if these were more groups: see `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
+        nan_codes: codes that are NaN; kernels see those of which `with_nan_codes` has told the scales.
+        code_dtypes, given_scale_dtypes: of bytes of codes, and of scales of one byte, as checkpoints have them.
         pad_code: what fills rows and columns behind a weight's own.
         decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
         key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
@@ -54,6 +57,9 @@ class WeightFormat(ABC):
     row_scales: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
     decode_cost: ClassVar[float] = 1.0
+    nan_codes: ClassVar[tuple[int, ...]] = ()
+    code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
+    given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
 
     if TYPE_CHECKING:
 
@@ -69,8 +75,8 @@ class WeightFormat(ABC):
         size = self.group_size
         if size and (size < GROUP_MULTIPLE or 256 % size):
             raise ValueError(f"group_size: got {size!r}, want 16, 32, 64, 128 or 256, or 0 for one scale per row")
-        if self.scale_bytes not in (1, MOST_SCALE_BYTES):
-            raise ValueError(f"scale_bytes: got {self.scale_bytes}, want 1 or 2")
+        if self.scale_bytes not in SCALE_BYTES:
+            raise ValueError(f"scale_bytes: got {self.scale_bytes}, want 1, 2 or 4")
         object.__setattr__(self, "key", f"{self.codes_name}_{self.scales_name}")
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ class WeightFormat(ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the stored scales of a weight for activations of ``dtype``; 16-bit floats, or torch.uint8."""
+        """Of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
@@ -144,6 +150,10 @@ class WeightFormat(ABC):
     def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Raises ValueError if kernels cannot take such scales or zero points; waits for a GPU."""
         return
+
+    def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
+        return scales
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Scales near to fp32 ``values``, which are positive, as they are stored for activations of ``dtype``."""
@@ -213,6 +223,7 @@ def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.
 
 
 _FORMATS: dict[str, WeightFormat] = {}
+_NAMES: dict[str, WeightFormat] = {}
 
 
 def register(weight_format: Format) -> Format:
@@ -232,15 +243,22 @@ def registered_formats() -> tuple[WeightFormat, ...]:
 
 
 def weight_format(key: str) -> WeightFormat:
-    """The format of a key.
+    """The format of a key, or of a name as `named` has them.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none; the message has the nearest ones.
     """
-    found = _FORMATS.get(key)
+    found = _FORMATS.get(key) or _NAMES.get(key)
     if found is None:
-        raise ValueError(f"format: got {key!r}, want one of {', '.join(_FORMATS)}")
+        near = get_close_matches(key, (*_NAMES, *_FORMATS), n=3)
+        wanted = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"format: got {key!r}, want one of {', '.join((*_NAMES, *_FORMATS))}{wanted}")
     return found
+
+
+def named(**formats: WeightFormat) -> None:
+    """Gives registered formats names that users may say for their keys."""
+    _NAMES.update(formats)
 
 
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:

@@ -10,7 +10,7 @@ from cute_kernels.formats.weights.base import CODE_BITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cutlass import Uint32
+    from cutlass import Float32, Uint32
 
 
 class PackedMath(Protocol):
@@ -25,6 +25,10 @@ class PackedMath(Protocol):
     def multiply(self, a: Uint32, b: Uint32) -> Uint32: ...
 
     def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32: ...
+
+    def scaled(self, number: Float32, factor: float) -> Float32: ...
+
+    def scaled_pair(self, pair: Uint32, factor: Float32) -> Uint32: ...
 
 
 class ByteDecoder(ABC):
@@ -79,7 +83,7 @@ class CodeDecoder(ABC):
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
         """What `fragment` wants to know of the thread's two rows.
 
-        scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
+        scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the accumulators; points: their zero
             points, `symmetric_zero` where none are stored.
         """
         return None

@@ -11,18 +11,17 @@ byte, so products of int8 limbs are exact too; their MMAs have 32 inputs, and wa
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
+from cute_kernels.formats.weights.byte_scales import ByteScales, PowerScales, power_word
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIGN = 8  # bit of a code
-E8M0_BIAS, E8M0_MOST = 127, 254  # 255 is NaN
 E4M3_MOST, E4M3_LEAST = 448.0, 2.0**-9
 # Of packed pairs: sign, exponent and mantissa of a code that stands in bits 12 to 15, and six bits further down.
 BOTH_SIGNS, BOTH_NUMBERS = 0x80008000, 0x01C001C0
@@ -33,15 +32,14 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 
 @dataclass(frozen=True, eq=False)
-class Fp4Format(WeightFormat):
+class Fp4Format(ByteScales, WeightFormat):
     """W = the number of a code, times its group's scale. Activations are bf16, which has every scale."""
 
     bits: int = 4
     group_size: int = 32
 
-    scale_bytes: ClassVar[int] = 1
-    dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
     decode_cost: ClassVar[float] = 1.5
+    code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 
     @property
     def codes_name(self) -> str:
@@ -51,19 +49,7 @@ class Fp4Format(WeightFormat):
     def codes_as_bytes(self) -> bool:
         return True
 
-    @abstractmethod
-    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """What stored scales say, fp64."""
-
     # -- values --------------------------------------------------------------------------------------------------------
-
-    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8
-
-    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
-        if scale_dtype != torch.uint8:
-            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.uint8, bytes of {self.scales_name}")
-        return torch.bfloat16
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         levels = torch.tensor(LEVELS, device=codes.device, dtype=torch.float64)
@@ -89,23 +75,12 @@ class Fp4Format(WeightFormat):
 
 
 @dataclass(frozen=True, eq=False)
-class MxFp4(Fp4Format):
+class MxFp4(PowerScales, Fp4Format):
     """Powers of two for every 32 inputs."""
 
     @property
     def scales_name(self) -> str:
         return "g32e8m0"
-
-    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
-        return torch.exp2(scales.double() - E8M0_BIAS)
-
-    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        if int(scales.max()) > E8M0_MOST:
-            raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
-
-    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The least power of two that is not below a value."""
-        return values.log2().ceil().add(E8M0_BIAS).clamp(0, E8M0_MOST).to(torch.uint8)
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return MxFp4Decoder(math)
@@ -117,6 +92,7 @@ class NvFp4(Fp4Format):
 
     group_size: int = 16
     row_scales: ClassVar[bool] = True
+    given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e4m3fn)
 
     @property
     def scales_name(self) -> str:
@@ -163,8 +139,7 @@ class MxFp4Decoder(Fp4Decoder):
     """With E8M0 scales."""
 
     def scale_word(self, word: Any) -> Any:
-        # 2**-127 is subnormal in bf16: the bit below those of the exponent.
-        return word << 7 | (self.math.word(1) - (word + 255 >> 8)) << 6
+        return power_word(self.math, word)
 
 
 class NvFp4Decoder(Fp4Decoder):

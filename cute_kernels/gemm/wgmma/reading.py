@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
@@ -16,7 +16,7 @@ from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import CodeDecoder
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.places import Places
-from cute_kernels.gemm.work import load_row_scales
+from cute_kernels.gemm.work import load_row_scales, scale_number
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -106,7 +106,7 @@ class StageReader:
         ]
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
+        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are as of `scale_pair`."""
         config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
@@ -116,20 +116,26 @@ class StageReader:
         for group in range(config.k_block_groups):
             at = (first_tile + tile) * (config.k_block_groups * TILE_N) + group * TILE_N + row
             found = [ptx.load_shared_part(scales + at * size, 8 * size * half, size) for half in range(2)]
-            words = [self.decoder.scale_word(word) for word in found]
-            pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in words]
             points = [self.decoder.symmetric_zero] * 2
             if config.format.has_zeros:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
+            pairs = [self.scale_pair(word) for word in found]
             groups.append((pairs, self.decoder.row_numbers(pairs, points)))
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
         """As :meth:`load_groups`; scales are fp32 numbers."""
         return [
-            ([self.to_float(pair) for pair in pairs], offsets)
+            (pairs if self.config.format.scale_bytes == 4 else [self.to_float(pair) for pair in pairs], offsets)
             for pairs, offsets in self.load_groups(memory, stage, place, tile)
         ]
+
+    def scale_pair(self, word):
+        """A stored scale, twice, in the configuration's dtype; one of four bytes is fp32 and stays it."""
+        if self.config.format.scale_bytes == 4:
+            return word.bitcast(Float32)
+        word = self.decoder.scale_word(word)
+        return ptx.prmt(word, word, Uint32(0x1010))
 
     def to_float(self, word):
         """The low 16 bits of a word, of the configuration's dtype."""
@@ -168,11 +174,11 @@ class Channel:
                 found = [
                     numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
                 ]
-                words = [decoder.scale_word(word) for word in found]
+                scales = [scale_number(config, decoder, word) for word in found]
                 points = [decoder.symmetric_zero] * 2
                 if config.format.has_zeros:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append(([self.stages.to_float(word) for word in words], decoder.row_numbers(None, points)))
+                channel.append((scales, decoder.row_numbers(None, points)))
         if config.format.row_scales:
             for i in range(config.n_tiles):
                 tile = self.places.weight_tile(shape, work_tile, first_tile + i)

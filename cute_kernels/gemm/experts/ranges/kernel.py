@@ -32,12 +32,12 @@ from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.gemm.experts.ranges.work import BlockRange, RangeOperands, RangeSizes
 from cute_kernels.gemm.experts.work import reciprocal
-from cute_kernels.gemm.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc, to_float
+from cute_kernels.gemm.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc
 from cute_kernels.gemm.wgmma.limbs import LimbProducts, Part
 from cute_kernels.gemm.wgmma.loads import product
 from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
-from cute_kernels.gemm.work import operands_of
+from cute_kernels.gemm.work import operands_of, scale_number
 from layouts.weights.hopper import TILE_BYTES
 
 # Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
@@ -381,7 +381,7 @@ class RangeRoles:
     def load_scale(self, address, offset: int):
         """As `StreamRoles.load_scale`."""
         word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
-        return to_float(self.config.dtype, self.decoder.scale_word(word))
+        return scale_number(self.config, self.decoder, word)
 
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
         """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""

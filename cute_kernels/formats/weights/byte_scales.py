@@ -1,0 +1,54 @@
+"""Scales of one byte, which bf16 has exactly: what formats of FP4 and FP8 codes share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from cute_kernels.formats.weights.decoder import PackedMath
+
+E8M0_BIAS, E8M0_MOST, E8M0_NAN = 127, 254, 255
+
+
+class ByteScales:
+    """Scales are bytes; activations are bf16. The base in front of `WeightFormat`."""
+
+    scale_bytes: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
+
+    @abstractmethod
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        """What stored scales say, fp64."""
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        if scale_dtype != torch.uint8:
+            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.uint8, a byte for each")
+        return torch.bfloat16
+
+
+class PowerScales(ByteScales):
+    """E8M0, powers of two: 2**(byte - 127); 255 is NaN."""
+
+    given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e8m0fnu)
+
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(scales.double() - E8M0_BIAS)
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        if int(scales.max()) > E8M0_MOST:
+            raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
+
+    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The least power of two that is not below a value."""
+        return values.log2().ceil().add(E8M0_BIAS).clamp(0, E8M0_MOST).to(torch.uint8)
+
+
+def power_word(math: PackedMath, word: Any) -> Any:
+    """The bf16 number of an E8M0 byte up to 254, in the low half of a word."""
+    # 2**-127 is subnormal in bf16: the bit below those of the exponent.
+    return word << 7 | (math.word(1) - (word + 255 >> 8)) << 6

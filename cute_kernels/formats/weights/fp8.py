@@ -1,0 +1,206 @@
+"""FP8 codes (E4M3: 448 at most, steps of 1/8, NaN) under fp32 scales, of rows or groups, and under powers of two.
+
+| key | scales | of what |
+|---|---|---|
+| `e4m3_gchannelf32` (FP8) | fp32 | a row; one of a tensor is that of every row |
+| `e4m3_g128f32` | fp32 | 128 inputs of a row; a block of 128 x 128 has the same in 128 rows. 4 bytes more for 128 |
+| `e4m3_g128e8m0`, `e4m3_g32e8m0` (MXFP8, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 128 or 32 inputs of a row |
+
+Groups of 64 and 32 inputs are what is left of those of 128 in parts that begin inside one. Codes are exact in bf16 and
+fp16. A code times an fp32 scale is rounded to fp32, then to the activations' dtype, as PyTorch rounds
+``code.float() * scale``.
+
+A code that is NaN makes its whole feature NaN, whatever x is, so packing gives its group a NaN scale. Decoders then
+need not know of it: they would read 480.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cute_kernels.formats.weights.base import WeightFormat, register
+from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, power_word
+from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+from cute_kernels.formats.weights.integers import SCALE_LIMIT
+
+MOST = 448.0
+NAN_CODE = 0x7F  # and the same with a sign
+BOTH_SIGNS, UPPER_BYTES = 0x80008000, 0x4341
+# Of a code in the upper byte of 16 bits, (shift to the right, mask of exponent and mantissa then), and what 1 is there.
+PLACES = {"bf16": (4, 0x07F007F0), "fp16": (1, 0x3F803F80)}
+EXPONENTS = {"bf16": 120, "fp16": 8}  # placed codes are numbers times two to minus this
+POWERS = {"bf16": 0x7B807B80, "fp16": 0x5C005C00}  # two to those
+UNIT_EXPONENTS = {"bf16": 32, "fp16": 0}  # scaled weights come in units of two to this, so that 2**120 is in range
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Format(WeightFormat):
+    """W = the number of a code, times its scale."""
+
+    bits: int = 8
+    group_size: int = 128
+
+    decode_cost: ClassVar[float] = 1.5
+    nan_codes: ClassVar[tuple[int, ...]] = (NAN_CODE, 0x80 | NAN_CODE)
+    code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+    @property
+    def codes_name(self) -> str:
+        return "e4m3"
+
+    @abstractmethod
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        """What stored scales say, fp64."""
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        numbers = codes.contiguous().view(torch.float8_e4m3fn).double()
+        return (numbers * self.numbers_of(scales).unsqueeze(-1)).float()
+
+    def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
+        scales = self.stored_scales(w.abs().amax(dim=-1) / w.new_tensor(MOST), dtype)
+        self.check_values(scales, None)
+        return scales, None
+
+    def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """The nearest number, of two as near the even one; beyond 448 it is 448."""
+        scale = self.numbers_of(scales).unsqueeze(-1)
+        ratio = torch.where(scale == 0, w.sign() * 0, w.double() / scale).clamp(-MOST, MOST)
+        return ratio.float().to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return Fp8Decoder(dtype, math)
+
+
+@dataclass(frozen=True, eq=False)
+class FloatFp8(Fp8Format):
+    """fp32 scales: of groups, or of rows.
+
+    Stored scales are fp32 for bf16 activations; the same four bytes as int32 say that activations are fp16.
+    """
+
+    scale_bytes: ClassVar[int] = 4
+
+    @property
+    def scales_name(self) -> str:
+        return f"{super().scales_name}f32"
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.bfloat16 else torch.int32
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        if scale_dtype not in (torch.float32, torch.int32):
+            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.float32, or torch.int32 for fp16 activations")
+        return torch.bfloat16 if scale_dtype == torch.float32 else torch.float16
+
+    def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return values.float().contiguous().view(self.scale_dtype(dtype))
+
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.contiguous().view(torch.float32).double()
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        most = float(self.numbers_of(scales).abs().nan_to_num(nan=0.0, posinf=torch.inf).max())
+        if most >= SCALE_LIMIT:
+            raise ValueError(f"scales: got {most:g}, want fp32 scales below 2**27 = {SCALE_LIMIT:.0f}")
+
+    def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        nan = self.stored_scales(torch.full((), torch.nan, device=scales.device), self.activation_dtype(scales.dtype))
+        return torch.where(is_nan(codes).any(dim=-1), nan, scales)
+
+    def scales_codes(self, dtype: str) -> bool:
+        return bool(self.group_size)
+
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return ScaledFp8Decoder(dtype, math)
+
+
+@dataclass(frozen=True, eq=False)
+class PowerFp8(PowerScales, Fp8Format):
+    """Powers of two for groups. 255 is NaN, and stays it."""
+
+    @property
+    def scales_name(self) -> str:
+        return f"{super().scales_name}e8m0"
+
+    def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.where(scales == E8M0_NAN, torch.nan, super().numbers_of(scales))
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        return
+
+    def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_nan(codes).any(dim=-1), scales.new_tensor(E8M0_NAN), scales)
+
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return PowerFp8Decoder(dtype, math)
+
+
+def is_nan(codes: torch.Tensor) -> torch.Tensor:
+    """Whether uint8 codes are NaN."""
+    return codes & NAN_CODE == NAN_CODE
+
+
+class Fp8Decoder(CodeDecoder):
+    """A code's sign, exponent and mantissa, put where the float has its own, the exponent's lowest bits; subnormal
+    numbers stay subnormal. A product with a power of two makes them what they stand for. 18 instructions per 8 codes.
+    """
+
+    def __init__(self, dtype: str, math: PackedMath) -> None:
+        super().__init__(bits=8)
+        self.dtype, self.math = dtype, math
+
+    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+        power = self.math.word(POWERS[self.dtype])
+        return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
+
+    def placed(self, words: Any, step: int) -> list[Any]:
+        """Pairs of the four registers, times two to minus `EXPONENTS`."""
+        first, found = step * self.words_per_step, []
+        for word in words[first : first + self.words_per_step]:
+            found += [self._placed(word << 8), self._placed(word)]
+        return found
+
+    def _placed(self, pair: Any) -> Any:
+        shift, mask = PLACES[self.dtype]
+        return (pair & self.math.word(BOTH_SIGNS)) | ((pair >> shift) & self.math.word(mask))
+
+
+class PowerFp8Decoder(Fp8Decoder):
+    """With E8M0 scales, in bf16."""
+
+    def scale_word(self, word: Any) -> Any:
+        math = self.math
+        nan = (word + math.word(1)) >> 8  # 255 is infinity so far: a bit of the mantissa makes it NaN
+        return power_word(math, word) | nan << 6
+
+
+class ScaledFp8Decoder(Fp8Decoder):
+    """Times an fp32 scale: products are fp32, and rounded once more to the activations' dtype. 34 instructions per 8
+    codes."""
+
+    scales_weights = True
+
+    def __init__(self, dtype: str, math: PackedMath) -> None:
+        super().__init__(dtype, math)
+        self.unit = 2.0 ** UNIT_EXPONENTS[dtype]
+
+    def row_numbers(self, scales: Any, points: Any) -> Any:
+        """Factors of placed codes. scales: fp32."""
+        exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
+        return [self.math.scaled(scale, 2.0**exponent) for scale in scales]
+
+    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+        return [self.math.scaled_pair(pair, rows[i % 2]) for i, pair in enumerate(self.placed(words, step))]
+
+
+FP8 = register(FloatFp8(group_size=0))
+FP8_BLOCK = register(FloatFp8(group_size=128))
+FP8_POWER_BLOCK = register(PowerFp8(group_size=128))
+MXFP8 = register(PowerFp8(group_size=32))
+for _size in (32, 64):
+    register(FloatFp8(group_size=_size))
+register(PowerFp8(group_size=64))

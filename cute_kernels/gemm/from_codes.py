@@ -1,0 +1,183 @@
+"""Packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` of all at once.
+
+Nothing is quantised here: codes and scales keep their bytes, but for scales beside codes that are NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.arguments import check_flag, check_tensors, device_of, shape_of
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.formats.weights.base import with_row_scales
+from cute_kernels.gemm.packed_experts import PackedExperts, filled
+from cute_kernels.gemm.quantize import default_dtype, format_named, pack
+from cute_kernels.gemm.weight import PackedWeight, padded_shape, row_blocks
+from layouts.weights.hopper import TILE_N
+
+
+def pack_weight(
+    format: WeightFormat | str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    second: torch.Tensor | float | None = None,
+    *,
+    second_divides: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The packed weight of given codes and scales, as checkpoints store them.
+
+    | format | codes | scales | second |
+    |---|---|---|---|
+    | "mxfp4" | [N, K / 2] | E8M0 [N, K / 32] | none |
+    | "nvfp4" | [N, K / 2] | E4M3 [N, K / 16] | fp32, one or [N] |
+    | "fp8" | E4M3 [N, K] | floating, one or [N] | none |
+    | "fp8_block" | E4M3 [N, K] | floating [N / 128, K / 128] | none |
+    | "fp8_block_e8m0" | E4M3 [N, K] | E8M0 [N / 128, K / 128] | none |
+    | "mxfp8" | E4M3 [N, K] | E8M0 [N, K / 32] or [N / 32, K / 32] | none |
+
+    Args:
+        format: a weight format, its name or its key; one without zero points.
+        codes: bytes, as uint8 or int8 or in torch's dtype of such numbers; of 4-bit codes two in a byte, the lower four
+            bits those of the even input.
+        scales: of groups [N, G] or of square blocks [ceil(N / group_size), G], with G = ceil(K / group_size); bytes as
+            uint8 or in torch's dtype, which is looked at, never converted. A scale of a block is stored once for each
+            of its rows. fp32 scales may come in bf16 or fp16. Without groups one number, [N] or [N, 1].
+        second: scales of the second level, which multiply: one for the tensor, or [N] or [N, 1].
+        second_divides: whether the weight is divided by ``second``, as compressed-tensors has it. Its reciprocal is
+            rounded to fp32 once.
+        dtype: of the activations to come, bf16 or fp16; default bf16 where the format takes both.
+        device: where the result is put, default that of the codes.
+
+    Returns:
+        A weight [N, K]. A group with a code that is NaN has a scale that is NaN: its feature is NaN for every x.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    form = format_named(format, dtype)
+    check_tensors(codes=codes, scales=scales)
+    check_flag("second_divides", second_divides)
+    if form.has_zeros:
+        raise ValueError(f"format: got {form.key}, which has zero points, want one without")
+    by_row = _bytes_of("codes", codes, form.code_dtypes)
+    if by_row.dim() != 2 or not by_row.numel():
+        raise ValueError(f"codes: got shape {shape_of(codes)}, want [N, K], or [N, K / 2] of 4-bit codes")
+    per_byte = 8 // form.bits
+    shape = (by_row.shape[0], by_row.shape[1] * per_byte)
+    where = device_of(device) or codes.device
+    stored = _stored_scales(form, scales, shape, dtype or default_dtype(form, torch.bfloat16)).to(by_row.device)
+    form.check_values(stored, None)
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        rows = by_row[start:stop]
+        return rows if per_byte == 1 else torch.stack((rows & 15, rows >> 4), dim=-1).flatten(1)
+
+    stored = _with_nan_codes(form, codes_of, stored, shape)
+    rows = _second_level(form, second, shape[0], second_divides)
+    stored = stored if rows is None else with_row_scales(stored, rows.to(stored.device))
+    return pack(form, codes_of, stored, None, shape=shape, device=where)
+
+
+def pack_experts(
+    format: WeightFormat | str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    second: torch.Tensor | float | None = None,
+    *,
+    second_divides: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedExperts:
+    """`pack_weight` of every expert of a layer.
+
+    Args:
+        codes, scales: as there, with a dimension E in front. second: one for all, or [E, ..] of what is there.
+        format, second_divides, dtype, device: as there.
+
+    Raises:
+        TypeError, ValueError: as there, or tensors have different numbers of experts.
+    """
+    check_tensors(codes=codes, scales=scales)
+    if codes.dim() != 3 or codes.shape[0] < 1:
+        raise ValueError(f"codes: got shape {shape_of(codes)}, want [E, N, K], or [E, N, K / 2] of 4-bit codes")
+    count = codes.shape[0]
+    for name, tensor in (("scales", scales), ("second", second)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[0] != count:
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {count} experts as codes have")
+
+    def own(tensor: torch.Tensor | float | None, i: int) -> torch.Tensor | float | None:
+        return tensor[i] if isinstance(tensor, torch.Tensor) and tensor.dim() else tensor
+
+    def expert(i: int) -> PackedWeight:
+        options = {"second_divides": second_divides, "dtype": dtype, "device": device}
+        return pack_weight(format, codes[i], own(scales, i), own(second, i), **options)
+
+    return filled(expert, count, zeros=False)
+
+
+def _bytes_of(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+    return tensor.view(torch.uint8)
+
+
+def _stored_scales(
+    form: WeightFormat, scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """[N, G] as the format stores them for activations of ``dtype``."""
+    (n, k), size = shape, form.group_size
+    if form.scale_bytes == 1:
+        scales = _bytes_of("scales", scales, form.given_scale_dtypes)
+    elif scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"scales: got dtype {scales.dtype}, want torch.float32, torch.bfloat16 or torch.float16")
+    else:
+        scales = form.stored_scales(scales, dtype)
+    if not size:
+        if scales.numel() not in (1, n) or scales.dim() > 2:
+            raise ValueError(f"scales: got shape {list(scales.shape)}, want one number or [{n}], one for each row")
+        return scales.reshape(-1, 1).expand(n, 1).contiguous()
+    groups, blocks = -(-k // size), -(-n // size)
+    if tuple(scales.shape) == (n, groups):
+        return scales.contiguous()
+    if tuple(scales.shape) != (blocks, groups):
+        wanted = f"[{n}, {groups}], or [{blocks}, {groups}] of blocks of {size} x {size}"
+        raise ValueError(f"scales: got shape {list(scales.shape)}, want {wanted}, for codes of [{n}, {k}]")
+    return scales.repeat_interleave(size, dim=0)[:n].contiguous()
+
+
+def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The scales, NaN where a code of a group is, a block of rows at a time."""
+    if not form.nan_codes:
+        return stored
+    n, k = shape
+    length = form.group_size or k
+    found = stored.clone()
+    for first, last in row_blocks(-(-n // TILE_N), padded_shape(shape, form.group_size)[1]):
+        rows = slice(first * TILE_N, min(last * TILE_N, n))
+        codes = torch.nn.functional.pad(codes_of(rows.start, rows.stop), (0, -k % length))
+        found[rows] = form.with_nan_codes(codes.unflatten(1, (-1, length)), stored[rows])
+    return found
+
+
+def _second_level(
+    form: WeightFormat, second: torch.Tensor | float | None, n: int, divides: bool
+) -> torch.Tensor | None:
+    """fp32 [N] of formats with scales of a second level."""
+    if not form.row_scales:
+        if second is not None:
+            raise ValueError(f"second: got scales of a second level, want None for a weight in the format {form.key}")
+        return None
+    if second is None:
+        raise ValueError(f"second: got None, want the scale of the second level of a weight in the format {form.key}")
+    rows = torch.as_tensor(second)
+    if not rows.is_floating_point():
+        raise TypeError(f"second: got dtype {rows.dtype}, want floating numbers")
+    if rows.numel() not in (1, n) or rows.dim() > 2:
+        raise ValueError(f"second: got shape {list(rows.shape)}, want one number or [{n}], one for each row")
+    rows = rows.float().reshape(-1)
+    rows = 1 / rows if divides else rows
+    if not bool(rows.isfinite().all()):
+        raise ValueError("second: got a scale that is infinite or NaN, want finite ones")
+    return rows.expand(n).contiguous()
