@@ -107,12 +107,10 @@ def pack_experts(
         if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[0] != count:
             raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {count} experts as codes have")
 
-    def own(tensor: torch.Tensor | float | None, i: int) -> torch.Tensor | float | None:
-        return tensor[i] if isinstance(tensor, torch.Tensor) and tensor.dim() else tensor
-
     def expert(i: int) -> PackedWeight:
-        options = {"second_divides": second_divides, "dtype": dtype, "device": device}
-        return pack_weight(format, codes[i], own(scales, i), own(second, i), **options)
+        own = second[i] if isinstance(second, torch.Tensor) and second.dim() else second
+        ours = scales[i] if scales.dim() else scales
+        return pack_weight(format, codes[i], ours, own, second_divides=second_divides, dtype=dtype, device=device)
 
     return filled(expert, count, zeros=False)
 

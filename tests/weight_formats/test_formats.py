@@ -159,7 +159,8 @@ def test_every_weight_that_there_is_keeps_its_code(form):
 def test_quantised_weights_are_near(form):
     w = weights(70, 200)
     error = (quantize_weight(w, format=form).dequantize(torch.float64) - w).norm() / w.norm()
-    assert error < {4: 0.2, 8: 0.02}[form.bits]
+    # E4M3 has three bits behind the first: half a step is up to 1/16 of a number.
+    assert error < {"e4m3": 0.03}.get(form.codes_name, {4: 0.2, 8: 0.02}[form.bits])
 
 
 @every_format

@@ -83,8 +83,8 @@ class CodeDecoder(ABC):
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
         """What `fragment` wants to know of the thread's two rows.
 
-        scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the accumulators; points: their zero
-            points, `symmetric_zero` where none are stored.
+        scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the
+            accumulators; points: their zero points, `symmetric_zero` where none are stored.
         """
         return None
 

@@ -106,7 +106,7 @@ class StageReader:
         ]
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are as of `scale_pair`."""
+        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales as of `scale_pair`."""
         config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
