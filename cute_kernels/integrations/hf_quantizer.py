@@ -37,7 +37,7 @@ from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
-from cute_kernels.integrations.saved_names import keep_names
+from cute_kernels.integrations.saved_names import keep_names, list_experts
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
@@ -113,6 +113,7 @@ class CuteKernelsQuantizer(HfQuantizer):
                 "quantization_config: got no forms of layers, want those that quantize_model puts into a saved "
                 "model's config.json"
             )
+        list_experts(model, [name for name, _ in self._forms("linear")])
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
         for name, form in self._forms("linear"):

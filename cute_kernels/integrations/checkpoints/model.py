@@ -196,6 +196,9 @@ class _Task:
         return self._filling is not None and self._filling.is_unused(key)
 
     def make_room(self, model: nn.Module) -> None:
+        from cute_kernels.integrations.saved_names import list_experts  # wants transformers, which is there
+
+        list_experts(model, self.found)
         self._filling = Filling(model, self.entries, self.found)
         for name in {place.module: place for place in self._filling.places.values()}:
             module = model.get_submodule(name)

@@ -19,6 +19,8 @@ from cute_kernels.weight_readers import layers_read_by_code
 
 GATE, UP, DOWN = "gate", "up", "down"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_PROJECTION = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<own>\w+)")
+_ROLES = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 _MERGES = {"MergeModulelist", "Concatenate"}  # transformers' operations that stack experts, and put ups behind gates
 
 
@@ -99,8 +101,15 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
         return Place(name)
     renamed, converter, source = rename(f"{name}.weight")
     if converter is None:
-        return Place(renamed.removesuffix(".weight"))
+        target = renamed.removesuffix(".weight")
+        own = _PROJECTION.fullmatch(target)  # where transformers knows of stacked experts alone: Qwen3-VL-MoE
+        if target in modules or own is None or own["own"] not in _ROLES:
+            return Place(target)
+        _check_gated(modules, own["block"], name)
+        return Place(own["block"], _ROLES[own["own"]], int(own["expert"]))
     block, _, parameter = renamed.rpartition(".experts.")
+    if block:
+        _check_gated(modules, block, name)
     expert = _EXPERT.search(name)
     merged = {type(operation).__name__ for operation in converter.operations} <= _MERGES
     if not block or expert is None or not merged or parameter not in ("gate_up_proj", "down_proj"):
@@ -110,6 +119,17 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
     sources = list(converter.source_patterns)
     role = DOWN if parameter == "down_proj" else (GATE, UP)[sources.index(source)]
     return Place(block, role, int(expert[1]))
+
+
+def _check_gated(modules: Mapping[str, nn.Module], block: str, name: str) -> None:
+    """ValueError for a projection of experts that are no gated ones, such as Nemotron-H's."""
+    experts = modules.get(f"{block}.experts")
+    if experts is not None and not hasattr(experts, "gate_up_proj"):
+        found = ", ".join(key for key, _ in experts.named_parameters()) or "no weights"
+        raise ValueError(
+            f"{name}: got an expert of {type(experts).__name__} with {found}, want one with a gate (gate_up_proj): no "
+            "kernel serves others"
+        )
 
 
 def _renamer(model: Any) -> Renamer:

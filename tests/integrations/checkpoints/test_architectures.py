@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from cute_kernels import QuantizedLinear
+from cute_kernels import QuantizedLinear, QuantizedMoE
 from cute_kernels.integrations.checkpoints import load_model
 from tests.integrations.checkpoints import goldens
 from tests.integrations.checkpoints.test_model import BF16, FORMATS, llama, write
@@ -180,6 +181,82 @@ def test_a_quantised_output_layer_is_tied_to_nothing(tmp_path):
     found = load_model(path / "packed")
     assert isinstance(found.lm_head, QuantizedLinear) and not found.config.tie_word_embeddings
     assert torch.equal(found.lm_head.weight.dequantize(), layer.dense.to(BF16))
+
+
+# -- experts one by one ------------------------------------------------------------------------------------------------
+
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+MOE: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "head_dim": 32}
+
+
+def qwen3_vl_moe() -> Any:
+    said = {**SMALL, **MOE, "vocab_size": 96, "num_key_value_heads": 2}
+    said["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    return tf.Qwen3VLMoeForConditionalGeneration(tf.Qwen3VLMoeConfig(text_config=said, vision_config=VISION))
+
+
+def llama4() -> Any:
+    own: dict[str, Any] = {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1}
+    return tf.Llama4ForCausalLM(
+        tf.Llama4TextConfig(**SMALL, **own, vocab_size=96, num_key_value_heads=2, head_dim=32, pad_token_id=0)
+    )
+
+
+def with_experts_apart(path: Path, model: Any, transposed: bool) -> Any:
+    """A GPTQ checkpoint of a model's experts one by one, and the model of their dequantised weights."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    model.to(BF16).eval().save_pretrained(path, max_shard_size="50GB")
+    tensors = {key: x for key, x in load_file(path / "model.safetensors").items() if ".experts." not in key}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        gate_up, down = (x.mT if transposed else x for x in (module.gate_up_proj.data, module.down_proj.data))
+        for expert in range(len(down)):
+            parts = {"gate_proj": gate_up[expert, :64], "up_proj": gate_up[expert, 64:], "down_proj": down[expert]}
+            for seed, (own, weight) in enumerate(parts.items()):
+                layer = goldens.layer(*weight.shape, 32, lowest_zero=1, dtype=BF16, seed=3 * expert + seed)
+                weight.copy_(layer.dense)
+                tensors |= {f"{name}.{expert}.{own}.{key}": value for key, value in goldens.gptq(layer).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["gptq"][1]}))
+    return model
+
+
+def test_experts_that_transformers_knows_stacked_alone(tmp_path):
+    want = with_experts_apart(tmp_path, qwen3_vl_moe(), transposed=False)
+    found = load_model(tmp_path)
+    assert type(found.model.language_model.layers[0].mlp) is QuantizedMoE
+    assert agree(found, want, text)
+
+
+def test_experts_whose_router_scales_what_they_take(tmp_path):
+    want = with_experts_apart(tmp_path / "packed", llama4(), transposed=True)
+    found = load_model(tmp_path / "packed")
+    assert sum(isinstance(module, QuantizedLinear) for module in found.modules()) == 4 * 3
+    assert agree(found, want, text)
+    found.save_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "ours")(IDS).logits, found(IDS).logits)
+
+
+def test_experts_without_a_gate_are_refused(tmp_path):
+    own: dict[str, Any] = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    own |= {"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
+    model = tf.NemotronHForCausalLM(tf.NemotronHConfig(hidden_size=64, vocab_size=96, num_attention_heads=2, **own))
+    model.to(BF16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expert = next(key for key in sorted(tensors) if re.search(r"experts\.0\.down_proj\.weight", key))
+    layer = goldens.layer(64, 64, 32, lowest_zero=1, dtype=BF16)
+    tensors |= {expert.removesuffix("weight") + key: value for key, value in goldens.gptq(layer).items()}
+    del tensors[expert]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["gptq"][1]}))
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj: got an expert of NemotronHExperts with .*want one with"):
+        load_model(tmp_path)
 
 
 # -- which class, which attention, which settings ----------------------------------------------------------------------
