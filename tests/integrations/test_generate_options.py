@@ -142,6 +142,15 @@ def test_what_a_compiled_model_is_saved_as_is_its_own_module_s(tmp_path):
     assert len(ck.calibrate(model, [IDS], "int8_head")) == 2
 
 
+def test_continuous_batching_runs_over_transformers_attention_with_our_weights():
+    model = accelerated(weights="w8g32")
+    prompts = [list(range(3, 12)), list(range(5, 10))]
+    want = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
+    model.set_attn_implementation("sdpa")
+    config = GenerationConfig(**GREEDY, pad_token_id=0, eos_token_id=63)
+    assert [each.generated_tokens for each in model.generate_batch(prompts, generation_config=config).values()] == want
+
+
 # -- other settings ----------------------------------------------------------------------------------------------------
 
 
