@@ -83,6 +83,13 @@ class CuteKernelsConfig(QuantizationConfigMixin):
     def __iter__(self) -> Any:
         yield from self.to_dict().items()
 
+    def prepare(self, model: nn.Module) -> None:
+        """Changes the skeleton of a model that is quantised while it is loaded, before its weights come."""
+
+    def finish(self, model: nn.Module) -> None:
+        """Quantises such a model."""
+        quantize_model(model, **self.options)
+
 
 class CuteKernelsQuantizer(HfQuantizer):
     """Gives a skeleton layers that fit a saved model and checks what was loaded, or quantises a dense model."""
@@ -101,12 +108,18 @@ class CuteKernelsQuantizer(HfQuantizer):
             raise ValueError(f"dtype: got {dtype}, want {wanted}, that of the quantised layers' activations")
         return dtype
 
+    @property
+    def _asked(self) -> CuteKernelsConfig:
+        assert isinstance(self.quantization_config, CuteKernelsConfig)
+        return self.quantization_config
+
     def _forms(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
         layers = getattr(self.quantization_config, "layers", None)
         return [] if layers is None else list(forms_of(layers, kind))
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         if not self.pre_quantized:
+            self._asked.prepare(model)
             return model
         if getattr(self.quantization_config, "layers", None) is None:
             raise ValueError(
@@ -131,9 +144,7 @@ class CuteKernelsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         if not self.pre_quantized:
-            asked = self.quantization_config
-            assert isinstance(asked, CuteKernelsConfig)
-            quantize_model(model, **asked.options)
+            self._asked.finish(model)
             self.quantization_config = CuteKernelsConfig(**describe_layers(model))
             self.pre_quantized = True
             model.config.quantization_config = self.quantization_config

@@ -33,7 +33,7 @@ def keep_names(model: PreTrainedModel) -> None:
 
 
 def list_experts(model: Any, names: Iterable[str]) -> None:
-    """Gives a skeleton the lists of experts that transformers has for Llama 4's stacked ones, for layers of these names.
+    """Gives a skeleton transformers' lists of experts for Llama 4's stacked ones, if layers of these names are in them.
 
     The router scales what they take, not what they give, which no kernel of ours multiplies.
     """

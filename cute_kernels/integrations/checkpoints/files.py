@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import shared_of
-from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
@@ -82,12 +81,11 @@ def load_quantized_linears(
     device: torch.device | str | None = None,
     progress: ModelProgress | None = None,
 ) -> nn.Module:
-    """Swaps the layers that a checkpoint has quantised for `QuantizedLinear` and `QuantizedMoE`, all or none of them.
+    """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
     The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
     stands in several places of the model is swapped in all of them, whichever the checkpoint names. Experts that a
-    checkpoint has one by one are stacked, if all of a layer are quantised, alike, and `QuantizedMoE.from_block` takes
-    such blocks.
+    checkpoint has one by one are stacked, if all of a layer are quantised, alike, and gated by SiLU.
 
     Args:
         model: has an nn.Linear under each name and of each shape that `load_safetensors` yields, or, as a model of
@@ -109,13 +107,7 @@ def load_quantized_linears(
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
     given, model = model, compiled_from(model)
-    filling = Filling(model, entries, found)
-    layers = read_layers(entries, filling.found, config, {"dtype": dtype, "device": device})
-    for done, (name, layer) in enumerate(layers, start=1):
-        filling.take(name, layer)
-        if progress is not None:
-            progress(name, done, len(filling.found))
-    filling.swap(model)
+    Filling(model, entries, found).fill(model, config, {"dtype": dtype, "device": device}, progress)
     return given
 
 
@@ -123,7 +115,7 @@ class Filling:
     """A model whose layers are being read.
 
     Args:
-        model: as for `load_quantized_linears`; it is looked at now, and changed by `swap` alone.
+        model: as for `load_quantized_linears`; it is looked at now, and changed by `fill` once all layers are read.
         entries, found: the checkpoint's tensors and its quantised layers.
 
     Attributes:
@@ -133,6 +125,7 @@ class Filling:
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._entries = entries
         self.is_unused = _unused(model, entries)
         self.found = found = {name: form for name, form in found.items() if not self.is_unused(join(name, form.mark))}
         stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
@@ -142,7 +135,7 @@ class Filling:
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             if place.role is not None:
-                self._sizes[place.module] = tuple(getattr(dense, "experts", dense).down_proj.shape)
+                self._sizes[place.module] = tuple(dense.down_proj.shape)
             else:
                 if getattr(dense, "bias", None) is not None and not has_bias:
                     raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
@@ -152,7 +145,16 @@ class Filling:
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, PackedExperts]] = {}
 
-    def take(self, name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
+    def fill(self, model: nn.Module, config: Config, options: dict[str, Any], progress: ModelProgress | None) -> None:
+        """Reads the layers and puts them into the model."""
+        layers = read_layers(self._entries, self.found, config, options)
+        for done, (name, layer) in enumerate(layers, start=1):
+            self._take(name, layer)
+            if progress is not None:
+                progress(name, done, len(self.found))
+        self._swap(model)
+
+    def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
         """Keeps a layer for its place; TypeError or ValueError, which names it, if it does not fit there."""
         place = self.places[name]
         module: Any = self._modules[place.module]
@@ -187,13 +189,9 @@ class Filling:
         if full:
             pair: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            if hasattr(module, "experts"):
-                made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
-            else:
-                made = QuantizedRoutedExperts(**pair)
-            self._made[module] = made.train(module.training)
+            self._made[module] = QuantizedRoutedExperts(**pair).train(module.training)
 
-    def swap(self, model: nn.Module) -> None:
+    def _swap(self, model: nn.Module) -> None:
         """Puts the layers in all places of the modules that they stand for."""
         for place, module in self._modules.items():
             layer = self._made.get(module)

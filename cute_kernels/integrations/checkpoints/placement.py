@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts
 from cute_kernels.model_layers import is_dense, routers_of
 from cute_kernels.weight_readers import layers_read_by_code
 
@@ -29,8 +29,7 @@ class Place:
     """Where a layer belongs.
 
     Args:
-        module: the qualified name of the nn.Linear that it stands for, or of the mixture of experts that it is part of;
-            of a mixture that is not served as a whole, of its experts.
+        module: the qualified name of the nn.Linear that it stands for, or of the experts that it is one of.
         role: of an expert `GATE`, `UP` or `DOWN`; "gate_up" or "down" of stacked experts; None of a Linear.
         expert: which expert, or None.
         packed: whether the layer stays packed. The weight of a router, or one that the model's code reads, is unpacked.
@@ -72,24 +71,11 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
         block, _, role = name.rpartition(".")
         if role not in ("gate_up", "down"):
             raise ValueError(f"{name}: got stacked experts of that name, want gate_up or down in a mixture of experts")
-        places[name] = Place(
-            block if block in modules else rename(f"{block}.experts.gate_up_proj")[0].rpartition(".experts.")[0], role
-        )
-    moves = {module: _narrowed(modules, module) for module in {place.module for place in places.values() if place.role}}
-    places = {name: replace(place, module=moves.get(place.module, place.module)) for name, place in places.items()}
+        if not is_experts(modules.get(block)):
+            block = rename(f"{block}.experts.gate_up_proj")[0].rpartition(".")[0]
+        places[name] = Place(block, role)
     _check_experts(modules, places)
     return places
-
-
-def _narrowed(modules: Mapping[str, nn.Module], module: str) -> str:
-    """The module of experts' places: the experts alone where their block does more than is served.
-
-    Whether it does is tried out, so this is asked once for all experts of a block.
-    """
-    block, experts = modules.get(module), modules.get(f"{module}.experts")
-    if not is_experts(experts) or (block is not None and is_moe_block(block) and refusal(block) is None):
-        return module
-    return f"{module}.experts"
 
 
 Renamer = Callable[[str], tuple[str, Any, Any]]
@@ -105,31 +91,29 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
         own = _PROJECTION.fullmatch(target)  # where transformers knows of stacked experts alone: Qwen3-VL-MoE
         if target in modules or own is None or own["own"] not in _ROLES:
             return Place(target)
-        _check_gated(modules, own["block"], name)
-        return Place(own["block"], _ROLES[own["own"]], int(own["expert"]))
+        return _expert(modules, name, own["block"], _ROLES[own["own"]], int(own["expert"]))
     block, _, parameter = renamed.rpartition(".experts.")
-    if block:
-        _check_gated(modules, block, name)
     expert = _EXPERT.search(name)
     merged = {type(operation).__name__ for operation in converter.operations} <= _MERGES
-    if not block or expert is None or not merged or parameter not in ("gate_up_proj", "down_proj"):
+    if not block or expert is None or not merged:
         raise ValueError(
             f"{name}: got a layer that becomes part of {renamed}, want an nn.Linear, or an expert's projection"
         )
     sources = list(converter.source_patterns)
     role = DOWN if parameter == "down_proj" else (GATE, UP)[sources.index(source)]
-    return Place(block, role, int(expert[1]))
+    return _expert(modules, name, block, role, int(expert[1]))
 
 
-def _check_gated(modules: Mapping[str, nn.Module], block: str, name: str) -> None:
-    """ValueError for a projection of experts that are no gated ones, such as Nemotron-H's."""
+def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, expert: int) -> Place:
+    """The place of an expert's projection; ValueError if it has no gate, as Nemotron-H's, or there are no experts."""
     experts = modules.get(f"{block}.experts")
-    if experts is not None and not hasattr(experts, "gate_up_proj"):
-        found = ", ".join(key for key, _ in experts.named_parameters()) or "no weights"
+    if not hasattr(experts, "gate_up_proj"):
+        found = "none" if experts is None else ", ".join(key for key, _ in experts.named_parameters())
         raise ValueError(
-            f"{name}: got an expert of {type(experts).__name__} with {found}, want one with a gate (gate_up_proj): no "
-            "kernel serves others"
+            f"{name}: got experts for {block}, a {type(modules.get(block)).__name__} of the model with {found}, want "
+            "gate_up_proj and down_proj: no kernel serves experts without a gate"
         )
+    return Place(f"{block}.experts", role, expert)
 
 
 def _renamer(model: Any) -> Renamer:
@@ -170,23 +154,22 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
             raise ValueError(f"{name}: got it and {found[key]} for one place in {place.module}, want one of them")
         found[key] = name
     for name, found in blocks.items():
-        block: Any = modules.get(name)
+        experts: Any = modules.get(name)
         first = next(iter(found.values()))
-        alone = is_experts(block)
-        if not alone and not is_moe_block(block):
+        kind = type(experts).__name__
+        if not is_experts(experts):
             raise ValueError(
-                f"{first}: got experts for {name}, a {type(block).__name__} of the model, want one that "
-                "QuantizedMoE.from_block takes"
+                f"{first}: got experts for {name}, a {kind} of the model, want gate_up_proj [E, 2 I, hidden] and "
+                "down_proj [E, hidden, I] with SiLU and nothing else"
             )
-        reason = experts_refusal(block) if alone else refusal(block)
-        if reason is not None:
-            raise ValueError(f"{first}: got experts for {name}, a {type(block).__name__} that is not served: {reason}")
+        if (reason := experts_refusal(experts)) is not None:
+            raise ValueError(f"{first}: got experts for {name}, a {kind} that is not served: {reason}")
         wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
         if any(expert is not None for expert, _ in found):
-            count = (block if alone else block.experts).down_proj.shape[0]
+            count = experts.down_proj.shape[0]
             wanted = [(expert, role) for expert in range(count) for role in (GATE, UP, DOWN)]
         for key in wanted:
             if key not in found:
-                raise ValueError(f"{name}.experts: got no {key[1]} of expert {key[0]}, want it: {first} is packed")
+                raise ValueError(f"{name}: got no {key[1]} of expert {key[0]}, want it: {first} is packed")
         for key in found.keys() - {*wanted}:
             raise ValueError(f"{found[key]}: got expert {key[0]}, want those that {name} has")

@@ -14,7 +14,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from cute_kernels import QuantizedLinear, QuantizedMoE
+from cute_kernels import QuantizedLinear
+from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.integrations.checkpoints import load_model
 from tests.integrations.checkpoints import goldens
 from tests.integrations.checkpoints.test_model import BF16, FORMATS, llama, write
@@ -216,7 +217,8 @@ def with_experts_apart(path: Path, model: Any, transposed: bool) -> Any:
         for expert in range(len(down)):
             parts = {"gate_proj": gate_up[expert, :64], "up_proj": gate_up[expert, 64:], "down_proj": down[expert]}
             for seed, (own, weight) in enumerate(parts.items()):
-                layer = goldens.layer(*weight.shape, 32, lowest_zero=1, dtype=BF16, seed=3 * expert + seed)
+                n, k = weight.shape
+                layer = goldens.layer(n, k, 32, lowest_zero=1, dtype=BF16, seed=3 * expert + seed)
                 weight.copy_(layer.dense)
                 tensors |= {f"{name}.{expert}.{own}.{key}": value for key, value in goldens.gptq(layer).items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -228,7 +230,7 @@ def with_experts_apart(path: Path, model: Any, transposed: bool) -> Any:
 def test_experts_that_transformers_knows_stacked_alone(tmp_path):
     want = with_experts_apart(tmp_path, qwen3_vl_moe(), transposed=False)
     found = load_model(tmp_path)
-    assert type(found.model.language_model.layers[0].mlp) is QuantizedMoE
+    assert type(found.model.language_model.layers[0].mlp.experts) is QuantizedRoutedExperts
     assert agree(found, want, text)
 
 
@@ -245,7 +247,9 @@ def test_experts_whose_router_scales_what_they_take(tmp_path):
 def test_experts_without_a_gate_are_refused(tmp_path):
     own: dict[str, Any] = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
     own |= {"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
-    model = tf.NemotronHForCausalLM(tf.NemotronHConfig(hidden_size=64, vocab_size=96, num_attention_heads=2, **own))
+    model: Any = tf.NemotronHForCausalLM(
+        tf.NemotronHConfig(hidden_size=64, vocab_size=96, num_attention_heads=2, **own)
+    )
     model.to(BF16).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     expert = next(key for key in sorted(tensors) if re.search(r"experts\.0\.down_proj\.weight", key))
@@ -255,7 +259,7 @@ def test_experts_without_a_gate_are_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["gptq"][1]}))
-    with pytest.raises(ValueError, match=r"experts\.0\.down_proj: got an expert of NemotronHExperts with .*want one with"):
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj: got experts for .*, a NemotronHMoE .*no kernel"):
         load_model(tmp_path)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels import QuantizedLinear, quantize_model
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors, read_kv_scales
 from tests.integrations.checkpoints import goldens
@@ -111,11 +111,7 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, kind
     want = reference(tmp_path / "dense", dense)
     assert error(model, want) < 0.02
     kinds = {type(module) for module in model.modules()}
-    swapped = kinds & {QuantizedMoE, QuantizedRoutedExperts}
-    assert bool(swapped) == (kind != "llama") and QuantizedLinear in kinds
-    # DeepSeek-V3's block routes by itself in transformers 5.0, as MiniMax-M2's does.
-    assert kind not in ("mixtral", "qwen3") or swapped == {QuantizedMoE}
-    assert kind != "minimax" or swapped == {QuantizedRoutedExperts}
+    assert (QuantizedRoutedExperts in kinds) == (kind != "llama") and QuantizedLinear in kinds
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     assert linears == ["lm_head"] and not model.training
@@ -154,7 +150,7 @@ def test_experts_of_a_checkpoint_go_into_a_model_that_is_there(tmp_path):
     model = reference(tmp_path / "again", dense)
     load_quantized_linears(model, tmp_path / "packed")
     assert error(model, want) < 0.02
-    assert sum(isinstance(module, QuantizedMoE) for module in model.modules()) == 2
+    assert sum(isinstance(module, QuantizedRoutedExperts) for module in model.modules()) == 2
 
 
 def test_layers_that_the_model_says_it_has_no_use_for_are_left(tmp_path):
