@@ -175,7 +175,11 @@ def test_generate_works(model, tokens):
 def test_assisted_generation_gives_greedy_tokens(model, tokens, how):
     model.set_attn_implementation(ATTENTION_NAME)
     prompt = tokens[:1, :6].repeat(1, 3)
-    helper = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": small_llama(7)}
+    helper = (
+        {"prompt_lookup_num_tokens": 3}
+        if how == "prompt lookup"
+        else {"assistant_model": small_llama(7, hidden_size=64, intermediate_size=64)}
+    )
     got = generate(model, prompt, max_new_tokens=12, eos_token_id=VOCABULARY, **helper)  # one that is never made
     assert got.shape == (1, 30)
     assert_greedy(model, 18, got)
