@@ -9,6 +9,8 @@ from one start to the next, and another checkpoint of the same configuration mus
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -222,7 +224,34 @@ def replace(interface: Interface) -> str:
     kernels = getattr(importlib.import_module(module), name)[PlatformEnum.CUDA]
     if CuteKernelsLinearKernel not in kernels:
         kernels.insert(0, CuteKernelsLinearKernel)
+    module, name = interface.linear_scheme
+    _choose_for_invariance(getattr(importlib.import_module(module), name))
     return "weight-only linear layers (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here first"
+
+
+def _choose_for_invariance(scheme: Foreign) -> None:
+    """Has compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
+
+    It dequantises them in every step, and still does so with those that are not served here.
+    """
+    original = scheme.create_weights
+    if getattr(original, "asks_cute_kernels", False):
+        return
+
+    @functools.wraps(original)
+    def create_weights(self: Foreign, layer: torch.nn.Module, *arguments: object, **named: object) -> None:
+        asks = getattr(self, "use_batch_invariant", False)
+        if asks:
+            self.use_batch_invariant = False
+            with contextlib.suppress(ValueError):  # vLLM has no kernel
+                original(self, layer, *arguments, **named)
+            if isinstance(self.kernel, CuteKernelsLinearKernel):
+                return
+            self.use_batch_invariant, self.kernel = True, None
+        original(self, layer, *arguments, **named)
+
+    vars(create_weights)["asks_cute_kernels"] = True
+    scheme.create_weights = create_weights
 
 
 def _num_sms(device_index: int) -> int:

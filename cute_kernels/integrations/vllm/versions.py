@@ -21,6 +21,7 @@ class Interface:
     Attributes:
         tested: how this version is known to work, for people.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
+        linear_scheme: the module and class of compressed-tensors layers.
         backend_priorities: the module and function that say which attention backends are tried first.
         backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
@@ -32,6 +33,10 @@ class Interface:
 
     tested: str
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
+    linear_scheme: tuple[str, str] = (
+        f"{QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_wNa16",
+        "CompressedTensorsWNA16",
+    )
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
     backend_choice: tuple[str, str] = ("vllm.v1.attention.selector", "_cached_get_attn_backend")
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")

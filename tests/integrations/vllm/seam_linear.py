@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,28 @@ def what_is_traced_does_not_depend_on_the_values_of_weights() -> None:
     x = torch.randn(3, plain.k, dtype=plain.dtype)
     expected = x.double() @ layer.weight.T
     assert (layer.apply(x).double() - expected).abs().max() < expected.abs().max() * 2**-7
+
+
+@check
+def layers_are_served_under_batch_invariance() -> None:
+    """vLLM 0.33 asks no kernel then; what is not served here is dequantised by it, as ever."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as scheme
+
+    from tests.integrations.vllm import layers
+
+    asked = hasattr(scheme, "matmul_batch_invariant")
+    with mock.patch.dict(os.environ, {"VLLM_BATCH_INVARIANT": "1"}):
+        form = layers.Checkpoint("ct", 4, 128)
+        layer = layers.make(form, "cpu")
+        assert type(layer.kernel).__name__ == "CuteKernelsLinearKernel" and layer.kernel.batch_invariant
+        x = torch.randn(3, form.k, dtype=form.dtype)
+        expected = x.double() @ layer.weight.T
+        assert (layer.apply(x).double() - expected).abs().max() < expected.abs().max() * 2**-7
+        if not asked:
+            return
+        with mock.patch.object(scheme, "choose_mp_linear_kernel", side_effect=ValueError("no kernel")):
+            left = layers.make(form, "cpu")
+        assert left.kernel is None
 
 
 @check
