@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.formats.weights import IntegerFormat
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.weight import FORMAT_VERSION, SCALE_DTYPES
@@ -119,10 +118,7 @@ def _form(
 ) -> tuple[tuple[str, Any], ...]:
     form = layer.weight_format
     dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
-    fields: tuple[tuple[str, Any], ...] = (("format", form.key),)
-    if isinstance(form, IntegerFormat):
-        fields = ("bits", layer.bits), ("group_size", layer.group_size)
-    return (*fields, ("dtype", dtype), ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
+    return (*form.options.items(), ("dtype", dtype), ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
 
 
 def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_tensors
-from cute_kernels.formats.weights import IntegerFormat, WeightFormat
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
@@ -238,9 +238,7 @@ class QuantizedLinear(OfFormat, nn.Module):
 
 def describe(form: WeightFormat) -> str:
     """A weight's format as modules print it."""
-    if isinstance(form, IntegerFormat):
-        return f"bits={form.bits}, group_size={form.group_size or None}"
-    return f"format={form.key}"
+    return ", ".join(f"{name}={value}" for name, value in form.options.items())
 
 
 def _checked_shifts(shifts: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:

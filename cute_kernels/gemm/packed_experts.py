@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_flag, check_tensors
-from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight
 from cute_kernels.gemm.weight import (
@@ -106,8 +106,7 @@ class PackedExperts(Packed):
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 
     def __repr__(self) -> str:
-        kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
-        sizes = f"{kind}, [{len(self)}, {self.shape[0]}, {self.shape[1]}], group_size={self.group_size}"
+        sizes = f"{self.format.label}, [{len(self)}, {self.shape[0]}, {self.shape[1]}], group_size={self.group_size}"
         zeros = ", with zeros" if self.zeros is not None else ""
         return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
@@ -227,10 +226,9 @@ def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> Pa
         codes[i], scales[i] = weight.codes, weight.scales
         if points is not None:
             points[i] = points_of(weight, like=weight.scales)
-    chosen = first.format
-    if isinstance(chosen, IntegerFormat):
-        chosen = integers(chosen.bits, chosen.group_size, zeros)
-    return PackedExperts(codes, scales, points, format=chosen, shape=first.shape, check_values=False)
+    return PackedExperts(
+        codes, scales, points, format=first.format.with_zero_points(zeros), shape=first.shape, check_values=False
+    )
 
 
 def _check_alike(index: int, weight: object, first: PackedWeight) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
-from cute_kernels.formats.weights import IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.formats.weights import WeightFormat, integers, weight_format
 from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
 from cute_kernels.gemm.packed import Packed
@@ -91,7 +91,7 @@ def quantize_weight(
         codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
         return codes.flatten(1)[:, : shape[1]]
 
-    chosen, zeros = simplest(chosen, zeros)
+    chosen, zeros = chosen.simplest(zeros)
     stored = scales if of_rows is None else with_row_scales(scales, of_rows)
     return pack(chosen, codes_of, stored, zeros, shape=shape, device=device)
 
@@ -158,18 +158,6 @@ def _choose_scales(
     return torch.cat([scales for scales, _ in found]), zeros
 
 
-def without_symmetric(chosen: IntegerFormat, zeros: torch.Tensor | None) -> tuple[IntegerFormat, torch.Tensor | None]:
-    """The format without zero points, and None, where all of them are the symmetric one; waits for a GPU."""
-    if zeros is None or bool((zeros == chosen.symmetric_zero).all()):
-        return integers(chosen.bits, chosen.group_size), None
-    return integers(chosen.bits, chosen.group_size, True), zeros
-
-
-def simplest(form: WeightFormat, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-    """Without zero points of integers that are all the symmetric one; other formats as they are."""
-    return without_symmetric(form, zeros) if isinstance(form, IntegerFormat) else (form, zeros)
-
-
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
     """fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which no range minds."""
     w = w.float()
@@ -205,7 +193,7 @@ def pack_codes(
     """
     check_format(bits, group_size, shape)
     check_scales("scales", scales)
-    chosen, zeros = without_symmetric(integers(bits, per_row(group_size)), zeros)
+    chosen, zeros = integers(bits, per_row(group_size)).simplest(zeros)
     return pack(chosen, codes_of, scales, zeros, shape=shape, perm=perm, input_scale=input_scale, device=device)
 
 
@@ -288,7 +276,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     if gate.zeros is not None or up.zeros is not None:
         points = (points_of(each, like=gate.scales) for each in (gate, up))
         zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
-    chosen, zeros = simplest(chosen, zeros)
+    chosen, zeros = chosen.simplest(zeros)
     packed = pack(
         chosen,
         codes_of,
@@ -301,10 +289,10 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, format,
-    dtype, device. Integers with zero points go with those that have none."""
-    integer = isinstance(weight.format, IntegerFormat) and isinstance(first.format, IntegerFormat)
-    for name in ("shape", *(("bits", "group_size") if integer else ("format",)), "dtype", "device"):
+    """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, the format's
+    options, dtype, device. Integers with zero points go with those that have none."""
+    options = weight.format.options.keys()
+    for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
         theirs, ours = getattr(weight, name), getattr(first, name)
         if theirs != ours:
             yield name, theirs, ours

@@ -15,7 +15,7 @@ import torch
 from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
 from cute_kernels.formats.weights import GROUP_SIZES
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.quantize import pack, simplest
+from cute_kernels.gemm.quantize import pack
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of, scales_of
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
@@ -40,7 +40,7 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
         return _rows(weight, start + first, start + last)[:, :k]
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
-    form, zeros = simplest(weight.format, zeros)
+    form, zeros = weight.format.simplest(zeros)
     packed = pack(form, codes_of, scales_of(weight, slice(groups))[start:stop], zeros, shape=(stop - start, k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
@@ -114,7 +114,7 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[:n, groups]
     scale = weight.input_scale
-    form, zeros = simplest(weight.format.with_group_size(size or 0), zeros)
+    form, zeros = weight.format.with_group_size(size or 0).simplest(zeros)
     scale = None if scale is None else scale[start:stop]
     return pack(form, codes_of, scales_of(weight, groups)[:n], zeros, shape=(n, stop - start), input_scale=scale)
 

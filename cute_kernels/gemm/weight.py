@@ -19,7 +19,7 @@ from cute_kernels.arguments import (
     check_tensors,
     is_one_of,
 )
-from cute_kernels.formats.weights import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, weight_format
 from cute_kernels.formats.weights.base import CODE_BITS as BITS
 from cute_kernels.formats.weights.base import without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
@@ -229,8 +229,7 @@ class PackedWeight(Packed):
 
     def __repr__(self) -> str:
         n, k = self.shape
-        kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
-        parts = [kind, f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
+        parts = [self.format.label, f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
         parts += [f"with {name}" for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
         return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
@@ -388,10 +387,9 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
     """What state dicts say of a weight beside its tensors, int64; more: what stands behind the format."""
-    if isinstance(weight_format, IntegerFormat):
-        numbers = (FORMAT_VERSION, *shape, weight_format.bits, weight_format.group_size, *more)
-    else:
-        numbers = (KEY_VERSION, *shape, *more, *weight_format.key.encode())
+    own = weight_format.numbers
+    key = *more, *weight_format.key.encode()
+    numbers = (FORMAT_VERSION, *shape, *own, *more) if own else (KEY_VERSION, *shape, *key)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

@@ -95,6 +95,21 @@ class WeightFormat(ABC):
         """The format and the activations' dtype in names of kernels."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
 
+    @property
+    def label(self) -> str:
+        """The format in a weight's repr."""
+        return self.key
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What names the format where people read it, and in saved configurations."""
+        return {"format": self.key}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What state dicts of version 1 have of the format; none of a format that came later, whose key they have."""
+        return ()
+
     def __str__(self) -> str:
         return self.key
 
@@ -122,6 +137,15 @@ class WeightFormat(ABC):
     @property
     def pad_code(self) -> int:
         return 0
+
+    def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
+        """The format and the zero points of a weight, without the latter where the format can do without; may wait for
+        a GPU."""
+        return self, zeros
+
+    def with_zero_points(self, has_zeros: bool) -> WeightFormat:
+        """The same with zero points or without, where there are both."""
+        return self
 
     def with_group_size(self, group_size: int) -> WeightFormat:
         """The same with scales for other groups, 0 for one per row. Raises ValueError if there is none registered."""

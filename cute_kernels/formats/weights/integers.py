@@ -32,6 +32,27 @@ class IntegerFormat(WeightFormat):
         return f"g{self.group_size or 'channel'}{'z' if self.has_zeros else ''}"
 
     @property
+    def label(self) -> str:
+        return f"{self.bits}-bit"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size or None}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.bits, self.group_size
+
+    def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
+        """Without zero points where all of them are the symmetric one."""
+        if zeros is None or bool((zeros == self.symmetric_zero).all()):
+            return self.with_zero_points(False), None
+        return self.with_zero_points(True), zeros
+
+    def with_zero_points(self, has_zeros: bool) -> WeightFormat:
+        return integers(self.bits, self.group_size, has_zeros)
+
+    @property
     def symmetric_zero(self) -> int:
         """The code that stands for 0 without zero points: 8 or 128."""
         return 1 << (self.bits - 1)

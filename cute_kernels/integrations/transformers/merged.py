@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cute_kernels.gemm import PackedWeight, QuantizedLinear, interleave_weights, reorder_outputs, slice_outputs
-from cute_kernels.gemm.quantize import pack, simplest
+from cute_kernels.gemm.quantize import pack
 from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N, rows_of
 
 _TENSORS = (*TENSOR_NAMES, "bias", "shifts")
@@ -196,7 +196,7 @@ class PartOfPair(QuantizedLinear):
         rows = self._rows(weight.device)
         codes = weight.unpack_tiles(0, weight.codes.shape[0])
         zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
-        form, zeros = simplest(weight.format, zeros)
+        form, zeros = weight.format.simplest(zeros)
         scales = rows_of(weight.scales)[rows, :groups]
         packed = pack(form, lambda start, stop: codes[rows[start:stop], :k], scales, zeros, shape=self.shape)
         # The codes are in packed order already.
