@@ -22,8 +22,8 @@ from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import launch_routing
-from cute_kernels.gemm.experts.schedule import GroupedProblem
 from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k

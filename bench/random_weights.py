@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from layouts.weights.hopper import tile_k
 

@@ -6,39 +6,51 @@ Plain Python, no GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from cute_kernels.gemm import schedule as few
-from cute_kernels.gemm.schedule import FEW_ROWS, MAX_TOKENS, LinearProblem, StreamSchedule
+from cute_kernels.gemm import schedule as stream
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.schedule import FEW_ROWS, StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
-from cute_kernels.gemm.wgmma import schedule as many
+from cute_kernels.gemm.wgmma import schedule as tiles
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
-
-def few_rows(problem: LinearProblem) -> Iterator[StreamSchedule]:
-    """The memory-bound kernel's schedules that are right for a problem."""
-    if problem.m <= MAX_TOKENS and not problem.batch_invariant:
-        for config in few.candidate_configs(problem):
-            yield from few.schedules(problem, config)
+Schedule = StreamSchedule | TileSchedule
 
 
-def candidates(problem: LinearProblem) -> Iterator[StreamSchedule | TileSchedule]:
+def candidates(problem: LinearProblem) -> Iterator[Schedule]:
     """Every schedule of any kernel that is right for a problem."""
-    yield from few_rows(problem)
-    yield from (invariant.schedules if problem.batch_invariant else many.tile_schedules)(problem)
+    if problem.batch_invariant:
+        yield from invariant.schedules(problem)
+        return
+    if problem.m <= FEW_ROWS:
+        for config in stream.candidate_configs(problem):
+            yield from stream.schedules(problem, config)
+    yield from tiles.tile_schedules(problem)
 
 
-def chosen(problem: LinearProblem) -> StreamSchedule | TileSchedule:
+@lru_cache(maxsize=4096)
+def chosen(problem: LinearProblem) -> Schedule:
     """The schedule that is expected to be the fastest.
 
-    Few rows are the memory-bound kernel's, unless tiles in limbs, or of warpgroups that interleave k blocks, are
-    expected to be faster. Of other tiles the model is not fitted for so few.
+    Raises ValueError: K is too long for the shared memory of all SMs together.
     """
-    if problem.batch_invariant:
-        return invariant.make_schedule(problem)
-    if problem.m > FEW_ROWS:
-        return many.make_tile_schedule(problem)
-    schedule = few.make_schedule(problem)
-    few_us = few.estimate_us(problem, schedule) + few.launch_us(problem)
-    fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
-    in_time = [tiles for tiles in fitted if many.expected_us(problem, tiles) < few_us]
-    return min(in_time, key=lambda tiles: many.expected_us(problem, tiles), default=schedule)
+    fitted = [schedule for schedule in candidates(problem) if is_fitted(problem, schedule)]
+    if not fitted:
+        raise ValueError(f"k: got {problem.k}, want {problem.m} rows of activations that fit on {problem.num_sms} SMs")
+    return min(fitted, key=lambda schedule: expected_us(problem, schedule))
+
+
+def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
+    """Whether the model is fitted for a schedule: of few rows it is for the memory-bound kernel, for tiles in limbs and
+    for those whose warpgroups interleave k blocks."""
+    if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
+        return True
+    return schedule.config.limbs or schedule.config.k_warpgroups > 1
+
+
+def expected_us(problem: LinearProblem, schedule: Schedule) -> float:
+    """Microseconds that the models expect of a schedule, comparable among all of a problem."""
+    if isinstance(schedule, StreamSchedule):
+        return stream.estimate_us(problem, schedule) + stream.launch_us(problem)
+    return (invariant if problem.batch_invariant else tiles).expected_us(problem, schedule)

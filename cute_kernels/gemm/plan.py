@@ -13,9 +13,9 @@ from cute_kernels.arguments import row_stride
 from cute_kernels.gemm.call import LinearCall, result_dtype
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product, factored_product_of, problem_of, product_of
 from cute_kernels.gemm.reference import prepare_input
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU

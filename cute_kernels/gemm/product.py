@@ -13,8 +13,9 @@ from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
 from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.mainloops import (

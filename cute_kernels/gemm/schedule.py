@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
-from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers
+from cute_kernels.formats.weights import GROUP_SIZES, integers
 from cute_kernels.gemm.config import X_PAD, LinearConfig
+from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from layouts.weights.hopper import TILE_N
 
-MAX_TOKENS = 32  # of a launch
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 LAUNCH_US = 8.0  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
 MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
@@ -33,38 +32,6 @@ X_BYTES = (30 * 1024, 80 * 1024, 132 * 1024)
 IN_FLIGHT_BYTES = 32 * 1024  # an SM's share of the memory's rate times its latency
 MAX_STAGES = 6
 FEW_STAGES = 4  # enough for the memory's latency
-
-
-@dataclass(frozen=True)
-class LinearProblem:
-    """What decides how a product is computed.
-
-    Attributes:
-        m: rows of x, 1 to MAX_TOKENS.
-        n, k: of the weight, without padding.
-        k_pad: K as packed.
-        format, dtype: as in :class:`LinearConfig`.
-        batch_invariant: whether a row's result must not depend on how many others there are.
-    """
-
-    m: int
-    n: int
-    k: int
-    k_pad: int
-    format: WeightFormat
-    dtype: str
-    use_pdl: bool = False
-    num_sms: int = LinearConfig.limits.num_sms
-    batch_invariant: bool = False
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.n // TILE_N)
-
-
-def weight_fields(problem: object) -> dict[str, Any]:
-    """What a configuration has of a problem's weights, dense or of experts."""
-    return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
 @dataclass(frozen=True)
@@ -203,7 +170,7 @@ def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
     base = base_config(problem)
     # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
     # pipeline.
-    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.tile_m == 8 and base.block_k <= 128 else base
+    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.block_k <= 128 else base
     most = most_x_bytes(base)
     configs = [with_stages(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]
     return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
@@ -215,31 +182,15 @@ def in_flight(config: LinearConfig) -> int:
 
 
 def base_config(problem: LinearProblem) -> LinearConfig:
-    """What follows from the format and the number of rows."""
-    tile_m = next(tile_m for tile_m in (8, 16, 32) if problem.m <= tile_m)
+    """What follows from the format. Two tiles of a warp share what ldmatrix reads, and are twice as much to do between
+    two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
-    if problem.k_pad % block_k:
-        block_k = 64
     return LinearConfig(
         **weight_fields(problem),
-        tile_m=tile_m,
-        n_tiles=2 if shares_activations(problem, tile_m) else 1,
-        k_warps=2,
-        block_k=block_k,
-        epilogue_warps=2 if tile_m == 32 else 4,
-        num_buffers=2 if tile_m == 8 else 1,
+        n_tiles=1 if problem.format.bits == 8 or problem.num_tiles == 1 else 2,
+        block_k=block_k if problem.k_pad % block_k == 0 else 64,
         use_pdl=problem.use_pdl,
     )
-
-
-def shares_activations(problem: LinearProblem, tile_m: int) -> bool:
-    """Whether a warp takes two tiles, which share what ldmatrix reads, and are twice as much to do between two waits.
-
-    With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
-    """
-    if problem.format.bits == 8 or problem.num_tiles == 1:
-        return False
-    return tile_m < 32 or problem.format.group_size not in (32, 64)
 
 
 def most_x_bytes(base: LinearConfig) -> int:

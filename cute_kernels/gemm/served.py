@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from cute_kernels.gemm import schedule as few
-from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.choice import chosen, expected_us
 from cute_kernels.gemm.config import LinearConfig
-from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -66,11 +67,10 @@ def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     nearest = with_config(problem, chosen(replace(problem, m=after)).config)
     if isinstance(nearest, StreamSchedule):
         return nearest
-    expected = invariant.expected_us if problem.batch_invariant else many.expected_us
     configs = (config for config, most in _configs(one, rows) if most > problem.m or takes_any_rows(config))
     found = (with_config(problem, config) for config in configs)
     tiles = [schedule for schedule in found if isinstance(schedule, TileSchedule)]
-    return min(tiles, key=lambda schedule: expected(problem, schedule)) if tiles else chosen(problem)
+    return min(tiles, key=lambda schedule: expected_us(problem, schedule)) if tiles else chosen(problem)
 
 
 @lru_cache(maxsize=256)

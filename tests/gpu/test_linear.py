@@ -18,9 +18,10 @@ from cute_kernels.gemm.compile import spec_of as spec_of_config
 from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.inputs.launch import input_rows
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference, prepare_input
-from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
+from cute_kernels.gemm.schedule import FEW_ROWS, make_schedule, schedules
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
@@ -80,7 +81,7 @@ def specs() -> list[KernelSpec]:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     chains = [(m, 1024, 1024) for m in (1, 8, 16, 64, 300)]
     found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
-    few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
+    few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= FEW_ROWS]
     few += [
         InputRowsSpec(InputRowsConfig(dtype, room, scaled))
         for dtype in ("bf16", "fp16")
@@ -322,7 +323,7 @@ def test_misaligned_activations():
 
 
 @pytest.mark.parametrize("n, k", [(640, 4096), (4224, 2048), (20_000, 512)])
-@pytest.mark.parametrize("m", [1, 8, 16, 32])
+@pytest.mark.parametrize("m", [1, 8])
 def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
     """Whatever slices and groups: right, the same bits in every run, and a workspace left as it was.
 

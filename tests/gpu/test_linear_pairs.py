@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import spec_of
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, tile_schedules

@@ -13,9 +13,9 @@ import torch
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.compile import spec_of
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs

@@ -27,13 +27,13 @@ from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, Routin
 from cute_kernels.gemm.experts.plan import assigned_products, launch_routing, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import make_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
-from cute_kernels.gemm.experts.ranges.config import ROUND_EXPERTS, ROUNDS
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
-from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import DTYPES
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
@@ -71,11 +71,11 @@ LAYER = (8, 256, 192)  # experts, hidden, intermediate
 TOKENS = (1, 5, 33, 200)
 FEW_ROWS = (0, *range(1, 17), 0, 33, 0)  # every number of rows of a tile, a tile after two whole ones, and none
 SPARE = 2  # places behind those of the experts
-PAIR_TOKENS = 33
+PAIR_TOKENS = 20
 EARLY_TOKENS = (1, 3)
 # Entries of the products' memory-bound kernel, or another kernel.
 RANGES, TILES = "ranges", "tiles"
-PAIRS = [(8, TILES), (TILES, 16), (32, 8), (TILES, TILES), (RANGES, RANGES), (RANGES, 8), (16, RANGES), (TILES, RANGES)]
+PAIRS = [(8, TILES), (TILES, 8), (8, 8), (TILES, TILES), (RANGES, RANGES), (RANGES, 8), (8, RANGES), (TILES, RANGES)]
 MARGIN = 3  # rows before and behind a result, which nobody writes
 EXACT = 1e-4  # of the largest result, of x in limbs and accumulators in fp32
 DISTINCT = 4  # experts with a weight of their own; others have one of theirs
@@ -147,14 +147,10 @@ RUN_CASES += [(RUN_COUNTS["every number of rows"], RUN_SIZES[0], torch.float16)]
 
 
 def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> list[RangeLayout]:
-    """All work ranges of whole blocks that are possible: entries of 8 and of 16 rows, chunks of a k block and of
-    two."""
+    """All work ranges of whole blocks that are possible: chunks of a k block and of two."""
     found = list(ranges.layouts(problem(sum(counts) + SPARE, len(counts), n, k, dtype=dtype)))
     k_blocks = padded_shape((n, k), 128)[1] // 128
-    # With more rounds of experts there are fewer tiles of entries of 16 rows, or none.
-    rounds = next(count for count in ROUNDS if len(counts) <= count * ROUND_EXPERTS)
-    possible = [one for one in RANGE_SHAPES if one.tile_m == 8 or one.n_tiles * rounds <= 2]
-    assert len(found) == sum(k_blocks % shape.chunk_k_blocks == 0 for shape in possible)
+    assert len(found) == sum(k_blocks % shape.chunk_k_blocks == 0 for shape in RANGE_SHAPES)
     return found
 
 

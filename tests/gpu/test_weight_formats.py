@@ -15,8 +15,8 @@ from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quan
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat, registered_formats
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.runtime import KernelSpec, wanted

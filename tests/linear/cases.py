@@ -10,9 +10,9 @@ import torch
 from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.gemm.normed import DeferredParts, NormedRows, left_to_next
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product
 from cute_kernels.gemm.quantize import DTYPES, pack_codes
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, padded_shape
 from layouts import transform
 from layouts.weights import hopper

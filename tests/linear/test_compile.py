@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.compile import LinearSpec, compile_linear, spec_of
 from cute_kernels.gemm.config import LinearConfig
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.compile import WgmmaSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs

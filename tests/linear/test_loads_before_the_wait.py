@@ -11,7 +11,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.norm.compile import NormSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import loads, places
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.schedule import tile_schedules

@@ -16,8 +16,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.weights import MXFP4, NVFP4, integers
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import quantize_weight
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import (
     resident_kernel,

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import product
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ORDERED, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_rows import STEP_ROWS, ResidentRows, room_of

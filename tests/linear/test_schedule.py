@@ -13,7 +13,8 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import schedule as schedules
 from cute_kernels.gemm.config import FEW_SEGMENTS, LinearConfig
-from cute_kernels.gemm.schedule import MAX_TOKENS, LinearProblem, StreamSchedule, candidate_configs, make_schedule
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.schedule import FEW_ROWS, StreamSchedule, candidate_configs, make_schedule
 from simulator import PlainThread, running
 
 FORMATS = st.tuples(
@@ -27,7 +28,7 @@ def problems(draw) -> LinearProblem:
     k = draw(st.integers(1, 40_000))
     multiple = max(64, group_size)
     return LinearProblem(
-        m=draw(st.integers(1, MAX_TOKENS)),
+        m=draw(st.integers(1, FEW_ROWS)),
         n=draw(st.integers(1, 60_000)),
         k=k,
         k_pad=-(-k // multiple) * multiple,
@@ -48,10 +49,10 @@ def cuts(draw) -> StreamSchedule:
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
 
-LONG_K_ON_FEW_SMS = LinearProblem(m=27, n=65, k=20481, k_pad=20736, num_sms=16, format=integers(4, 256), dtype="bf16")
+LONG_K_ON_FEW_SMS = LinearProblem(m=8, n=65, k=20481, k_pad=20736, num_sms=16, format=integers(4, 256), dtype="bf16")
 
 
-TOO_LONG_K_ON_FEW_SMS = LinearProblem(m=32, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
+TOO_LONG_K_ON_FEW_SMS = LinearProblem(m=8, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
 
 
 def fits_cut_for_all_sms(problem: LinearProblem, config: LinearConfig) -> bool:

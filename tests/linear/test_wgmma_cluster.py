@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.results import RowExchange

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import cluster_reduction, epilogue, kernel, places
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs

@@ -10,7 +10,7 @@ import pytest
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import choice
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK, TmaStore

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import epilogue, places, ranges
 from cute_kernels.gemm.wgmma.deferred_config import TAKES, DeferredNormConfig
 from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma

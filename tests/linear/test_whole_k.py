@@ -13,7 +13,8 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm import served
 from cute_kernels.gemm.choice import candidates, chosen
-from cute_kernels.gemm.schedule import LinearProblem, StreamSchedule
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.schedule import TileSchedule

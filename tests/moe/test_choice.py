@@ -12,8 +12,9 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import compile as moe_compile
 from cute_kernels.gemm.experts.choice import candidates, chosen
-from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule, usual_entries
+from cute_kernels.gemm.experts.schedule import GroupedSchedule, usual_entries
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync

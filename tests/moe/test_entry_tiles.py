@@ -20,7 +20,6 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.ranges import assignments
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
-from cute_kernels.gemm.experts.schedule import GroupedProblem
 from cute_kernels.gemm.experts.wgmma.entry_config import (
     ENTRY_ROWS,
     LONG_BLOCK_K,
@@ -38,6 +37,7 @@ from cute_kernels.gemm.experts.wgmma.entry_kernel import (
     EntryTileSizes,
 )
 from cute_kernels.gemm.experts.wgmma.schedule import SMEM_RESERVE, entry_config, entry_tiles
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from layouts.weights.hopper import TILE_N

@@ -26,13 +26,13 @@ from cute_kernels.gemm.experts.reference import grouped_linear_reference
 from cute_kernels.gemm.experts.schedule import (
     MOST_DIVIDED,
     TABLE_BYTES,
-    GroupedProblem,
     GroupedSchedule,
     make_schedule,
     schedules,
     with_launches,
 )
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import ACTIVATIONS
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
@@ -278,7 +278,7 @@ def test_quotients_are_exact(divisor, run_on):
     "places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)]
 )
 def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
-    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), integers(4), "bf16"), 8):
+    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), integers(4), "bf16")):
         k_blocks = schedule.max_entries * schedule.num_blocks * schedule.slice_k_blocks + schedule.slice_k_blocks
         assert k_blocks * max(schedule.num_groups, schedule.slice_k_blocks) <= MOST_DIVIDED
         assert (schedule.max_entries + 1) * schedule.num_blocks * schedule.num_blocks <= MOST_DIVIDED

@@ -11,8 +11,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec, compile_grouped_wgmma
-from cute_kernels.gemm.experts.schedule import GroupedProblem
 from cute_kernels.gemm.experts.wgmma.schedule import layouts
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.limbs import MMA_K
 from cute_kernels.gemm.wgmma.mainloops import MmaSync

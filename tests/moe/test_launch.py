@@ -207,7 +207,7 @@ def test_a_repeated_call_is_not_checked_again(name, launches):
     indirect=["products"],
 )
 def test_one_launch_a_step(products, kernels, launches):
-    fused_moe(**call(40))
+    fused_moe(**call(33))
     assert len(launches) == len(kernels)
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
 
@@ -265,7 +265,7 @@ def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
-    given = call(40)
+    given = call(33)
     result = fused_moe(**given)
     (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, *sizes) = (
         launch.arguments for launch in launches
@@ -281,17 +281,17 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         first, second = between
         assert first[0] is given["x"] and first[5:7] == (offsets, rows) and second[5:7] == (offsets, 0)
         assert first[WAITS] and not second[WAITS]
-        assert [product[11:13] for product in between] == [(EXPERTS, 40 * TOPK)] * 2
+        assert [product[11:13] for product in between] == [(EXPERTS, 33 * TOPK)] * 2
     elif products == "tiles":
         gather, first, second = between
-        assert gather == (given["x"], end, rows, first[0].data_ptr(), 40 * TOPK)
-        assert first[0].shape == (40 * TOPK, HIDDEN) and first[6] == second[6] == offsets
+        assert gather == (given["x"], end, rows, first[0].data_ptr(), 33 * TOPK)
+        assert first[0].shape == (33 * TOPK, HIDDEN) and first[6] == second[6] == offsets
     else:
         limbs, first, more_limbs, second = between
         assert limbs[:3] == (given["x"], end, rows) and more_limbs[1:3] == (end, 0)
         for made_at, product in ((limbs, first), (more_limbs, second)):
             assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
-            assert product[0].shape[0] == made_at[5] == 40 * TOPK
+            assert product[0].shape[0] == made_at[5] == 33 * TOPK
     hidden = (more_limbs if products == "limbs" else second)[0]
     out_at = 4 if products == "ranges" else 5  # which has no zero points
     assert first[out_at] == hidden.data_ptr() and hidden.shape[1] == INNER and second[out_at] == results

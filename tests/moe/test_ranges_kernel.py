@@ -272,7 +272,6 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
     "more CTAs than blocks": ((0, 1, 0, 0), 128, 128, 4, 2, {}),
     "one expert has all": ((0, 0, 20, 0), 64, 256, 3, 1, {}),
     "no rows at all": ((0, 0, 0, 0), 64, 128, 2, 2, {}),
-    "16 rows": ((3, 16, 17, 0, 40, 0, 0, 0), 72, 256, 2, 2, {"tile_m": 16}),
     "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, 2, {}),
     "one buffer": ((3, 1, 9, 0), 192, 128, 2, 1, {"num_buffers": 1}),
     "two rounds of experts": (tuple(i % 50 == 49 for i in range(152)), 64, 128, 2, 2, {"expert_rounds": 2}),

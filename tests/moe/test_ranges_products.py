@@ -36,8 +36,6 @@ CONFIGS = [
         ("bf16", 8, 1, 2),
         ("bf16", 8, 2, 1),
         ("fp16", 8, 2, 1),
-        ("bf16", 16, 1, 2),
-        ("fp16", 16, 2, 1),
     )
 ]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

@@ -15,10 +15,9 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.ranges import schedule
-from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS, ROWS
 from cute_kernels.gemm.experts.ranges.schedule import (
     LEAST_STAGES_BYTES,
-    MODELLED_ROWS,
     PARTS,
     SHAPES,
     SPARE_BYTES,
@@ -34,7 +33,8 @@ from cute_kernels.gemm.experts.ranges.schedule import (
     make_ranges,
 )
 from cute_kernels.gemm.experts.ranges.work import BlockRange
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedSchedule
+from cute_kernels.gemm.problem import GroupedProblem
 from tests.moe import measured
 from tests.moe.machine import Machine
 from tests.moe.range_configs import changed
@@ -86,7 +86,7 @@ def test_runs_are_right_up_to_the_largest_numbers_that_are_admitted(num_blocks, 
 
 def shapes_of(grouped: GroupedProblem) -> list[RangeShape]:
     found = [layout.config for layout in layouts(grouped)]
-    return [RangeShape(one.tile_m, one.n_tiles, one.k_warps, one.chunk_k_blocks) for one in found]
+    return [RangeShape(one.n_tiles, one.k_warps, one.chunk_k_blocks) for one in found]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -94,8 +94,7 @@ def shapes_of(grouped: GroupedProblem) -> list[RangeShape]:
 @pytest.mark.parametrize("n, k", [(1536, 2048), (1000, 512), (64, 256), (7168, 2048), (200, 1500)])
 def test_every_layout_can_be_compiled_and_fits_shared_memory(n, k, experts, rounds, dtype):
     grouped = problem(8, experts, n, k, dtype=dtype)
-    # With more experts to a lane, accumulators of 16 rows leave too few registers.
-    assert shapes_of(grouped) == [one for one in SHAPES if one.tile_m == 8 or one.n_tiles * rounds <= 2]
+    assert shapes_of(grouped) == list(SHAPES)
     for layout in layouts(grouped):
         config = layout.config
         assert config.can_implement() is None and config.activations.expert_rounds == rounds and config.dtype == dtype
@@ -154,13 +153,13 @@ def test_k_is_cut_into_whole_chunks_of_k_blocks():
 
 def test_no_more_blocks_are_counted_than_quotients_hold():
     for grouped in (problem(1 << 20, 4, 28672, 2048), problem(1 << 22, 4, 28672, 2048), problem(8, 8, 1 << 21, 512)):
-        possible = {(one.config.n_tiles, one.config.tile_m): counts(grouped, one) for one in layouts(grouped)}
+        possible = {one.config.n_tiles: counts(grouped, one) for one in layouts(grouped)}
         for shape in SHAPES:
             layout = make_layout(grouped, shape)
             assert layout is not None
-            entries = grouped.max_entries(shape.tile_m)
+            entries = grouped.max_entries(ROWS)
             largest = entries * layout.num_blocks * max(layout.num_blocks, grouped.num_sms)
-            assert ((shape.n_tiles, shape.tile_m) in possible) == (largest <= MOST_DIVIDED)
+            assert (shape.n_tiles in possible) == (largest <= MOST_DIVIDED)
 
 
 @pytest.mark.parametrize(
@@ -214,18 +213,15 @@ def test_entries_of_few_rows_are_found_among_assignments_as_well(experts, count,
     for layout in layouts(problem(8, experts)):
         assert among_assignments(layout, MOST_ASSIGNMENTS + 1) is None
         same = among_assignments(layout, count)
-        if layout.config.tile_m > MODELLED_ROWS:
-            assert same is None
-        else:
-            assert same is not None and same.config.can_implement() is None
-            assert same.config.activations.lane_assignments == lanes and same.config.activations.expert_rounds == 1
-            assert replace(same, config=layout.config) == layout
-            rounds = layout.config.activations.expert_rounds
-            assert same.config.with_activations(lane_assignments=0, expert_rounds=rounds) == layout.config
+        assert same is not None and same.config.can_implement() is None
+        assert same.config.activations.lane_assignments == lanes and same.config.activations.expert_rounds == 1
+        assert replace(same, config=layout.config) == layout
+        rounds = layout.config.activations.expert_rounds
+        assert same.config.with_activations(lane_assignments=0, expert_rounds=rounds) == layout.config
 
 
 @pytest.mark.parametrize("lanes", LANE_ASSIGNMENTS)
-@pytest.mark.parametrize("changes", [{"tile_m": 16}, {"expert_rounds": 2}, {"expert_rounds": 4}], ids=str)
+@pytest.mark.parametrize("changes", [{"expert_rounds": 2}, {"expert_rounds": 4}], ids=str)
 def test_assignments_are_found_by_few_rows_in_one_round(changes, lanes):
     config = next(layout.config for layout in layouts(problem()) if layout.config.n_tiles == 1)
     assert changed(config, **changes).can_implement() is None
@@ -257,15 +253,6 @@ def test_layers_of_few_assignments_have_both_products_among_them():
     assert choice.assigned(32, [other, problems[1]], [served, second]) is None
 
 
-def test_what_a_table_gives_entries_of_more_rows_is_by_the_model_among_assignments():
-    """Theirs is a launch less, and entries are of 8 rows."""
-    one = problem(64, 128)
-    of_more = next(layout for layout in layouts(one) if layout.config.tile_m > MODELLED_ROWS)
-    assert choice.assigned(64, [one], [of_more]) == [among_assignments(make_ranges(one), 64)]
-    many = problem(64, 8)
-    assert not has_few_rows(many) and choice.assigned(64, [many], [of_more]) is None
-
-
 def of_long_k(places: int, k: int = 14336) -> GroupedProblem:
     """As Mixtral's second product."""
     return problem(places, 8, 4096, k)
@@ -291,9 +278,7 @@ def test_a_last_product_whose_k_has_no_room_is_in_as_few_parts_as_have():
 
 def test_parts_of_k_are_counted_as_blocks():
     long = of_long_k(16)
-    twos, fours = (
-        {one.config.n_tiles: one for one in layouts(long, parts) if one.config.tile_m == 8} for parts in PARTS
-    )
+    twos, fours = ({one.config.n_tiles: one for one in layouts(long, parts)} for parts in PARTS)
     for two, four in ((twos[tiles], fours[tiles]) for tiles in (1, 2)):
         assert (two.k_blocks, two.num_blocks) == (2 * four.k_blocks, four.num_blocks)
         assert counts(long, four) == 2 * counts(long, two)
@@ -308,7 +293,7 @@ def measured_problem(case: measured.Case) -> GroupedProblem:
 
 def modelled_layouts(grouped: GroupedProblem) -> list[RangeLayout]:
     """In the order of the measured times."""
-    found = [layout for layout in layouts(grouped) if layout.config.tile_m == MODELLED_ROWS]
+    found = list(layouts(grouped))
     assert [(one.config.n_tiles, one.config.chunk_k_blocks) for one in found] == [(1, 2), (2, 1)]
     return found
 

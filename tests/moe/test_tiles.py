@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.architecture import HOPPER
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, GroupedProblem
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.experts.wgmma import schedule, tiles
 from cute_kernels.gemm.experts.wgmma.schedule import (
     ENTRY_BYTES,
@@ -26,6 +26,7 @@ from cute_kernels.gemm.experts.wgmma.schedule import (
     make_tiles,
     usual_tiles,
 )
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.consumers import in_loop_of
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, START_CLOCKS

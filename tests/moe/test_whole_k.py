@@ -12,7 +12,8 @@ from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
-from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.schedule import GroupedSchedule
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
 
 GPU = "NVIDIA H200"

@@ -13,7 +13,7 @@ import pytest
 from cute_kernels._version import __version__
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.integrations.vllm import engine_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.runtime import KernelCache

@@ -33,9 +33,8 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.experts import choice as moe_choice
 from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
-from cute_kernels.gemm.experts.schedule import GroupedProblem
+from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.slices import slice_inputs, slice_outputs
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers

@@ -23,9 +23,9 @@ from cute_kernels.gemm.experts.arguments import (
 )
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.config import EntryLimbs, RangeConfig
-from cute_kernels.gemm.experts.schedule import GroupedProblem
 from cute_kernels.gemm.experts.wgmma.entry_config import EntryConfig, EntryWgmma
 from cute_kernels.gemm.experts.wgmma.schedule import TABLE_WARPS, candidate_configs, entry_tiles
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma import compile as linear_wgmma
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config

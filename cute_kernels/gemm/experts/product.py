@@ -33,9 +33,10 @@ from cute_kernels.gemm.experts.compile import (
 )
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
-from cute_kernels.gemm.experts.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.wgmma.compile import LimbRowsSpec

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.config import X_PAD, LinearConfig
-from cute_kernels.gemm.schedule import IN_FLIGHT_BYTES, LinearProblem, candidate_configs, in_flight
+from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.gemm.schedule import IN_FLIGHT_BYTES, candidate_configs, in_flight
 from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
@@ -24,41 +24,10 @@ TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
 TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
 MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
-CAPACITIES = (8, 16, 32)  # rows of an entry, at most
+CAPACITY = 8  # rows of an entry, at most
 MOST_DEVIATIONS = 8  # beyond the mean, of an expert's rows: with room for routing that is far from even
 # Partial results cost as long as an SM takes for so many bytes of codes: within them blocks stay whole.
 SLACK_BYTES = 24 * 1024
-
-
-@dataclass(frozen=True)
-class GroupedProblem:
-    """What decides how a grouped product is computed.
-
-    Attributes:
-        places: rows of the result, at least 1.
-        num_experts: 1 to MAX_EXPERTS.
-        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `LinearProblem`; n and k of one expert.
-    """
-
-    places: int
-    num_experts: int
-    n: int
-    k: int
-    k_pad: int
-    format: WeightFormat
-    dtype: str
-    use_pdl: bool = True
-    num_sms: int = LinearConfig.limits.num_sms
-    batch_invariant: bool = False
-
-    def dense(self, m: int) -> LinearProblem:
-        """One expert's product with ``m`` rows."""
-        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
-
-    def max_entries(self, capacity: int) -> int:
-        """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""
-        active = min(self.num_experts, self.places)
-        return (self.places + active * (capacity - 1)) // capacity
 
 
 @dataclass(frozen=True)
@@ -132,20 +101,11 @@ def make_schedule(problem: GroupedProblem) -> GroupedSchedule:
 
     Raises ValueError if K is too long for the shared memory of all SMs together.
     """
-    options = list(schedules(problem, capacity_of(problem)))
+    options = list(schedules(problem))
     if not options:
         raise ValueError(f"k: got {problem.k}, want rows of activations that fit on {problem.num_sms} SMs")
     # Each further slice is a partial result of every output; the second slot spares a wait at the end of an entry.
     return min(options, key=lambda one: (one.num_slices, -one.x_slots, one.config.x_bytes))
-
-
-def capacity_of(problem: GroupedProblem) -> int:
-    """Rows of an entry: enough for nearly all experts if rows fall to them at random.
-
-    An expert with more rows has its weights read again, mostly from memory.
-    """
-    wanted = usual_rows(problem)
-    return next((capacity for capacity in CAPACITIES if wanted <= capacity), CAPACITIES[-1])
 
 
 def usual_rows(problem: GroupedProblem) -> float:
@@ -173,10 +133,10 @@ def most_rows(problem: GroupedProblem) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedule]:
+def schedules(problem: GroupedProblem) -> Iterator[GroupedSchedule]:
     """All ways that are possible."""
-    rows = min(capacity, most_rows(problem))
-    for candidate in candidate_configs(problem.dense(capacity)):
+    rows = min(CAPACITY, most_rows(problem))
+    for candidate in candidate_configs(problem.dense(CAPACITY)):
         config = with_table(candidate)
         if in_flight(config) < IN_FLIGHT_BYTES:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma

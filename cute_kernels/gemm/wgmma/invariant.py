@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import schedule as plain
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma

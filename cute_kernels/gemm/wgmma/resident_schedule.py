@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_kernels.gemm.config import LinearConfig
-from cute_kernels.gemm.schedule import LinearProblem, weight_fields
+from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig

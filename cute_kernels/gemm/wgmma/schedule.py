@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.schedule import LinearProblem, weight_fields
+from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import (
     CLOCKS_PER_US,

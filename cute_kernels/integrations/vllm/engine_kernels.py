@@ -24,7 +24,7 @@ from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.runtime import wanted, workers

@@ -17,7 +17,7 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.layer.call import kernel_of, serves_rows
 from cute_kernels.gemm.layer.operator import may_serve
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations.vllm import plugin, prepare

@@ -24,8 +24,8 @@ from vllm.scalar_type import scalar_types
 
 from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.gemm import PackedWeight, interleave_weights, slice_outputs
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import LinearProblem
 from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_layers, prepare

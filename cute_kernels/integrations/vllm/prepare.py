@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
-from cute_kernels.gemm.schedule import LinearProblem
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger

@@ -11,16 +11,13 @@ from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SC
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
-ROWS = (MMA_N, 2 * MMA_N)  # of an expert that are multiplied together, at most
+ROWS = MMA_N  # of an expert that are multiplied together, at most
 LANE_EXPERTS = 4  # of a lane, one after the other, in a round
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
 LANE_ASSIGNMENTS = (1, 2)  # of a lane, where they are found as they are,
 MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # and of a warp
 ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
-MOST_ROUNDS_OF_TILES = (
-    2  # tiles times rounds of experts that a thread has registers for beside accumulators of many rows
-)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class EntryLimbs(Activations):
         choices = {
             "group_size": (config.group_size, (BLOCK_K,)),
             "block_k": (config.block_k, (BLOCK_K,)),
-            "tile_m": (config.tile_m, ROWS),
+            "tile_m": (config.tile_m, (ROWS,)),
             "k_warps": (config.k_warps, (2, 3, 4)),
             "expert_rounds": (self.expert_rounds, ROUNDS),
             "lane_assignments": (self.lane_assignments, (0, *LANE_ASSIGNMENTS)),
@@ -80,10 +77,8 @@ class EntryLimbs(Activations):
         if config.num_stages % config.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
             return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
-        if config.tile_m > MMA_N and config.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
-            return f"{config.tile_m} rows of {config.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
-        if self.lane_assignments and (config.tile_m > MMA_N or self.expert_rounds > 1):
-            return f"assignments are found by {MMA_N} rows an entry, not {config.tile_m}, in one round"
+        if self.lane_assignments and self.expert_rounds > 1:
+            return f"assignments are found in one round of experts, not {self.expert_rounds}"
         return None
 
 

@@ -20,33 +20,26 @@ from cute_kernels.gemm.experts.ranges.config import (
     EntryLimbs,
     RangeConfig,
 )
-from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
-from cute_kernels.gemm.schedule import MEMORY_BYTES_PER_US, weight_fields
+from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, usual_entries, usual_rows
+from cute_kernels.gemm.problem import GroupedProblem, weight_fields
+from cute_kernels.gemm.schedule import MEMORY_BYTES_PER_US
 from layouts.weights.hopper import TILE_N
 
-# By the rows of an entry: bytes of weights in a pipeline, at most. What is asked for at once is not to be more than
-# needed.
-STAGES_BYTES: dict[int, int] = dict(zip(ROWS, (104 * 1024, 86 * 1024), strict=True))
+STAGES_BYTES = 104 * 1024  # of weights in a pipeline, at most: what is asked for at once is not to be more than needed
 LEAST_STAGES_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
-EPILOGUE_WARPS: dict[int, int] = dict(zip(ROWS, (2, 3), strict=True))  # of entries of up to so many rows
+EPILOGUE_WARPS = 2
 SPARE_BYTES = 1024  # of shared memory, for alignment
 
 
 class RangeShape(NamedTuple):
-    """How the warpgroups of a CTA share out a block, of entries of so many rows; fields as in `RangeConfig`."""
+    """How the warpgroups of a CTA share out a block; fields as in `RangeConfig`."""
 
-    tile_m: int
     n_tiles: int
     k_warps: int
     chunk_k_blocks: int
 
 
-# What was the fastest somewhere. Of more rows than the first have, the model chooses none: only tables do.
-SHAPES = (
-    *(RangeShape(ROWS[0], *shape) for shape in ((1, 3, 2), (2, 3, 1))),
-    *(RangeShape(ROWS[1], *shape) for shape in ((1, 3, 2), (2, 2, 1))),
-)
-MODELLED_ROWS = ROWS[0]
+SHAPES = (RangeShape(1, 3, 2), RangeShape(2, 3, 1))  # what was the fastest somewhere
 PARTS = (2, 4)  # of K, where it has no room whole
 # An H200's, fitted to measured times (tests/facts/moe.json).
 START_US = 7.2  # of a launch, until the first weights have come, and of the way out
@@ -92,7 +85,7 @@ class RangeLayout:
 
 def has_few_rows(problem: GroupedProblem) -> bool:
     """Whether such a product is what serves a problem: experts usually have one entry of rows, or none."""
-    return usual_rows(problem) <= MODELLED_ROWS and any(layouts(problem))
+    return usual_rows(problem) <= ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
@@ -105,15 +98,14 @@ def make_parts(problem: GroupedProblem) -> RangeLayout | None:
 
     For products whose limbs have no room whole. None if experts usually have more rows, or no number of parts will do.
     """
-    if usual_rows(problem) > MODELLED_ROWS:
+    if usual_rows(problem) > ROWS:
         return None
     found = (list(layouts(problem, parts)) for parts in PARTS)
     return next((_fastest(problem, some) for some in found if some), None)
 
 
 def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayout:
-    few = (layout for layout in found if layout.config.tile_m == MODELLED_ROWS)
-    return min(few, key=lambda layout: estimate_us(problem, layout))
+    return min(found, key=lambda layout: estimate_us(problem, layout))
 
 
 def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
@@ -179,7 +171,7 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     config: RangeConfig = LinearConfig(
         **weight_fields(problem),
         block_k=BLOCK_K,
-        epilogue_warps=EPILOGUE_WARPS[shape.tile_m],
+        epilogue_warps=EPILOGUE_WARPS,
         use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
         activations=EntryLimbs(expert_rounds=rounds),
@@ -188,7 +180,7 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     config = config.with_activations(x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
     stage = config.stage_bytes
     room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
-    stages = min(STAGES_BYTES[shape.tile_m] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
+    stages = min(STAGES_BYTES // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
     if stages * stage < LEAST_STAGES_BYTES:
         return None
     config = replace(config, num_stages=stages)

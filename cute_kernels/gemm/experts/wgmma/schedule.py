@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
-from cute_kernels.gemm.experts.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
+from cute_kernels.gemm.experts.schedule import CAPACITY, MAX_EXPERTS, usual_rows
 from cute_kernels.gemm.experts.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded
 from cute_kernels.gemm.experts.wgmma.entry_config import (
     BLOCK_K,
@@ -26,7 +26,7 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryConfig,
     EntryWgmma,
 )
-from cute_kernels.gemm.schedule import weight_fields
+from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
@@ -41,7 +41,7 @@ SUMS = (
 TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
 # Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
 # it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
-MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1
+MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITY, CAPACITY - 1
 MANY_EXPERTS = 64
 MOST_SMS = 7 / 8
 LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them

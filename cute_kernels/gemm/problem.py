@@ -1,0 +1,73 @@
+"""What decides how products are computed. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.config import LinearConfig
+from layouts.weights.hopper import TILE_N
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """What decides how a product is computed.
+
+    Attributes:
+        m: rows of x, at least 1.
+        n, k: of the weight, without padding.
+        k_pad: K as packed.
+        format, dtype: as in :class:`LinearConfig`.
+        batch_invariant: whether a row's result must not depend on how many others there are.
+    """
+
+    m: int
+    n: int
+    k: int
+    k_pad: int
+    format: WeightFormat
+    dtype: str
+    use_pdl: bool = False
+    num_sms: int = LinearConfig.limits.num_sms
+    batch_invariant: bool = False
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.n // TILE_N)
+
+
+def weight_fields(problem: object) -> dict[str, Any]:
+    """What a configuration has of a problem's weights, dense or of experts."""
+    return {name: getattr(problem, name) for name in ("format", "dtype")}
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """What decides how a grouped product is computed.
+
+    Attributes:
+        places: rows of the result, at least 1.
+        num_experts: 1 to `cute_kernels.gemm.experts.schedule.MAX_EXPERTS`.
+        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `LinearProblem`; n and k of one expert.
+    """
+
+    places: int
+    num_experts: int
+    n: int
+    k: int
+    k_pad: int
+    format: WeightFormat
+    dtype: str
+    use_pdl: bool = True
+    num_sms: int = LinearConfig.limits.num_sms
+    batch_invariant: bool = False
+
+    def dense(self, m: int) -> LinearProblem:
+        """One expert's product with ``m`` rows."""
+        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
+
+    def max_entries(self, capacity: int) -> int:
+        """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""
+        active = min(self.num_experts, self.places)
+        return (self.places + active * (capacity - 1)) // capacity
