@@ -7,7 +7,6 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYT
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU, forgotten
-from cute_kernels.runtime.operator import Operator, route
+from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 
 MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
 
@@ -84,29 +82,43 @@ def reference(
     return out.to(out_a.dtype), lse
 
 
-_functions: dict[tuple[torch.dtype, int, int], Callable[..., Any]] = {}
-forgotten(_functions.clear)
+def _key(out_a, lse_a, out_b, lse_b) -> tuple[Any, ...]:
+    """What decides a plan; the compiled function compares the tensors with each other."""
+    elements = out_a.numel()
+    return out_a.dtype, out_a.dim(), out_a.get_device(), not elements, elements > MAX_VECTORS
 
 
-def launch(
+def _checked(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CUDA implementation."""
+    """The first state, once all that can be said of a call is said."""
     check_states(out_a, lse_a, out_b, lse_b)
     _check_alignment(out_a=out_a, out_b=out_b)
-    key = out_a.dtype, out_a.dim(), out_a.get_device()
-    send = _functions.get(key)
-    if send is None:
-        config = MergeStatesConfig(DTYPES[out_a.dtype], out_a.dim())
-        send = _functions[key] = MERGE.bound(load(AttentionSpec(config), arch_of(key[2])), {})
-    if not out_a.numel():
-        return torch.empty_like(out_a), torch.empty_like(lse_a)
-    if key[2] != GPU.current():
-        with GPU.guard(key[2]):
-            return launch(out_a, lse_a, out_b, lse_b)
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    send(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
-    return out, lse
+    return out_a, lse_a
+
+
+def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
+    """A kernel of a dtype and a number of dimensions, for all shapes; None for a call without elements."""
+    out, _ = state
+    if not out.numel():
+        return None
+    config, device = MergeStatesConfig(DTYPES[out.dtype], out.dim()), out.get_device()
+    send = MERGE.bound(load(AttentionSpec(config), arch_of(device)), {})
+
+    def launch(out_a, lse_a, out_b, lse_b):
+        out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+        send(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
+        return out, lse
+
+    return Plan(device, launch)
+
+
+def _empty_of(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(state[0]), torch.empty_like(state[1])
+
+
+launch = launcher(_key, _checked, _plan_of, _empty_of)
+"""The CUDA implementation."""
 
 
 def _check_alignment(**tensors: torch.Tensor) -> None:

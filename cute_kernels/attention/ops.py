@@ -35,7 +35,7 @@ from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, launcher, on_device_of
+from cute_kernels.runtime.operator import Operator, Plan, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -117,7 +117,7 @@ def _checked(
     return call
 
 
-def _plan_of(call: AttentionCall) -> DecodePlan | few_queries.FewQueriesPlan | None:
+def _plan_of(call: AttentionCall) -> DecodePlan | Plan | None:
     if not (call.k.cache.numel() and call.max_seq_len and call.batch):
         return None
     few = few_queries.plan_of(call) if call.q_len > 1 and call.k.form.is_coded else None

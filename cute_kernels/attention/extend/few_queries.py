@@ -5,10 +5,8 @@ Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.key_r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -18,7 +16,6 @@ from cute_kernels.attention.extend.call import ExtendCall
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.ops import DEFAULTS
 from cute_kernels.attention.extend.plan import (
-    ExtendPlan,
     check_alignment,
     key_rows_for,
     lies_in_pieces,
@@ -30,52 +27,7 @@ from cute_kernels.runtime import arch_of, default_cache
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
-
-
-@dataclass(frozen=True)
-class FewQueriesPlan:
-    """What of such a launch stays the same: extend attention's plan, where requests' queries begin, int32 [batch + 1],
-    and whether they are no one sequence of equal distances, which kernels know alone."""
-
-    plan: ExtendPlan
-    ends: torch.Tensor
-    copies_q: bool
-
-    @property
-    def device_index(self) -> int:
-        return self.plan.device_index
-
-    def launch(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        kv_format: object,
-        softmax_scale: float | None,
-        num_splits: int | None,
-        return_lse: bool,
-        out: torch.Tensor | None,
-        options: Mapping[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `attention.plan.DecodePlan` launches."""
-        shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
-        if out is None:
-            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
-        lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
-        given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
-        self.plan.call(
-            (q.contiguous() if self.copies_q else q).view(shape),
-            k_cache,
-            v_cache,
-            self.ends,
-            seq_lens,
-            out.view(shape),
-            lse,
-            softmax_scale,
-            given,
-        )
-        return out, lse
+from cute_kernels.runtime.operator import Plan
 
 
 def may_load(spec: AttentionSpec, device: torch.device) -> bool:
@@ -83,9 +35,7 @@ def may_load(spec: AttentionSpec, device: torch.device) -> bool:
     return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
 
 
-def plan_of(
-    call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device], bool] = may_load
-) -> FewQueriesPlan | None:
+def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device], bool] = may_load) -> Plan | None:
     """The plan of a call of decode attention that is served so; None for others.
 
     Not with fixed splits, which say in what order its own kernel adds up; nor while a graph is captured, whose memory
@@ -108,7 +58,20 @@ def plan_of(
         check_alignment(checked)
     except ValueError:
         return None
-    return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device), copies_q)
+    plan, ends = make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
+
+    def launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None):
+        """As `attention.plan.DecodePlan` launches."""
+        shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
+        if out is None:
+            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
+        lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
+        given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
+        rows = (q.contiguous() if copies_q else q).view(shape)
+        plan.call(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given)
+        return out, lse
+
+    return Plan(plan.device_index, launch, (config,))
 
 
 def _served(call: AttentionCall, copies_q: bool) -> tuple[ExtendCall, ExtendConfig | None]:

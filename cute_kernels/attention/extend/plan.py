@@ -27,8 +27,7 @@ from cute_kernels.attention.extend.schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.attention.extend.unpacked import UnpackedLaunches
-from cute_kernels.attention.extend.ways import ExtendLaunch, Launches, Way
+from cute_kernels.attention.extend.ways import ExtendLaunch, Keys, UnpackedLaunches, Way
 from cute_kernels.attention.plan import check_columns
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.formats.scores import tensors_in
@@ -91,7 +90,7 @@ class ExtendPlan:
         else:
             older = older[0].zero_(), older[1].fill_(-torch.inf)
         k, v = (rows.unsqueeze(0) for rows in (options["new_k"], options["new_v"]))
-        self.newer.call(q, k, v, cu_seqlens_q, cu_seqlens_q, out, lse, softmax_scale, options, other=older)
+        self.newer.call(Keys(q, k, v, cu_seqlens_q, cu_seqlens_q, out, lse, softmax_scale, options), older)
         return out, lse
 
     def _new_lse(self, q: torch.Tensor) -> torch.Tensor:
@@ -111,17 +110,15 @@ class ExtendPlan:
         *,
         prefix_only: int = 0,
     ) -> None:
-        """Attention over the cache, as :class:`.ways.Launches` has it."""
+        """Attention over the cache, as :class:`.ways.Keys` has it."""
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}
         k_cache = k_cache if self.k_view is None else k_cache.view(self.k_view)
         v_cache = v_cache if self.v_view is None else v_cache.view(self.v_view)
         launches = self.launches_for(q.shape[0], options["max_seq_len"])
-        launches.call(
-            q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only=prefix_only
-        )
+        launches.call(Keys(q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only))
 
-    def launches_for(self, num_queries: int, max_seq_len: int | None) -> Launches:
+    def launches_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunches:
         """Of the way that serves a call; max_seq_len: of its requests, if known."""
         ways = (way for way in self.ways if way.serves is None or way.serves(num_queries, max_seq_len))
         return next(ways).launches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.extend import ops
 from cute_kernels.attention.extend.call import ExtendCall, check_query, check_rows
-from cute_kernels.attention.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.extend.plan import check_alignment, make_plan, problem_of
 from cute_kernels.attention.extend.schedule import choose, choose_newer
-from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.operator import Plan, launcher
 from cute_kernels.runtime.plans import identity
 
 
@@ -46,33 +46,6 @@ def ragged_attention(
     return launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete)
 
 
-@dataclass(frozen=True)
-class RaggedPlan:
-    """What of a launch stays the same from call to call: that of the kernel."""
-
-    plan: ExtendPlan
-
-    @property
-    def device_index(self) -> int:
-        return self.plan.device_index
-
-    def launch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        softmax_scale: float | None,
-        options: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launches on the current stream of the plan's device, which is the current one."""
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        rows = k.unsqueeze(0), v.unsqueeze(0)
-        self.plan.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
-        return out, lse
-
-
 def _key(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> tuple[Any, ...]:
     values = [identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()]
     return (*[identity(tensor) for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k)], *values)
@@ -84,10 +57,18 @@ def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options)
     return call
 
 
-def _plan_of(call: ExtendCall) -> RaggedPlan | None:
+def _plan_of(call: ExtendCall) -> Plan | None:
     if not (call.q.shape[0] and call.base.k.cache.numel() and call.batch):
         return None
-    return RaggedPlan(make_plan(call, replace(choose_newer(choose(problem_of(call))), merges=False)))
+    plan = make_plan(call, replace(choose_newer(choose(problem_of(call))), merges=False))
+
+    def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        rows = k.unsqueeze(0), v.unsqueeze(0)
+        plan.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
+        return out, lse
+
+    return Plan(plan.device_index, launch)
 
 
 def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:

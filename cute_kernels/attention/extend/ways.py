@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import COUNTER_WORDS
-from cute_kernels.attention.extend.schedule import choose_splits, count_tiles
+from cute_kernels.attention.extend.policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.attention.extend.schedule import choose_splits, count_tiles, room_of
 from cute_kernels.attention.plan import address_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -31,39 +33,24 @@ class Unpacked:
     scales: torch.Tensor | None
 
 
-class Launches(Protocol):
-    """What serves a call, on the current stream."""
+class Keys(NamedTuple):
+    """What attention over a cache is called with.
 
-    def call(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        lengths: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float | None,
-        options: dict[str, Any],
-        *,
-        prefix_only: int = 0,
-    ) -> None:
-        """Fills out and, if given, lse.
+    Caches: in the dtypes that the kernels take. lengths: what :mod:`.arguments` has as seq_lens. out, lse: filled, the
+    latter if given. softmax_scale: None for the plan's. options: complete ones; a block table is contiguous.
+    prefix_only: 1 to leave out the queries' own tokens.
+    """
 
-        Caches: in the dtypes that the kernels take. lengths: what :mod:`.arguments` has as seq_lens. softmax_scale:
-        None for the plan's. options: complete ones; a block table is contiguous. prefix_only: 1 to leave out the
-        queries' own tokens.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Way:
-    """Launches, and which calls they serve: ``serves(queries, max_seq_len)``, the latter of the requests if known; None
-    for all."""
-
-    launches: Launches
-    serves: Callable[[int, int | None], bool] | None = None
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    lengths: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    softmax_scale: float | None
+    options: dict[str, Any]
+    prefix_only: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,21 +80,12 @@ class ExtendLaunch:
 
     def call(
         self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        lengths: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float | None,
-        options: dict[str, Any],
-        *,
-        prefix_only: int = 0,
+        keys: Keys,
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         unpacked: Unpacked | None = None,
     ) -> None:
-        """As :class:`Launches` has it. other: (out, lse) of another launch that the result is merged with."""
+        """other: (out, lse) of another launch that the result is merged with."""
+        q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
         if splits > 1:
@@ -158,3 +136,67 @@ class ExtendLaunch:
         most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
         tile = self.config.tile_rows, self.config.tile_heads
         return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms, *tile)
+
+
+@dataclass(frozen=True)
+class UnpackedLaunches:
+    """Of a :class:`.ways.Way`: the cache is unpacked before its rows are attended to.
+
+    Attributes:
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it is.
+        attention: over them.
+    """
+
+    send: Callable[..., Any]
+    config: UnpackConfig
+    attention: ExtendLaunch
+
+    def num_bytes(self, max_seq_len: int | None) -> int:
+        """Of the unpacked keys and values."""
+        rows = self.attention.batch * self.attention.num_kv_heads * self.room(max_seq_len)
+        return 2 * rows * self.config.head_dim * self.config.element_bytes
+
+    def tokens(self, max_seq_len: int | None) -> int:
+        """That a request has at most."""
+        most = self.attention.max_seq_len
+        return most if max_seq_len is None else min(most, max_seq_len)
+
+    def room(self, max_seq_len: int | None) -> int:
+        """That a request has there."""
+        return room_of(self.tokens(max_seq_len), self.config.head_dim)
+
+    def call(self, keys: Keys) -> None:
+        """As that of the attention alone."""
+        config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
+        room = self.room(max_seq_len)
+        shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
+        k_rows, v_rows = (GPU.empty(*blank(shape, DTYPES[config.dtype])) for _ in range(2))
+        scales = None
+        if any(config.tile_scales):
+            words = TILE_SCALE_BYTES // 4
+            scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
+        self.send(
+            k_cache=keys.k_cache,
+            v_cache=keys.v_cache,
+            k_rows=k_rows,
+            v_rows=v_rows,
+            cu_seqlens=keys.cu_seqlens_q,
+            seq_lens=keys.lengths,
+            tile_scales=address_of(scales),
+            block_table=address_of(keys.options["block_table"] if config.page_tokens else None),
+            total_q=keys.q.shape[0],
+            max_seq_len=self.tokens(max_seq_len),
+            prefix_only=keys.prefix_only,
+        )
+        # All of it may be freed before it is read: its memory is reused in the stream's order.
+        rows = keys._replace(k_cache=k_rows, v_cache=v_rows)
+        attention.call(rows, unpacked=Unpacked(self.tokens(max_seq_len), scales))
+
+
+@dataclass(frozen=True)
+class Way:
+    """Launches, and which calls they serve: ``serves(queries, max_seq_len)``, the latter of the requests if known; None
+    for all. ``launches.call`` takes :class:`Keys`, and launches on the current stream."""
+
+    launches: ExtendLaunch | UnpackedLaunches
+    serves: Callable[[int, int | None], bool] | None = None
