@@ -15,8 +15,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.device.types import Index
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
@@ -25,8 +26,6 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 VECTOR_BYTES = 16
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
-SECTOR_ENTRIES = 8  # of a block table, that come from memory together
-PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
 class TileCopier:
@@ -56,10 +55,10 @@ class TileCopier:
         """What the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
-    def open(self, source, ring, pipeline, place, pager) -> Tiles:
+    def open(self, source, ring, pipeline, place, pages) -> Tiles:
         """This CTA's part of the caches and its ring."""
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
-        return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pager)
+        return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pages)
 
     def enter(self, tiles, request) -> Tiles:
         """``tiles`` for copies of one request's tokens."""
@@ -127,7 +126,7 @@ class TileCopier:
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
-        return tiles.pager.locate(request, cutlass.min(token + lane * self.lane_tokens, tiles.max_seq_len - 1))
+        return tiles.pages.ask(request, cutlass.min(token + lane * self.lane_tokens, tiles.max_seq_len - 1))
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
@@ -140,7 +139,7 @@ class TileCopier:
         block = None
         start = token + first
         if const_expr(config.page_tokens > 0):
-            block = tiles.pager.existing(page)
+            block = tiles.pages.existing(page)
             start = place
         if mine:
             for kind in cutlass.range_constexpr(len(self.bulk)):
@@ -161,7 +160,7 @@ class TileCopier:
         pieces = (tokens + (size - 1)) // size
         for piece in cutlass.range(producer, pieces, self.config.filling_warps, unroll=1):
             holder = piece * size // self.lane_tokens
-            block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
+            block = tiles.pages.existing(cute.arch.shuffle_sync(page, holder))
             first = cute.arch.shuffle_sync(place, holder)
             for index in cutlass.range_constexpr(len(self.tensor_maps)):
                 self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
@@ -179,8 +178,8 @@ class TileCopier:
     def _copy_words(self, tiles, request, token, tokens, stage, producer, lane):
         for i in cutlass.range(producer, tokens, self.config.filling_warps, unroll=1):
             if const_expr(self.config.page_tokens > 0):
-                page, first = tiles.pager.locate(request, token + i)
-                self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)
+                page, first = tiles.pages.ask(request, token + i)
+                self._copy_token(tiles, tiles.pages.existing(page), first, i, stage, lane)
             else:
                 self._copy_token(tiles, None, token + i, i, stage, lane)
 
@@ -234,46 +233,7 @@ class Tiles:
     pipeline: Pipeline
     opened: tuple[RowSource | RowMapSource | TensorMapSource, ...]  # of K and of V
     max_seq_len: Int32
-    pager: Pager
-
-
-@dataclass(frozen=True)
-class Pager:
-    """Finds pages; run-time values.
-
-    table: address of int32 [batch, max_pages]. stride: entries from a request's to the next one's. reciprocal: 2**32
-    over a page's units of 16 tokens, rounded up, so that a product and a shift divide any unit of a request by them.
-    """
-
-    table: Int64
-    stride: Int32
-    page_size: Int32
-    reciprocal: Int64
-    num_pages: Int32
-
-    @staticmethod
-    def of(table, stride, page_size, num_pages) -> Pager:
-        units = cutlass.max(page_size // PAGE_UNIT, 1)
-        return Pager(table, stride, page_size, ((Int64(1) << 32) + units - 1) // units, num_pages)
-
-    def locate(self, request, token):
-        """(the table's entry, place in the page) of a request's token."""
-        index = ((Int64(token // PAGE_UNIT) * self.reciprocal) >> 32).to(Int32)
-        entry = self.table + (Int64(request) * self.stride + index) * 4
-        return ptx.load_global_words(entry, 0, 1)[0].to(Int32), token - index * self.page_size
-
-    def prefetch(self, request, sector, max_seq_len):
-        """Brings the entries of a sector of a request's row into L2, if it has so many."""
-        first = sector * SECTOR_ENTRIES
-        entry = self.table + (Int64(request) * self.stride + first) * 4
-        numbers.prefetch_line_if(Int32(first * self.page_size < max_seq_len), entry)
-
-    def existing(self, page):
-        """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
-
-        Apart from :meth:`locate`, so that nobody waits for an entry before it is needed.
-        """
-        return cutlass.max(cutlass.min(page, self.num_pages - 1), 0)
+    pages: Pages
 
 
 class _Operand:

@@ -42,7 +42,7 @@ class RingFiller:
         """Brings a request's row of the block table into L2, each of its CTAs a part, while its length is on the way:
         which pages a window begins with is known behind that, and then a page is a hit away."""
         if const_expr(self.config.page_tokens > 0):
-            tiles.pager.prefetch(row, part + lane * parts, tiles.max_seq_len)
+            tiles.pages.prefetch(row, part + lane * parts, tiles.max_seq_len)
 
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):

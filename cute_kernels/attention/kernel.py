@@ -21,7 +21,7 @@ from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
 from cute_kernels.attention.config import PRODUCER_REGISTERS, DecodeConfig
-from cute_kernels.attention.copies import Pager, TileCopier
+from cute_kernels.attention.copies import TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import Logits
 from cute_kernels.attention.mainloop import WarpMainloop
@@ -43,6 +43,8 @@ from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
 from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.scores import tensors_in
 
@@ -96,7 +98,7 @@ class DecodeKernel:
             max_seq_len=max_seq_len,
             block_tokens=block_tokens,
         )
-        pager = Pager.of(block_table, table_stride, block_tokens, given.k_cache.shape[0])
+        pages = Pages(block_table, table_stride, given.k_cache.shape[0], Divisor.of(block_tokens))
         shifts = (given.q_shift, given.softmax_scale) if config.features.shift else None
         out_factor = features.out_factor if config.features.v_factor else None
         out = given.out.iterator.toint()
@@ -108,7 +110,7 @@ class DecodeKernel:
             results,
             GivenScales(given.k_scale, given.v_scale, given.k_scale_stride, given.v_scale_stride),
             features,
-            pager,
+            pages,
             shape,
             given.softmax_scale,
             uneven,
@@ -144,7 +146,7 @@ class DecodeKernel:
         results,
         given,
         features,
-        pager,
+        pages,
         shape,
         softmax_scale: Float32,
         uneven,
@@ -171,7 +173,7 @@ class DecodeKernel:
         query_part = head_block - head_part * shape.query_groups
         place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
         roles = self.roles(warp, place.first_row)
-        tiles = self.copier.open(source, ring, pipeline, place, pager)
+        tiles = self.copier.open(source, ring, pipeline, place, pages)
         seen = self.terms.reach(features, shape.q_len)
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
         own = (new, rotated) if const_expr(self.appends) else None

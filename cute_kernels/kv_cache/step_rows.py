@@ -153,7 +153,7 @@ class NewRows:
         fresh = self.coming(max(self.k_elements.piece.num_words, self.v_elements.piece.num_words))
         block, row = Int32(work.request), newest
         if const_expr(self.attention.page_tokens > 0):
-            block, row = cta.tiles.pager.locate(work.request, newest)
+            block, row = cta.tiles.pages.ask(work.request, newest)
         if owner:
             self.fetch_newest(fresh, cta, work, team, lane)
         cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.pages import Pages
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend import powers
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.decode import RowRuns, TileWriter
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Source
 from cute_kernels.attention.extend.policies import SLAB_COLUMNS
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
 from cute_kernels.attention.extend.softmax import Softmax, TileScale

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import PipelineState
 
 pytest.importorskip("cutlass")
@@ -19,7 +20,7 @@ from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
 from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.attention.extend.key_rows.queries import QueryWriter
 from cute_kernels.attention.extend.key_rows.results import sum_index
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Source
 from cute_kernels.attention.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.attention.features import Features

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device.pages import Pages
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend import decode, unpack
 from cute_kernels.attention.extend.call import make_call as check_call
 from cute_kernels.attention.extend.fp8 import KEYS_IN_ORDER
-from cute_kernels.attention.extend.memory import Pages, Rows, Source
+from cute_kernels.attention.extend.memory import Rows, Source
 from cute_kernels.attention.extend.plan import problem_of
 from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES, UNPACK_WARPS, UnpackConfig
 from cute_kernels.attention.extend.schedule import choose, choose_fp8, choose_unpacked, room_of

@@ -73,7 +73,8 @@ def config_of(call: AppendCall, shape: Shape) -> StepConfig:
 def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
     """Every CTA's rows; writes the caches, returns the queries as they lie in shared memory, [batch, heads, d]."""
     from cute_kernels.attention import place
-    from cute_kernels.attention.copies import Pager
+    from cute_kernels.device.division import Divisor
+    from cute_kernels.device.pages import Pages
     from cute_kernels.kv_cache import operands, step_rows
 
     attention = config.attention
@@ -116,8 +117,7 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
         numbers = (call.batch, 1, call.num_q_heads, call.num_kv_heads, group, -(-(1 << 20) // group), 1, 1 << 20)
         head_blocks = call.num_kv_heads // attention.num_heads
         sizes = place.DecodeSizes(*map(Int32, (*numbers, head_blocks, max_seq_len, call.page_size)))
-        units = Int64(-(-(1 << 32) // (call.page_size // 16)))
-        pager = Pager(at["block_table"], Int32(stride), Int32(call.page_size), units, Int32(call.num_pages))
+        pages = Pages(at["block_table"], Int32(stride), Int32(call.num_pages), Divisor.of(Int32(call.page_size)))
         given = SimpleNamespace(k_scale=at["k_scale"], v_scale=at["v_scale"])
         q = place.QueryRows(at["q"], Int64(call.q.stride(0) * 2), Int64(0))
         for request, told in enumerate(call.seq_lens.tolist()):
@@ -135,7 +135,7 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
                         )
                         cta = SimpleNamespace(
                             lane=Int32(LANES), warp=warp, new=(new, Int32(0)), given=given, roles=roles,
-                            tiles=SimpleNamespace(pager=pager),
+                            tiles=SimpleNamespace(pages=pages),
                         )  # fmt: skip
                         check_addresses(config, rows.make(cta, work, q), roles, group)
                     for own in range(attention.num_heads):

@@ -110,7 +110,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: as :meth:`.memory.Pages.ask`
+    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: as :meth:`.pages.Pages.ask`
     says it of the run's first row."""
 
     entries: RegisterTensor[Int32]
@@ -137,12 +137,18 @@ class RowRuns:
             token = first + run * self.rows
             # The table may end, or its entries may be anything, where no token is.
             token = cutlass.select_(token > last, Int32(0), token)
-            places.entries[run], places.places[run] = source.pages.ask(self.paged, work.request, token)
+            if const_expr(self.paged):
+                places.entries[run], places.places[run] = source.pages.ask(work.request, token)
+            else:
+                places.entries[run], places.places[run] = work.request, token
+
+    def block(self, source, places: Places, run: int):
+        """Of a run's rows, which is waited for."""
+        return source.pages.existing(places.entries[run]) if self.paged else places.entries[run]
 
     def bases(self, source, rows, places: Places, head) -> list[Int64]:
         """Addresses of the runs' first rows, of K or of V."""
-        blocks = [source.pages.block(self.paged, places.entries[run]) for run in range(self.count)]
-        return [rows.address(block, places.places[run], head) for run, block in enumerate(blocks)]
+        return [rows.address(self.block(source, places, run), places.places[run], head) for run in range(self.count)]
 
 
 class CodedRows:

@@ -21,13 +21,14 @@ from cute_kernels.attention.extend.decode import RowProducer
 from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
 from cute_kernels.attention.extend.key_rows.memory import KeyRowsMemory
 from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
-from cute_kernels.attention.extend.memory import ExtendMemory, Pages, Rows, Source
+from cute_kernels.attention.extend.memory import ExtendMemory, Rows, Source
 from cute_kernels.attention.extend.multiply import Consumer, Features, Operands
 from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
 from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
 from cute_kernels.attention.extend.work import END, ExtendSizes, Lengths, Work
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import extents
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu.cpasync import TmaInfo
 
 from cute_kernels.attention.extend.config import ExtendConfig
@@ -22,7 +22,7 @@ from cute_kernels.attention.extend.policies import (
 )
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.division import Divisor
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import Pipeline, fence_init
 
 KEYS, VALUES = 0, 1
@@ -145,39 +145,6 @@ class Rows:
             + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)
             + Int64(place) * Int64(self.token_bytes)
         )
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Which block a token of a request lies in; run-time values. table: int32 [batch, max_pages], or 0."""
-
-    table: Int64
-    max_pages: Int32
-    num_blocks: Int32
-    page_size: Divisor
-
-    @cute.jit
-    def ask(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
-        """(what says which block, see :meth:`block`; place in it) of a token that the table has an entry for."""
-        entry, place = request, token
-        if const_expr(paged):
-            index, place = self.page_size.divide_int(token)
-            address = self.table + (Int64(request) * self.max_pages + index) * 4
-            entry = Int32(ptx.load_global_words(address, 0, 1)[0])
-        return entry, place
-
-    @cute.jit
-    def block(self, paged: cutlass.Constexpr, entry: Int32):
-        """The block that an entry says, which is waited for; a wrong entry says some page."""
-        block = entry
-        if const_expr(paged):
-            block = cutlass.max(cutlass.min(entry, self.num_blocks - 1), 0)
-        return block
-
-    def locate(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
-        """(block, place in it) of a token that the table has an entry for."""
-        entry, place = self.ask(paged, request, token)
-        return self.block(paged, entry), place
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ class TmaTileProducer:
         token = cutlass.select_(token < work.kv_stop, token, Int32(0))
         if const_expr(self.config.ragged):
             return Int32(0), work.kv_start + token
-        return source.pages.locate(self.config.page_tokens > 0, work.request, token)
+        if const_expr(self.config.page_tokens == 0):
+            return work.request, token
+        entry, place = source.pages.ask(work.request, token)
+        return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
         """Number of a request's head's first tile among those of unpacked keys."""

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.extend import fp8
 from cute_kernels.attention.extend.decode import CodedRows
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.attention.extend.memory import KEYS, VALUES, Rows, Source
 from cute_kernels.attention.extend.policies import (
     TILE_SCALE_BYTES,
     UNPACK_CTAS_PER_SM,
@@ -40,6 +40,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.loads import store_below
+from cute_kernels.device.pages import Pages
 from cute_kernels.device.types import extents
 from cute_kernels.formats.scores.terms import WindowTerm
 

@@ -184,7 +184,7 @@ class TileRows:
         with cute.arch.elect_one():
             cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
         for run in range(self.runs.count):
-            block = source.pages.block(self.runs.paged, places.entries[run])
+            block = self.runs.block(source, places, run)
             target, origin = cpasync.tma_partition(
                 atom,
                 0,

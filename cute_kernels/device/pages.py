@@ -1,0 +1,51 @@
+"""Paged caches: which page a token of a request lies in, as a block table says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.division import Divisor
+
+SECTOR_ENTRIES = 8  # of a block table, that come from memory together
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A block table; run-time values.
+
+    Attributes:
+        table: address of its int32 entries, 0 for a cache that is not paged. stride: entries from a request's first to
+            the next one's.
+        num_pages: of the cache.
+        page_size: tokens.
+    """
+
+    table: Int64
+    stride: Int32
+    num_pages: Int32
+    page_size: Divisor
+
+    def ask(self, request, token):
+        """(the table's entry, place in its page) of a token that the table has an entry for."""
+        index, place = self.page_size.divide_int(token)
+        return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
+
+    def existing(self, entry):
+        """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
+
+        Apart from :meth:`ask`, so that nobody waits for an entry before it is needed.
+        """
+        return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
+
+    def prefetch(self, request, sector, max_seq_len):
+        """Brings the entries of a sector of a request's row into L2, if it has so many."""
+        first = sector * SECTOR_ENTRIES
+        is_there = Int32(first * self.page_size.value < max_seq_len)
+        numbers.prefetch_line_if(is_there, self._address(request, first))
+
+    def _address(self, request, index):
+        return self.table + (Int64(request) * self.stride + index) * 4
