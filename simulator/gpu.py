@@ -159,6 +159,9 @@ class Gpu:
     def active_lanes(self) -> Lanes:
         return Uint32(2**32 - 1)
 
+    def multiply_high_u32(self, a: ArrayLike, b: ArrayLike) -> Lanes:
+        return Uint32(np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32))
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _places(self, address: ArrayLike, offset: int, num_bytes: int) -> np.ndarray:
