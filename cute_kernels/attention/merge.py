@@ -22,7 +22,8 @@ from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, 
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device import ptx
-from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.loads import load_float, load_floats
@@ -237,27 +238,17 @@ class Merger:
     def gather_batch(self, work, share, source, stats, begin, sums):
         """Waits for up to COMBINE_BATCH partial results of other splits, and adds them."""
         words = cute.make_rmem_tensor(6 * COMBINE_BATCH, Uint32)
-        missing = Int32(1)
-        while missing != 0:
-            missing = Int32(0)
-            for i in cutlass.range_constexpr(COMBINE_BATCH):
-                split, absent = self.batch_split(share, begin, i)
-                if not absent:
-                    place = source + self.partial_offset(work, split)
-                    vector = ptx.load_relaxed(place, 4)
-                    pair = ptx.load_relaxed(place + stats, 2)
-                    for w in cutlass.range_constexpr(6):
-                        words[6 * i + w] = pair[w] if w < 2 else vector[w - 2]
-                else:
-                    for w in cutlass.range_constexpr(6):
-                        words[6 * i + w] = Uint32(0)
-            for w in cutlass.range_constexpr(6 * COMBINE_BATCH):
-                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
+        sources = []
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            split, wanted = self.batch_split(share, begin, i)
+            place = source + self.partial_offset(work, split)
+            sources += [Published(place + stats, words=2, wanted=wanted), Published(place, wanted=wanted)]
+        Poll(sources).load(words)
         pairs, vectors = [], []
         for i in cutlass.range_constexpr(COMBINE_BATCH):
-            absent = self.batch_split(share, begin, i)[1]
+            wanted = self.batch_split(share, begin, i)[1]
             values = [words[6 * i + w].bitcast(Float32) for w in range(6)]
-            pairs.append([cutlass.select_(absent, Float32(LOWEST), values[0]), values[1]])
+            pairs.append([cutlass.select_(wanted, values[0], Float32(LOWEST)), values[1]])
             vectors.append(values[2:])
         self.add(sums, pairs, vectors)
 
@@ -271,13 +262,13 @@ class Merger:
             for split in cutlass.range(group, share.num_splits, Int32(1) << share.groups_log2, unroll=1):
                 if split != share.split:
                     place = source + self.partial_offset(work, split)
-                    ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4)
-                    ptx.store_global(place + self.stats_of(d), [Uint32(EMPTY_WORD)] * 2)
+                    reset(place)
+                    reset(place + self.stats_of(d), 2)
 
     def batch_split(self, share, begin, i: int):
-        """(split, whether there is nothing to read) of the i-th place of a batch."""
+        """(split, whether it has a result to be read) of the i-th place of a batch."""
         split = begin + (Int32(i) << share.groups_log2)
-        return split, (split >= share.num_splits) | (split == share.split)
+        return split, (split < share.num_splits) & (split != share.split)
 
     def partial_address(self, work, results, query_row, part):
         """Address of a part's partial result for one query."""
@@ -353,8 +344,8 @@ class Merger:
         query_row, _, valid = work.query_row(self.config, row)
         if valid:
             place = self.partial_address(work, results, query_row, work.part) + d * 4
-            ptx.store_global(place, value)
-            ptx.store_global(place + self.stats_of(d), [maximum, total])
+            publish(place, value)
+            publish(place + self.stats_of(d), [maximum, total])
 
 
 def _row_of(column: int) -> int:
