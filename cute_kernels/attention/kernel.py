@@ -8,6 +8,25 @@ is known to its two :mod:`.readers` alone, what a score becomes before the softm
 not wait for each other in the loop but for the tile in which the request ends. At the end they merge in shared memory,
 and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the output is bitwise reproducible.
 
+    warps                             what they do
+    0 to num_warps - 1                consumers: a KV head, blocks of queries and a slice of every tile each
+    then filling_warps                producers: the first initialises barriers; copies of a tile are shared out
+    then up to cta_threads            nothing; they lend their registers to the consumers
+
+    barrier                  of              arrivals                             who waits
+    pipeline, full           each stage      1 with the bytes that come, if any   consumers
+                                             are counted; of copies by words one
+                                             of every producer thread
+    pipeline, empty          each stage      num_warps, each consumer's lane 0    producers
+    READY (1)                the CTA         producers say that barriers are      consumers
+                                             initialised
+    CONSUMERS (2)            consumers       all of them: the merge               all of them
+    PRODUCERS (3)            producers       all of them, if more than one        all of them
+    ROWS_WRITTEN (10)        the CTA         consumers: new rows lie in the       producers
+                                             cache (a step in one launch)
+
+A stage has a tile of K and one of V: num_stages of them, one full barrier for both.
+
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 

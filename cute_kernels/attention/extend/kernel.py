@@ -4,6 +4,25 @@ Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV
 (:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.tma_tiles`)
 or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
 (:mod:`.multiply`).
+
+    warps                    what they do
+    0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: other blocks of keys)
+    8, then filling_warps    producers: the first draws work tiles as well; all fill tiles
+    others                   nothing; they have given their registers away
+
+    barrier                  of                 arrivals                                 who waits
+    K's and V's, full        num_stages each    tile_fillers: a warp that decodes, or    consumers
+                                                1 with a TMA tile's bytes
+    K's and V's, empty       num_stages each    8, each consumer's lane 0                producers
+    full, of key rows        num_stages, of     two of every producer thread, for its    consumers
+                             K and V together   raw rows of K and of V
+    work, full               WORK_SLOTS         1, the first producer's lane 0           consumers, producers
+    work, empty              WORK_SLOTS         8 and filling_warps                      the first producer
+    FIRST_WARPGROUP (1, 2)   a warpgroup        its warps: shared memory of their own    its warps
+    FIRST_TURN (3, 4)        consumers          the other warpgroup has issued its       a warpgroup
+                                                products (ping_pong)
+    CONSUMERS (5)            consumers          key rows: a head's queries are there     all of them
+
 Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
 
 docs/design/extend_attention.md has the balance of clocks, bytes and registers behind it.

@@ -5,7 +5,8 @@ row once for all queries, at the speed of memory, and attention then loads tiles
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
-A CTA takes a tile of one KV head, of K or of V; a warp asks for all of its rows of it at once, and decodes them when
+A CTA takes a tile of one KV head, of K or of V; all of its UNPACK_WARPS warps do the same, and wait for each other at
+barrier 0 alone, where tiles have a scale. A warp asks for all of its rows of it at once, and decodes them when
 they are there (:mod:`.decode` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
 decoding producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is
 rounded once, to fp16. So that any scale does, a tile has a power of 2 that its numbers are to be multiplied with
