@@ -59,10 +59,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reached:
-    """What a kernel's compilation can reach."""
+    """What a kernel's compilation can reach. texts: names of definitions, with the digests of their own texts."""
 
     digest: str
     places: frozenset[Place]
+    texts: frozenset[tuple[str, str]]
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -140,7 +141,7 @@ def _reached(roots: tuple[Root, ...]) -> Reached:
     for root in roots:
         walk.note("root", root.member, walk.linked(_of_root(root, walk.packages)))
     walk.go_on()
-    return Reached(walk.digest.hexdigest(), frozenset(walk.places))
+    return Reached(walk.digest.hexdigest(), frozenset(walk.places), frozenset(walk.texts))
 
 
 class _Walk:
@@ -150,6 +151,7 @@ class _Walk:
         self.packages = packages
         self.digest = hashlib.sha256()
         self.places: set[Place] = set()
+        self.texts: set[tuple[str, str]] = set()
         self._numbers: dict[tuple[int, bool], int] = {}
         self._todo: list[_Node] = []
         self._mentioned: set[str] = set()
@@ -177,6 +179,7 @@ class _Walk:
         for number, node in enumerate(self._todo):  # grows as links are followed
             found = node.definition
             self.note(found.digest)
+            self.texts.add((found.binds[0], found.digest))
             for uses, strong in ((found.uses, node.strong), (found.weak, False)):
                 for name in uses:
                     links = self.linked(_targets(node.module, name, strong, self.packages))

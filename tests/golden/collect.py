@@ -24,7 +24,7 @@ from typing import Any
 import cute_kernels
 from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.runtime.cache import Progress
-from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.sources import reached
 from cute_kernels.runtime.store import key_of
 
 MEMOS = "compared"  # a folder of the kernel cache: what is known of each program's kernels
@@ -120,8 +120,9 @@ def without_names(ir: str) -> str:
 
 
 def digests(wanted: Wanted) -> list[str]:
-    """The digest of each kernel's sources."""
-    return [source_state(spec).digest for spec, _ in wanted]
+    """The digest of each kernel's sources, and those of the definitions that they are: "DIGEST NAME:DIGEST ..."."""
+    found = [reached(spec) for spec, _ in wanted]
+    return [" ".join([each.digest, *sorted(f"{name}:{digest[:16]}" for name, digest in each.texts)]) for each in found]
 
 
 def show(progress: Progress) -> None:

@@ -13,7 +13,8 @@ count (see `fingerprint`). The map is a JSON object:
     "added":    {REGEX: REASON, ...}          new symbols
     "changed":  {REGEX: REASON, ...}          new symbols whose code differs, on purpose
 
-`--affected` compiles nothing: it says which kernels' sources differ, so what an edit will have compiled anew.
+`--affected` compiles nothing: it says which kernels' sources differ, which is what an edit compiles anew, and because
+of which definitions.
 
 Exit status: 0 if every difference has its reason, 1 otherwise.
 """
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trees = {options.revision: tree, "this tree": ROOT}
         if options.affected:
             old, new = (collect(each, "sources", options.family, options.only) for each in trees.values())
-            show_affected(differing_sources(old, new), len(new))
+            show_affected(old, new)
             return 0
         old, new = (_announced(name, trees[name], "ir", options.family, options.only) for name in trees)
         pairs = pair(old, new, names, outcome)
@@ -236,10 +237,16 @@ def differing_sources(old: dict[Key, str], new: dict[Key, str]) -> list[Key]:
     return sorted(key for key, digest in new.items() if old.get(key) != digest)
 
 
-def show_affected(affected: Sequence[Key], total: int) -> None:
-    for symbol, arch in affected:
-        print(f"  {symbol} for {arch}")
-    print(f"{len(affected)} of {total} kernels have other sources")
+def show_affected(old: dict[Key, str], new: dict[Key, str]) -> None:
+    affected = differing_sources(old, new)
+    causes: collections.Counter[str] = collections.Counter()
+    for key in affected:
+        print("  {} for {}".format(*key))
+        before, after = (set(side.get(key, "").split(" ")[1:]) for side in (old, new))
+        causes.update({text.partition(":")[0] for text in before ^ after} if before else ["(a new kernel)"])
+    for name, count in causes.most_common():
+        print(f"  {count} by {name}")
+    print(f"{len(affected)} of {len(new)} kernels have other sources")
 
 
 def _announced(name: str, tree: Path, *arguments: Any) -> dict[Key, str]:

@@ -89,12 +89,13 @@ def test_a_map_with_an_unknown_key_is_refused(tmp_path: Path):
 
 
 def test_kernels_that_are_new_or_have_other_sources_are_affected(capsys: pytest.CaptureFixture[str]):
-    old = {("a", ARCH): "1", ("b", ARCH): "2", ("gone", ARCH): "3"}
-    new = {("a", ARCH): "1", ("b", ARCH): "4", ("new", ARCH): "5"}
-    affected = compare.differing_sources(old, new)
-    assert affected == [("b", ARCH), ("new", ARCH)]
-    compare.show_affected(affected, len(new))
-    assert capsys.readouterr().out.splitlines()[-1] == "2 of 3 kernels have other sources"
+    old = {("a", ARCH): "1 f:1", ("b", ARCH): "2 f:1 g:1 h:1", ("gone", ARCH): "3"}
+    new = {("a", ARCH): "1 f:1", ("b", ARCH): "4 f:1 g:2", ("new", ARCH): "5 f:1"}
+    assert compare.differing_sources(old, new) == [("b", ARCH), ("new", ARCH)]
+    compare.show_affected(old, new)
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said[2:5]) == ["  1 by (a new kernel)", "  1 by g", "  1 by h"]
+    assert said[5] == "2 of 3 kernels have other sources"
 
 
 @pytest.mark.skipif(not (compare.ROOT / ".git").exists(), reason="needs the repository")
