@@ -24,7 +24,6 @@ from typing import Any
 import cute_kernels
 from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.runtime.cache import Progress
-from cute_kernels.runtime.sources import reached
 from cute_kernels.runtime.store import key_of
 
 MEMOS = "compared"  # a folder of the kernel cache: what is known of each program's kernels
@@ -121,8 +120,15 @@ def without_names(ir: str) -> str:
 
 def digests(wanted: Wanted) -> list[str]:
     """The digest of each kernel's sources, and those of the definitions that they are: "DIGEST NAME:DIGEST ..."."""
+    try:
+        from cute_kernels.runtime.sources import reached
+    except ImportError:
+        raise SystemExit("this tree's kernels have no digests by definition, want a later revision") from None
     found = [reached(spec) for spec, _ in wanted]
-    return [" ".join([each.digest, *sorted(f"{name}:{digest[:16]}" for name, digest in each.texts)]) for each in found]
+    return [
+        " ".join([each.digest, *sorted(f"{name}:{digest[:16]}" for name, digest in getattr(each, "texts", ()))])
+        for each in found
+    ]
 
 
 def show(progress: Progress) -> None:
