@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def differing_sources(old: dict[Key, str], new: dict[Key, str]) -> list[Key]:
     """The kernels of the new tree that the old one has not, or has from other sources."""
-    return sorted(key for key, digest in new.items() if old.get(key) != digest)
+    return sorted(key for key, value in new.items() if old.get(key, "").split(" ")[0] != value.split(" ")[0])
 
 
 def show_affected(old: dict[Key, str], new: dict[Key, str]) -> None:
@@ -243,7 +243,7 @@ def show_affected(old: dict[Key, str], new: dict[Key, str]) -> None:
     for key in affected:
         print("  {} for {}".format(*key))
         before, after = (set(side.get(key, "").split(" ")[1:]) for side in (old, new))
-        causes.update({text.partition(":")[0] for text in before ^ after} if before else ["(a new kernel)"])
+        causes.update({text.partition(":")[0] for text in before ^ after} if key in old else ["(a new kernel)"])
     for name, count in causes.most_common():
         print(f"  {count} by {name}")
     print(f"{len(affected)} of {len(new)} kernels have other sources")
