@@ -7,6 +7,10 @@ The methods of a class are definitions of their own, but for those that Python c
 counts where its name is mentioned, as an attribute or a string. So what the host alone asks of a policy decides no
 kernel.
 
+A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry,
+which counts where a value of the class does. A class that is the type of a value that exists is held: defaults of its
+fields are used by nobody.
+
 A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
 patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code does not run
 because of them.
@@ -42,6 +46,9 @@ class Definition:
         spans: the first and the last line of each of its parts.
         is_class: whether weak links end here.
         members: of a class, its methods by name.
+        bases: of a held class, the names of its bases, which are held as well.
+        held: of a class, it as the type of a value that exists.
+        entries: of a table by class, the values by the names of the classes.
     """
 
     binds: tuple[str, ...]
@@ -52,6 +59,9 @@ class Definition:
     spans: tuple[tuple[int, int], ...]
     is_class: bool = False
     members: tuple[tuple[str, Definition], ...] = ()
+    bases: tuple[str, ...] = ()
+    held: Definition | None = None
+    entries: tuple[tuple[str, Definition], ...] = ()
 
 
 class Import(NamedTuple):
@@ -106,8 +116,10 @@ def read(name: str, file: Path) -> Module:
             continue
         binds = tuple(dict.fromkeys(_bound_by(node)))
         if binds:
-            whole = isinstance(node, ast.ClassDef) and _is_called_by(foreign, node)
-            found = _definition(node, binds) if whole or not isinstance(node, ast.ClassDef) else _class(node)
+            if isinstance(node, ast.ClassDef) and not _is_called_by(foreign, node):
+                found = _class(node)
+            else:
+                found = _table(node, binds) or _definition(node, binds)
             definitions |= {bound: (*definitions.get(bound, ()), found) for bound in binds}
     return Module(name, file, definitions, imports)
 
@@ -129,15 +141,33 @@ def _class(node: ast.ClassDef) -> Definition:
     rest = [item for item in node.body if item not in methods]
     head = ast.ClassDef(node.name, node.bases, node.keywords, rest, node.decorator_list)
     ast.copy_location(head, node)
-    members = [(item.name, _definition(item, (item.name,))) for item in methods]
-    found = _definition(head, (node.name,))
-    inner = sorted(span for _, member in members for span in member.spans)
+    members = tuple((item.name, _definition(item, (item.name,))) for item in methods)
+    found, held = _definition(head, (node.name,)), _definition(head, (node.name,), _HeldUses())
     (start, end), spans = found.spans[0], []
-    for first, last in inner:
+    for first, last in sorted(span for _, member in members for span in member.spans):
         spans.append((start, first - 1))
         start = last + 1
-    spans.append((start, end))
-    return replace(found, spans=tuple(span for span in spans if span[0] <= span[1]), members=tuple(members))
+    spans = [span for span in (*spans, (start, end)) if span[0] <= span[1]]
+    bases = _Uses()
+    for base in node.bases:
+        bases.visit(base.value if isinstance(base, ast.Subscript) else base)
+    held = replace(held, spans=tuple(spans), members=members, bases=tuple(sorted(bases.strong)))
+    return replace(found, spans=tuple(spans), members=members, held=held)
+
+
+def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
+    """A table by class without its entries, which are definitions of their own; None for other statements."""
+    table = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    if not isinstance(table, ast.Dict) or not table.keys:
+        return None
+    names = [ast.unparse(key) for key in table.keys if isinstance(key, ast.Name | ast.Attribute)]
+    if len(names) < len(table.keys) or not all(part.isidentifier() for name in names for part in name.split(".")):
+        return None
+    entries = tuple((name, _definition(value, (name,))) for name, value in zip(names, table.values, strict=True))
+    keys, values, table.keys, table.values = table.keys, table.values, [], []
+    found = _definition(node, binds)
+    table.keys, table.values = keys, values
+    return replace(found, entries=entries)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,8 +215,8 @@ def _imports(tree: ast.Module, package: str, file: Path) -> Iterator[tuple[str, 
                 yield alias.asname or alias.name, Import(module, alias.name)
 
 
-def _definition(node: ast.stmt, binds: tuple[str, ...]) -> Definition:
-    uses = _Uses()
+def _definition(node: ast.stmt | ast.expr, binds: tuple[str, ...], uses: _Uses | None = None) -> Definition:
+    uses = uses or _Uses()
     uses.visit(node)
     digest = hashlib.sha256(repr(text_of(node)).encode()).hexdigest()
     start = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", ()))])
@@ -231,7 +261,7 @@ class _Uses(ast.NodeVisitor):
         self.weak: set[str] = set()
         self.mentions: set[str] = set()
         self._is_weak = False
-        self._plain_class = False  # whether a class's annotations are types alone
+        self._plain_class = True  # whether annotations of a class's body are types alone
 
     def _weakly(self, nodes: Iterable[ast.AST | None]) -> None:
         before, self._is_weak = self._is_weak, True
@@ -312,6 +342,18 @@ class _Uses(ast.NodeVisitor):
         """Other decorators than `dataclass` may make code of annotations."""
         self._visit_all([node.target, node.value])
         (self._weakly if self._plain_class else self._visit_all)([node.annotation])
+
+
+class _HeldUses(_Uses):
+    """Of a class whose values exist: neither bases, which are told apart, nor defaults of fields count here."""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._visit_all([*node.decorator_list, *node.keywords])
+        self._weakly(base.slice for base in node.bases if isinstance(base, ast.Subscript))
+        fields = any(map(_is_dataclass, node.decorator_list))
+        for item in node.body:
+            is_field = fields and isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
+            self._weakly([item]) if is_field else self.visit(item)
 
 
 def _is_type_of(node: ast.Call) -> bool:

@@ -41,12 +41,13 @@ class SourceState:
 class Root(NamedTuple):
     """Where the search begins: a definition of a module, a member of a class there, or (no name) all of a module.
 
-    Without a module ``name`` is text that counts.
+    Without a module ``name`` is text that counts. held: whether it is the type of a value that exists.
     """
 
     module: str
     name: str = ""
     member: str = ""
+    held: bool = False
 
 
 class Place(NamedTuple):
@@ -94,7 +95,11 @@ def _roots(spec: KernelSpec) -> Iterator[Root]:
     packages = frozenset((*PACKAGES, *(kind.__module__.partition(".")[0] for kind in owners)))
     yield from _roots_of(spec.config, packages)
     for policy in spec.policies():
-        yield from [Root(*policy.partition(":")[::2])] if isinstance(policy, str) else _roots_of(policy, packages, "")
+        if isinstance(policy, str):
+            module, _, name = policy.partition(":")
+            yield Root(module, name)
+        else:
+            yield from _roots_of(policy, packages, "")
 
 
 def _file_of(kind: type) -> Path:
@@ -120,7 +125,7 @@ def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> 
     elif callable(value) and hasattr(value, "__qualname__") and not _is_others(value):
         yield Root(value.__module__, value.__qualname__.partition(".")[0])
     elif any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__):
-        yield Root(type(value).__module__, type(value).__qualname__.partition(".")[0])
+        yield Root(type(value).__module__, type(value).__qualname__.partition(".")[0], held=True)
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             yield from _roots_of(getattr(value, field.name), packages, None if name is None else field.name)
     elif name is not None:
@@ -139,7 +144,8 @@ class _Node(NamedTuple):
 def _reached(roots: tuple[Root, ...]) -> Reached:
     walk = _Walk({*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module)})
     for root in roots:
-        walk.note("root", root.member, walk.linked(_of_root(root, walk.packages)))
+        found = _of_root(root, walk.packages)
+        walk.note("root", root.member, walk.linked(_held(found) if root.held else found))
     walk.go_on()
     return Reached(walk.digest.hexdigest(), frozenset(walk.places), frozenset(walk.texts))
 
@@ -156,6 +162,8 @@ class _Walk:
         self._todo: list[_Node] = []
         self._mentioned: set[str] = set()
         self._waiting: dict[str, list[tuple[int, _Node]]] = {}  # methods that nobody has mentioned, and their classes
+        self._live: set[tuple[Path, str]] = set()  # classes that values may be of
+        self._entries: dict[tuple[Path, str], list[tuple[int, _Node]]] = {}  # of tables, by classes that are not
 
     def note(self, *what: object) -> None:
         self.digest.update(f"{what}\n".encode())
@@ -172,7 +180,27 @@ class _Walk:
             self._numbers[key] = len(self._numbers)
             self._todo.append(node)
             self.places.update(Place(node.module.file, *span) for span in node.definition.spans)
+            if node.definition.is_class:
+                self._is_live(node.module.file, node.definition.binds[0])
         return self._numbers[key]
+
+    def _is_live(self, file: Path, name: str) -> None:
+        """Entries of tables for a class count from now on."""
+        self._live.add((file, name))
+        for table, entry in self._entries.pop((file, name), ()):
+            self.note(table, name, self._number(entry))
+
+    def _follow_entries(self, number: int, node: _Node) -> None:
+        """Entries for classes that are live, and for what is no class; the others wait."""
+        for key, value in node.definition.entries:
+            entry = _Node(node.module, value, True)
+            found = [each for each in _targets(node.module, key, False, self.packages) if not isinstance(each, str)]
+            kinds = {(each.module.file, each.definition.binds[0]) for each in found if each.definition.is_class}
+            if kinds and not kinds & self._live:
+                for kind in kinds:
+                    self._entries.setdefault(kind, []).append((number, entry))
+            else:
+                self.note(number, key, self._number(entry))
 
     def go_on(self) -> None:
         """Until nothing new is found."""
@@ -185,13 +213,23 @@ class _Walk:
                     links = self.linked(_targets(node.module, name, strong, self.packages))
                     if links:
                         self.note(name, links)
+            for name in found.bases:
+                self.note(name, self.linked(_held(_targets(node.module, name, True, self.packages))))
             if node.strong:
+                self._follow_entries(number, node)
                 for name, member in found.members:
                     self._waiting.setdefault(name, []).append((number, _Node(node.module, member, True)))
                 self._mentioned.update(found.mentions)
                 for name in sorted(self._mentioned & self._waiting.keys()):
                     for owner, method in self._waiting.pop(name):
                         self.note(owner, name, self._number(method))
+
+
+def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
+    """The same, but classes as the types of values that exist."""
+    for target in targets:
+        held = None if isinstance(target, str) else target.definition.held
+        yield target if isinstance(target, str) or held is None else target._replace(definition=held)
 
 
 def _of_root(root: Root, packages: set[str]) -> Iterator[_Node | str]:

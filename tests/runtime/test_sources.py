@@ -49,12 +49,15 @@ LARGE = 3
 ''',
     "config.py": """
 from dataclasses import dataclass
+from typing import ClassVar
+from a_family.limits import helper
 from a_family.reductions import Split, Whole
 
 
 @dataclass(frozen=True)
 class Config:
-    reduction: Split | Whole
+    reduction: Split | Whole = Whole()
+    limit: ClassVar[int] = helper(3)
     tile: int = 64
 """,
     "reductions.py": """
@@ -83,6 +86,10 @@ class Whole:
         return cost
 
 
+class Third:
+    pass
+
+
 KINDS = (Split, Whole)
 """,
     "device.py": '''
@@ -100,7 +107,7 @@ def helper(x):
 ''',
     "kernel.py": """
 from a_family.config import Config
-from a_family.reductions import KINDS, Split
+from a_family.reductions import KINDS, Split, Third, Whole
 
 
 class Kernel:
@@ -110,10 +117,20 @@ class Kernel:
         self.device = config.reduction.device()
 
     def launch(self):
-        return self.parts
+        return self.parts, STORES[type(self.reduction)](1)
 
     def cost(self):
         return 0
+
+
+STORES = {
+    Split: lambda x: x,
+    Whole: lambda x: x - 1,
+}
+""",
+    "limits.py": """
+def helper(x):
+    return x + 1
 """,
     "schedule.py": """
 from a_family.config import Config
@@ -203,9 +220,13 @@ def test_what_a_method_overrides_counts_where_the_method_calls_it(room: Room):
         ("kernel.py", "self.parts = 2", "self.parts = 3", {"split", "whole"}),
         ("compile.py", "LARGE = 3", "LARGE = 4", {"split", "whole"}),
         ("reductions.py", "KINDS = (Split, Whole)", "KINDS = (Whole, Split)", {"split", "whole"}),
-        ("kernel.py", "return self.parts", "return -self.parts", {"split", "whole"}),
+        ("kernel.py", "return self.parts, ", "return -self.parts, ", {"split", "whole"}),
         ("kernel.py", "return 0", "return 1", set()),
         ("reductions.py", "cost = 1", "cost = 2", set()),
+        ("kernel.py", "x - 1", "x - 2", {"whole"}),
+        ("limits.py", "x + 1", "x + 2", {"split", "whole"}),
+        ("kernel.py", "Split: lambda x: x,", "Split: lambda x: x + 3,", {"split"}),
+        ("kernel.py", "Split: lambda x: x,", "Split: lambda x: x,\n    Third: len,", set()),
         ("schedule.py", "Config(Whole())", "Config(Whole(), 128)", set()),
         ("compile.py", "[Spec(choose())]", "[]", set()),
         ("device.py", '"""Adds."""', '"""Returns the double."""', set()),
