@@ -49,8 +49,9 @@ def adapted(model: Any, kind: type) -> Any:
     return replaced(model.requires_grad_(False), kind, Adapter, ("q_proj", "v_proj", "down_proj"))
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    model(IDS, labels=IDS).loss.backward()
+def gradients(model: Any, device: str = "cpu") -> dict[str, torch.Tensor]:
+    ids = IDS.to(device)
+    model(ids, labels=ids).loss.backward()
     return {name: x.grad.double() for name, x in model.named_parameters() if x.grad is not None}
 
 
