@@ -14,9 +14,11 @@ Config = Mapping[str, Any]
 KEYS = ("quantization_config", "compression_config")  # the latter of llm-compressor's first releases
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """Beside config.json: AutoGPTQ's and GPTQModel's, AutoAWQ's, AutoRound's."""
-_FOREIGN_FILES = {"hf_quant_config.json": "ModelOpt"}  # that importers do not read
+MODELOPT_FILE = "hf_quant_config.json"  # whose "quantization" has what config.json would say
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 COMPRESSED = ("compressed-tensors", "compressed_tensors")
+MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+FP8 = ("fp8", "fbgemm_fp8")  # DeepSeek's, vLLM's and transformers' own
 
 
 def checked(name: str, config: object) -> Config:
@@ -48,11 +50,9 @@ def read_config(path: Path) -> Config:
     for name in FILES:
         if (directory / name).exists():
             return checked(name, read_json(directory / name))
-    for name, owner in _FOREIGN_FILES.items():
-        if (directory / name).exists():
-            raise ValueError(
-                f"{name}: got a checkpoint of {owner}, want one of a format that is read (docs/tasks/checkpoints.md)"
-            )
+    if (directory / MODELOPT_FILE).exists():
+        said = checked(MODELOPT_FILE, read_json(directory / MODELOPT_FILE).get("quantization"))
+        return {"quant_method": MODELOPT[0], **said}
     return {}
 
 

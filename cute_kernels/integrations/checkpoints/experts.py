@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import IntegerFormat, integers
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.quantize import interleave_weights
+from cute_kernels.gemm.quantize import differences, interleave_weights
 from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
@@ -34,10 +34,8 @@ class Stack:
             for name in ("codes", "scales"):
                 tensor = getattr(weight, name)
                 self._tensors[name] = tensor.new_empty((self._count, *tensor.shape))
-        for name in ("shape", "bits", "group_size", "dtype", "device"):
-            ours, theirs = getattr(self._first, name), getattr(weight, name)
-            if ours != theirs:
-                raise ValueError(f"{name}: got {theirs}, want {ours}, that of the first expert that was read")
+        for name, theirs, ours in differences(weight, self._first):
+            raise ValueError(f"{name}: got {theirs}, want {ours}, that of the first expert that was read")
         if weight.zeros is not None and "zeros" not in self._tensors:
             middle = symmetric_zero(weight.bits)
             self._tensors["zeros"] = torch.full_like(self._tensors["scales"], middle, dtype=torch.uint8)
@@ -55,7 +53,9 @@ class Stack:
         """The experts, all of which must have been put."""
         assert self.is_full and self._first is not None
         zeros, first = self._tensors.get("zeros"), self._first
-        form = integers(first.bits, first.group_size, zeros is not None)
+        form = first.format
+        if isinstance(form, IntegerFormat):
+            form = integers(form.bits, form.group_size, zeros is not None)
         codes, scales = self._tensors["codes"], self._tensors["scales"]
         return PackedExperts(codes, scales, zeros, format=form, shape=first.shape, check_values=False)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_ITEM_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+_ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -13,7 +14,8 @@ from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
-from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, Config
+from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, FP8, MODELOPT, Config
+from cute_kernels.integrations.checkpoints.float_codes import Names, from_float_codes
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
@@ -46,7 +48,7 @@ class LayerFormat:
         convert: tensors by those names, the configuration of the layer, further options -> weight, or weight and
             shifts.
         ignored: tensors beside them that say nothing of the result.
-        mark_dtype: the dtype that the mark has, in safetensors' letters; None for any.
+        dtypes: that the mark may have, in safetensors' letters; none for any.
     """
 
     name: str
@@ -56,7 +58,7 @@ class LayerFormat:
     optional: tuple[str, ...]
     convert: Callable[..., Converted]
     ignored: tuple[str, ...] = ()
-    mark_dtype: str | None = None
+    dtypes: tuple[str, ...] = ()
 
 
 # -- converters --------------------------------------------------------------------------------------------------------
@@ -115,16 +117,8 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
     stored, make = (
         ("int-quantized", from_int_quantized) if "weight" in tensors else ("pack-quantized", from_compressed_tensors)
     )
-    _check_no_transforms(config)
     group: Config = config.get("group") or {}
-    said_format = group.get("format") or config.get("format") or stored
-    if said_format not in (*COMPRESSED_FORMATS[stored], "mixed-precision", "dense"):  # the last leave it to the groups
-        raise ValueError(f"format: got {said_format!r}, want {' or '.join(map(repr, COMPRESSED_FORMATS[stored]))}")
-    said = group.get("weights") or {}
-    if not isinstance(said, Mapping):
-        raise TypeError(f"weights: got {said!r}, want a mapping")
-    if said.get("type", "int") != "int":
-        raise ValueError(f"type: got weights of type {said['type']!r}, want 'int'")
+    said = _said_of_weights(config, stored, "int")
     if said.get("strategy") == "block":
         raise ValueError("strategy: got 'block', want 'group', 'channel' or 'tensor'")
     if said.get("num_bits") is not None:
@@ -139,6 +133,37 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
     if said.get("actorder") in ("group", "dynamic"):  # two names of one order; others keep the inputs' own
         _check_order_is_there("weight_g_idx", tensors, weight, f"that actorder is {said['actorder']!r}")
     return weight
+
+
+def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
+    """What compressed-tensors' configuration says of a layer's weights, which are stored so, of "int" or "float".
+
+    Raises:
+        TypeError, ValueError: it says something else.
+    """
+    _check_no_transforms(config)
+    group: Config = config.get("group") or {}
+    said_format = group.get("format") or config.get("format") or stored
+    if said_format not in (*COMPRESSED_FORMATS[stored], "mixed-precision", "dense"):  # the last leave it to the groups
+        raise ValueError(f"format: got {said_format!r}, want {' or '.join(map(repr, COMPRESSED_FORMATS[stored]))}")
+    said = group.get("weights") or {}
+    if not isinstance(said, Mapping):
+        raise TypeError(f"weights: got {said!r}, want a mapping")
+    if said.get("type", kind) != kind:
+        raise ValueError(f"type: got weights of type {said['type']!r}, want {kind!r}")
+    return said
+
+
+def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
+    """compressed-tensors' configuration is compared with the tensors; others say no more than these."""
+    if config.get("quant_method") in COMPRESSED:
+        stored = "float-quantized"
+        if names.codes == "weight_packed":
+            stored = "nvfp4-pack-quantized" if names.second in tensors else "mxfp4-pack-quantized"
+        said = _said_of_weights(config, stored, "float")
+        if said.get("symmetric") is False:
+            raise ValueError("symmetric: got false, want true for weights of floats")
+    return from_float_codes(tensors, names, **options)
 
 
 def _check_no_transforms(config: Config) -> None:
@@ -232,8 +257,11 @@ def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) ->
 COMPRESSED_FORMATS = {
     "pack-quantized": ("pack-quantized",),
     "int-quantized": ("int-quantized", "naive-quantized"),
+    "nvfp4-pack-quantized": ("nvfp4-pack-quantized",),
+    "mxfp4-pack-quantized": ("mxfp4-pack-quantized",),
+    "float-quantized": ("float-quantized", "naive-quantized", "mxfp8-quantized"),
 }
-"""`format` of compressed-tensors that go with packed codes, and with codes of a byte."""
+"""`format` of compressed-tensors that go with packed codes, with codes of a byte, and with floats."""
 
 AUTO_ROUND_PACKINGS = {
     "auto_round": "gptq_v2",
@@ -256,8 +284,21 @@ _HQQ_META = (
     "offload_meta", "encoded_state_dict",
 )  # fmt: skip
 _WORDS = ("qweight", "qzeros", "scales")
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")  # which stay in 16 bits
+# Which stay in 16 bits.
+_OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale", "activation_scale",
+)  # fmt: skip
 _TORCHAO = "_weight_"
+
+
+
+def _floats(
+    name: str, methods: tuple[str, ...], names: Names, dtypes: tuple[str, ...], ignored: tuple[str, ...] = ()
+) -> LayerFormat:
+    optional = (names.second,) if names.second else ()
+    convert = partial(_float_codes, names)
+    return LayerFormat(name, methods, names.codes, (names.codes, names.scales), optional, convert, ignored, dtypes)
+
 
 LAYER_FORMATS = (
     LayerFormat("awq", ("awq",), "qweight", _WORDS, (), _awq),
@@ -280,8 +321,19 @@ LAYER_FORMATS = (
         ("weight_zero_point", "weight_g_idx"),
         _compressed_tensors,
         _OF_ACTIVATIONS,
-        mark_dtype="I8",
+        dtypes=("I8",),
     ),
+    _floats(
+        "compressed-tensors",
+        COMPRESSED,
+        Names("weight_packed", "weight_scale", "weight_global_scale", divides=True),
+        ("U8",),
+        ("weight_shape", *_OF_ACTIVATIONS),
+    ),
+    _floats("modelopt", MODELOPT, Names("weight", "weight_scale", "weight_scale_2"), ("U8",), _OF_ACTIVATIONS),
+    _floats("fp8", (*COMPRESSED, *MODELOPT, *FP8), Names("weight", "weight_scale"), ("F8_E4M3",), _OF_ACTIVATIONS),
+    _floats("fp8", FP8, Names("weight", "weight_scale_inv"), ("F8_E4M3",), _OF_ACTIVATIONS),
+    _floats("deepseek_v4", FP8, Names("weight", "scale"), ("F8_E4M3", "I8"), _OF_ACTIVATIONS),
     LayerFormat("hqq", ("hqq",), "W_q", ("W_q", "scale", "zero", "shape"), _HQQ_NUMBERS, _hqq, _HQQ_META),
     LayerFormat(
         "torchao",
@@ -324,8 +376,8 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
     for key in sorted(entries):
         name, _, own = key.rpartition(".")
         owned.setdefault(name, set()).add(own)
-        if own in marks and _is_marked(entries, name, own):
-            form = _format_of(entries, name, own, config)
+        if own in marks and (fitting := _fitting(entries, name, own)):
+            form = _format_of(entries, name, own, fitting, config)
             for wanted in form.required:
                 if join(name, wanted) not in entries:
                     raise ValueError(f"{join(name, wanted)}: got no such tensor, want it beside {own} ({form.name})")
@@ -345,18 +397,21 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
     return layers
 
 
-def _is_marked(entries: Mapping[str, Entry], name: str, mark: str) -> bool:
-    """Whether the tensor marks a layer: a "weight" does only if it is of int8 and has scales of compressed-tensors."""
-    if mark != "weight":
-        return True
-    return entries[join(name, mark)].dtype == "I8" and join(name, "weight_scale") in entries
+def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFormat]:
+    """The formats that a tensor marks: of those for its dtype alone, if there are any. A "weight" marks a format only
+    beside its scales."""
+    stored = entries[join(name, mark)].dtype
+    found = [form for form in LAYER_FORMATS if form.mark == mark and (not form.dtypes or stored in form.dtypes)]
+    if mark == "weight":
+        found = [form for form in found if all(join(name, each) in entries for each in form.required)]
+    return [form for form in found if form.dtypes] or found
 
 
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
     """Raises ValueError for a layer that is quantised in a way nobody reads, rather than pass it over."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
-        if rest and "weight" not in owned and owned.issuperset(rest):
+        if rest not in ([], ["scale"]) and "weight" not in owned and owned.issuperset(rest):
             raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
     found = sorted(own for own in owned if own in FOREIGN or own.startswith(_FOREIGN_PARTS))
     stored = entries[join(name, "weight")].dtype if "weight" in owned else ""
@@ -368,8 +423,9 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
         )
 
 
-def _format_of(entries: Mapping[str, Entry], name: str, mark: str, config: Config) -> LayerFormat:
-    fitting = [form for form in LAYER_FORMATS if form.mark == mark]
+def _format_of(
+    entries: Mapping[str, Entry], name: str, mark: str, fitting: list[LayerFormat], config: Config
+) -> LayerFormat:
     method = config.get("quant_method")
     named = [form for form in fitting if method in form.methods]
     if named or fitting == [OWN]:  # which says by itself what it is

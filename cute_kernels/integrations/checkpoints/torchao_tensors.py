@@ -1,5 +1,5 @@
 """torchao's current tensors, as its safetensors files keep them: Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor,
-IntxUnpackedToInt8Tensor.
+IntxUnpackedToInt8Tensor, Float8Tensor, NVFP4Tensor, MXTensor.
 
 A file has the parts of a weight apart, `_weight_qdata` and so on, and says in its metadata, under the weight's name, of
 which class it is and what attributes it has. Nothing of the metadata is run: classes are looked up by name here.
@@ -14,11 +14,16 @@ import torch
 
 from cute_kernels.gemm.quantize import pack_codes
 from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
-from cute_kernels.integrations.checkpoints import fields, torchao
+from cute_kernels.integrations.checkpoints import fields, float_codes, torchao
 
-PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale")
-ACTIVATION_PARTS = ("act_quant_scale", "act_quant_zero_point")  # of 8-bit activations, which stay in 16 bits here
-KINDS = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale", "per_tensor_scale")
+# Of activations in fewer bits, which stay in 16 here.
+ACTIVATION_PARTS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
+KINDS = (
+    "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor", "IntxUnpackedToInt8Tensor",
+    "Float8Tensor", "NVFP4Tensor", "MXTensor",
+)  # fmt: skip
+_FLOAT_CODES = float_codes.Names("qdata", "scale", "per_tensor_scale", optional=True)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _Layer = tuple[PackedWeight, torch.Tensor | None]
 Tensors = Mapping[str, torch.Tensor]
@@ -52,6 +57,9 @@ def layer_from_torchao(
         "Int4TilePackedTo4dTensor": _tile_packed,
         "Int8Tensor": _int8,
         "IntxUnpackedToInt8Tensor": _intx,
+        "Float8Tensor": _float_codes,
+        "NVFP4Tensor": _float_codes,
+        "MXTensor": _float_codes,
     }
     if kind not in makers:
         raise ValueError(f"weight: got a {kind} of torchao, want {', '.join(KINDS)}")
@@ -109,6 +117,26 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
     if name not in [f"int{bits}" for bits in range(1, 9)]:
         raise ValueError(f"target_dtype: got {target!r}, want int1 to int8")
     return _plain(tensors, attributes, 4 if int(name[3:]) <= 4 else 8, dtype, device)
+
+
+def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+    """W = number(q) * s, times per_tensor_scale: qdata [N, K] or [N, K / 2], scale [N, groups], or that in blocks."""
+    if attributes.get("is_swizzled_scales"):
+        qdata, block = tensors["qdata"], attributes.get("block_size")
+        if type(block) is not int or block < 1:
+            raise ValueError(f"block_size: got {block!r}, want an integer")
+        k = qdata.shape[-1] * (2 if qdata.dtype == torch.uint8 else 1)
+        tensors = {**tensors, "scale": _unblocked(tensors["scale"], qdata.shape[0], -(-k // block))}
+    return float_codes.from_float_codes(tensors, _FLOAT_CODES, dtype=dtype, device=device), None
+
+
+def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
+    """[n, groups] of blocks of 128 rows and 4 groups, row 32 j + i of one at [i, j]."""
+    tall, wide = -(-n // 128), -(-groups // 4)
+    if scale.numel() != tall * wide * 512:
+        raise ValueError(f"scale: got shape {list(scale.shape)}, want {tall * wide} blocks of 512 for {[n, groups]}")
+    by_block = scale.contiguous().view(torch.uint8).view(tall, wide, 32, 4, 4)
+    return by_block.permute(0, 3, 2, 1, 4).reshape(128 * tall, 4 * wide)[:n, :groups].contiguous().view(scale.dtype)
 
 
 def _plain(tensors: Tensors, attributes: Attributes, bits: int, dtype: torch.dtype | None, device: Device) -> _Layer:

@@ -1,0 +1,146 @@
+"""Layers whose codes are floats, E4M3 or E2M1, whichever project wrote them.
+
+| file | codes | scales | second level |
+|---|---|---|---|
+| compressed-tensors "nvfp4-pack-quantized" | `weight_packed` | `weight_scale` E4M3 | divided by `weight_global_scale` |
+| compressed-tensors "mxfp4-pack-quantized" | `weight_packed` | `weight_scale` E8M0 | |
+| compressed-tensors "float-quantized", "mxfp8-quantized" | `weight` E4M3 | `weight_scale` floating, E8M0 | |
+| ModelOpt NVFP4, FP8 | `weight` uint8, E4M3 | `weight_scale` E4M3, fp32 | times `weight_scale_2` |
+| DeepSeek V3, vLLM's and transformers' "fp8" | `weight` E4M3 | times `weight_scale_inv`, `weight_scale` | |
+| DeepSeek V4 | `weight` E4M3, int8 (two E2M1) | `scale` E8M0 | |
+| torchao Float8Tensor, MXTensor, NVFP4Tensor | `qdata` | `scale` | times `per_tensor_scale` |
+| gpt-oss | `blocks` uint8 | `scales` E8M0 | |
+
+Dtypes and shapes say which format it is, so this is one importer with several sets of names. Bytes of scales are never
+converted, but looked at: E8M0 comes as uint8 or as float8_e8m0fnu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from cute_kernels.formats.weights import WeightFormat, weight_format
+from cute_kernels.gemm.from_codes import pack_experts, pack_weight
+from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.integrations.checkpoints import fields
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FP4, _FP8 = (torch.uint8, torch.int8), (E4M3,)
+# By the dtypes of codes and scales: the formats, of which the shape of the scales chooses.
+_FORMATS: tuple[tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...], tuple[str, ...]], ...] = (
+    (_FP4, (E4M3,), ("nvfp4",)),
+    (_FP4, (torch.uint8, E8M0), ("mxfp4",)),
+    (_FP8, (torch.uint8, E8M0), ("fp8_block_e8m0", "e4m3_g64e8m0", "mxfp8")),
+    (_FP8, _FLOATS, ("fp8", "fp8_block", "e4m3_g64f32", "e4m3_g32f32")),
+)
+_Made = TypeVar("_Made", PackedWeight, PackedExperts)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a project calls the tensors of a layer.
+
+    Args:
+        codes, scales, second: their names; second of the scale of the second level, "" if there is none.
+        divides: whether a weight is divided by the second level, not multiplied with it.
+        optional: whether the second level may be missing, which then is 1.
+    """
+
+    codes: str
+    scales: str
+    second: str = ""
+    divides: bool = False
+    optional: bool = False
+
+
+def from_float_codes(
+    tensors: Mapping[str, torch.Tensor],
+    names: Names,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of a layer of floating codes: W[n, k] = number(code) * scale, times or by the second level.
+
+    Args:
+        tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
+        names: which is which.
+        dtype: of the activations; bf16 alone for scales of one byte.
+        device: where the result is put, default that of the codes.
+
+    Raises:
+        TypeError, ValueError: a tensor is missing or does not fit, or a scale is NaN, negative or infinite; the message
+            names it.
+    """
+    return _made(pack_weight, 2, tensors, names, dtype, device)
+
+
+def experts_from_float_codes(
+    tensors: Mapping[str, torch.Tensor],
+    names: Names,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedExperts:
+    """`from_float_codes` of all experts of a layer, with a dimension of experts in front."""
+    return _made(pack_experts, 3, tensors, names, dtype, device)
+
+
+def _made(
+    make: Callable[..., _Made],
+    dim: int,
+    tensors: Mapping[str, torch.Tensor],
+    names: Names,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> _Made:
+    codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
+    fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")
+    fields.check_tensor(names.scales, scales, (*_FLOATS, torch.uint8, E4M3, E8M0), scales.dim(), "any")
+    form = _format_of(names, codes, scales)
+    if form.row_scales and second is None:
+        if not names.optional:
+            raise ValueError(f"{names.second or names.scales}: got no scale of the second level, want it in {form.key}")
+        second = torch.ones(())
+    if second is not None:
+        fields.check_tensor(names.second, second, (torch.float32,), second.dim(), "any")
+        if not bool((second > 0).all()):
+            raise ValueError(f"{names.second}: got {float(second.min()):g}, want positive numbers")
+    if scales.dtype in (*_FLOATS, E4M3):  # of powers of two none is 0
+        wide = scales.float()
+        if not bool(wide.isfinite().all()):
+            raise ValueError(f"{names.scales}: got values that are not finite, want finite ones")
+        if not bool(wide.any()):
+            raise ValueError(f"{names.scales}: got 0 everywhere, a layer without values, want some scale that is not 0")
+    options = {"second_divides": names.divides, "dtype": dtype, "device": device}
+    try:
+        return make(form, codes.contiguous(), scales.contiguous(), second, **options)
+    except (TypeError, ValueError) as error:
+        own, colon, said = str(error).partition(":")
+        called = {"codes": names.codes, "scales": names.scales, "second": names.second}
+        raise type(error)(f"{called.get(own, own)}{colon}{said}") from error
+
+
+def _format_of(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
+    """The format of a layer's dtypes whose groups are as many as the scales have."""
+    found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
+    if not found:
+        raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")
+    forms = [weight_format(name) for name in found[0]]
+    n, k = codes.shape[-2], codes.shape[-1] * 8 // forms[0].bits
+    for form in forms:
+        size = form.group_size
+        by_row = not size and (scales.numel() == 1 or tuple(scales.shape) in ((n,), (n, 1)))
+        if by_row or (size and scales.dim() == codes.dim() and scales.shape[-1] == -(-k // size)):
+            return form
+    sizes = ", ".join(str(form.group_size) for form in forms if form.group_size)
+    raise ValueError(
+        f"{names.scales}: got shape {list(scales.shape)}, want groups of {sizes} inputs for codes of "
+        f"{list(codes.shape)}"
+    )
