@@ -19,6 +19,7 @@ class ReportedLayer:
         packed_nbytes: bytes of its packed weights, 0 if it was left.
         reason: why it was left, "" if it was not.
         counts: whether it multiplies with its weights and was not left because `skip` says so.
+        note: of a layer of a checkpoint its format, its products, and what the checkpoint declares besides.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ReportedLayer:
     packed_nbytes: int = 0
     reason: str = ""
     counts: bool = True
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class QuantizationReport:
         return f"most of the weights, {_size(open_)} of {_size(done + open_)}, stay as they are: {reasons}"
 
     def __str__(self) -> str:
-        kinds = Counter(layer.kind for layer in self.quantized)
-        done = [f"  {count} {kind}" for kind, count in sorted(kinds.items())]
+        kinds = Counter((layer.kind, layer.note) for layer in self.quantized)
+        done = [f"  {count} {kind}{': ' if note else ''}{note}" for (kind, note), count in sorted(kinds.items())]
         return "\n".join([self.summary, *done, *(f"  left: {line}" for line in _reasons(self.left))])
 
 

@@ -94,7 +94,28 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
         config |= _extra_of(config, name)
     if config.get("config_groups"):
         config["group"] = _group_of(config, name)
-    return config
+    return {**config, **_mappings("quantized_layers", config).get(name, {})}  # of ModelOpt's mixed precision
+
+
+_MODELOPT_ACTIVATIONS = {
+    "FP8": "FP8 (static)",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8 (dynamic)",
+    "NVFP4": "FP4",
+    "W4A8_NVFP4_FP8": "FP8 (static)",
+    "W4A8_MXFP4_FP8": "FP8 (static)",
+    "MXFP8": "FP8 (dynamic)",
+}
+
+
+def declared_activations(config: Config) -> str:
+    """What a layer's configuration (`config_of`) says that its inputs are rounded to, or "" for 16 bits."""
+    said = (config.get("group") or {}).get("input_activations")
+    if isinstance(said, Mapping):
+        kind = "INT" if said.get("type") == "int" else "FP"
+        return f"{kind}{said.get('num_bits', 8)} ({'dynamic' if said.get('dynamic') else 'static'})"
+    if config.get("quant_method") in FP8:
+        return f"FP8 ({config.get('activation_scheme', 'dynamic')})"
+    return _MODELOPT_ACTIVATIONS.get(str(config.get("quant_algo")), "")
 
 
 def _dynamic_of(config: Config, name: str) -> Config:

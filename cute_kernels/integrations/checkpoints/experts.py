@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.weights import IntegerFormat, integers
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import differences, interleave_weights
 from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
@@ -53,9 +52,7 @@ class Stack:
         """The experts, all of which must have been put."""
         assert self.is_full and self._first is not None
         zeros, first = self._tensors.get("zeros"), self._first
-        form = first.format
-        if isinstance(form, IntegerFormat):
-            form = integers(form.bits, form.group_size, zeros is not None)
+        form = first.format.with_zero_points(zeros is not None)
         codes, scales = self._tensors["codes"], self._tensors["scales"]
         return PackedExperts(codes, scales, zeros, format=form, shape=first.shape, check_values=False)
 

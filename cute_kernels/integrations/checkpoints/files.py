@@ -16,7 +16,13 @@ from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedEx
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
-from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
+from cute_kernels.integrations.checkpoints.configuration import (
+    Config,
+    checked,
+    config_of,
+    declared_activations,
+    read_config,
+)
 from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import (
@@ -31,6 +37,7 @@ from cute_kernels.integrations.checkpoints.layer_formats import (
 from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
 from cute_kernels.model_layers import compiled_from
+from cute_kernels.model_report import QuantizationReport, ReportedLayer
 
 
 def load_safetensors(
@@ -42,9 +49,9 @@ def load_safetensors(
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
     """The quantised layers of a checkpoint, one after the other, each read when it is asked for.
 
-    Formats are AWQ, GPTQ, AutoRound, compressed-tensors, HQQ, torchao and state dicts of `QuantizedLinear` and
-    `QuantizedMoE`. Before the first layer is read, every file is checked to be whole and every layer to have its
-    tensors, and a layer that is quantised otherwise is an error.
+    Formats are AWQ, GPTQ, AutoRound, compressed-tensors, ModelOpt, FP8, HQQ, torchao and state dicts of
+    `QuantizedLinear` and `QuantizedMoE`. Before the first layer is read, every file is checked to be whole and every
+    layer to have its tensors, and a layer that is quantised otherwise is an error.
 
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.
@@ -94,7 +101,8 @@ def load_quantized_linears(
         progress: called after each layer with its name, the number of layers done and that of all.
 
     Returns:
-        ``model``.
+        ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
+        format, that products are in 16 bits, and what else the checkpoint declares of activations.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
@@ -142,6 +150,7 @@ class Filling:
             if place.role is not None and has_bias:
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, nn.Module] = {}
+        self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, PackedExperts]] = {}
 
@@ -150,6 +159,11 @@ class Filling:
         layers = read_layers(self._entries, self.found, config, options)
         for done, (name, layer) in enumerate(layers, start=1):
             self._take(name, layer)
+            declared = declared_activations(config_of(config, name))
+            self._notes[self._modules[self.places[name].module]] = (
+                f"{layer.weight_format.label}, 16-bit products"
+                f"{f', declared {declared} activations' if declared else ''}"
+            )
             if progress is not None:
                 progress(name, done, len(self.found))
         self._swap(model)
@@ -203,6 +217,19 @@ class Filling:
                 if tensor is not None:
                     setattr(dense, name, nn.Parameter(tensor, requires_grad=getattr(dense, name).requires_grad))
         keep_vocabulary(model)
+        vars(model)["quantization_report"] = QuantizationReport(tuple(self._reported()), ())
+
+    def _reported(self) -> Iterator[ReportedLayer]:
+        names: dict[nn.Module, str] = {}
+        for name, module in self._modules.items():
+            names.setdefault(module, name)
+        for module, layer in self._made.items():
+            own = ("weight", "gate_up_proj", "down_proj")
+            dense: list[torch.Tensor] = [getattr(module, name) for name in own if hasattr(module, name)]
+            parts: Any = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
+            packed = sum(part.weight.nbytes for part in parts)
+            sizes = sum(tensor.nbytes for tensor in dense), packed
+            yield ReportedLayer(names[module], type(module).__name__, *sizes, note=self._notes[module])
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:

@@ -136,11 +136,12 @@ def _format_of(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> Weigh
     n, k = codes.shape[-2], codes.shape[-1] * 8 // forms[0].bits
     for form in forms:
         size = form.group_size
-        by_row = not size and (scales.numel() == 1 or tuple(scales.shape) in ((n,), (n, 1)))
-        if by_row or (size and scales.dim() == codes.dim() and scales.shape[-1] == -(-k // size)):
+        if not size and (scales.numel() == 1 or tuple(scales.shape) in ((n,), (n, 1))):
+            return form
+        if size and tuple(scales.shape[-2:]) in ((n, -(-k // size)), (-(-n // size), -(-k // size))):
             return form
     sizes = ", ".join(str(form.group_size) for form in forms if form.group_size)
     raise ValueError(
-        f"{names.scales}: got shape {list(scales.shape)}, want groups of {sizes} inputs for codes of "
-        f"{list(codes.shape)}"
+        f"{names.scales}: got shape {list(scales.shape)}, want those of groups of {sizes} inputs, of each "
+        f"row or of square blocks, for codes of {list(codes.shape)}"
     )

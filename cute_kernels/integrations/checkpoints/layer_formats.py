@@ -291,7 +291,6 @@ _OF_ACTIVATIONS = (
 _TORCHAO = "_weight_"
 
 
-
 def _floats(
     name: str, methods: tuple[str, ...], names: Names, dtypes: tuple[str, ...], ignored: tuple[str, ...] = ()
 ) -> LayerFormat:

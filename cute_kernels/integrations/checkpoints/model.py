@@ -46,7 +46,8 @@ def load_model(
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
-        ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), {} if it has none.
+        ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), {} if it has none, and
+        ``model.quantization_report`` what `load_quantized_linears` has there.
 
     Raises:
         FileNotFoundError: there is no config.json, or no safetensors file.

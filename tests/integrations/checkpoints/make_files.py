@@ -1,9 +1,10 @@
 """Makes the small files in `made`: layers written by the projects' own code, each with the weight that it stands for.
 
-    PYTHONPATH=...: python -m tests.integrations.checkpoints.make_files hqq torchao compressed-tensors auto-round
+    PYTHONPATH=...: python -m tests.integrations.checkpoints.make_files hqq torchao compressed-tensors auto-round floats
 
-Each name wants that package (made with hqq 0.2.8, torchao 0.18.0, compressed-tensors 0.20.0, auto-round 0.16.1); tests
-read the files and want none of them. `want` is the project's own dequantising, in fp32.
+Each name wants that package (made with hqq 0.2.8, torchao 0.18.0, compressed-tensors 0.20.0, auto-round 0.16.1; floats:
+torchao 0.18.0 and compressed-tensors 0.20.1); tests read the files and want none of them. `want` is the project's own
+dequantising, in fp32.
 """
 
 from __future__ import annotations
@@ -149,6 +150,87 @@ def compressed_tensors() -> None:
         write(name, {f"{NAME}.{key}": tensor for key, tensor in tensors.items()}, want, config)
 
 
+FLOATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ct_nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}),
+    "ct_mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
+    "ct_mxfp8": ("mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
+    "ct_fp8_tensor": ("float-quantized", {"num_bits": 8, "strategy": "tensor"}),
+    "ct_fp8_channel": ("float-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "ct_fp8_block": ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]}),
+}
+
+
+def floats() -> None:
+    """Codes of floats: compressed-tensors', then torchao's."""
+    from compressed_tensors.compressors.base import BaseCompressor  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports]
+        QuantizationArgs,
+        QuantizationScheme,
+    )
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor  # pyright: ignore[reportMissingImports]
+    from torchao.prototype.mx_formats.nvfp4_tensor import (  # pyright: ignore[reportMissingImports]
+        NVFP4Tensor,
+        per_tensor_amax_to_scale,
+    )
+    from torchao.prototype.safetensors.safetensors_support import (  # pyright: ignore[reportMissingImports]
+        flatten_tensor_state_dict,
+    )
+    from torchao.quantization import Float8Tensor, PerRow, PerTensor  # pyright: ignore[reportMissingImports]
+
+    for name, (stored, said) in FLOATS.items():
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(type="float", symmetric=True, **said))
+        compressor, w = BaseCompressor.get_value_from_registry(stored), dense(4).weight.data
+        most = 6.0 if said["num_bits"] == 4 else 448.0
+        blocks = w.unflatten(1, (-1, said.get("group_size", K)))
+        scale = blocks.abs().amax(-1) / most
+        state = {"weight": w}
+        if said["strategy"] in ("tensor", "block"):
+            scale = scale.amax().reshape(1, 1) if said["strategy"] == "block" else scale.amax().reshape(1)
+        if stored.startswith("mx"):
+            scale = scale.log2().ceil().exp2()
+        if said["strategy"] == "tensor_group":
+            state["weight_global_scale"] = (6 * 448 / w.abs().max()).reshape(1)
+            scale = (scale * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+        tensors = compressor.compress({**state, "weight_scale": scale}, scheme)
+        # In fp32, also where the project's own dequantising would come out in bf16.
+        wide = {key: t.float() if t.dtype == torch.bfloat16 else t for key, t in tensors.items()}
+        want = _dequantized(wide, scheme)
+        groups = {"group_0": {"targets": ["Linear"], "weights": {**said, "type": "float", "symmetric": True}}}
+        groups["group_0"]["input_activations"] = {**said, "type": "float", "dynamic": True}
+        config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": groups}
+        write(name, {f"{NAME}.{key}": tensor for key, tensor in tensors.items()}, want, config)
+    w = dense(5).weight.data
+    second = per_tensor_amax_to_scale(w.abs().max())
+    made = {
+        "torchao_nvfp4": NVFP4Tensor.to_nvfp4(w, per_tensor_scale=second),
+        "torchao_nvfp4_blocked": NVFP4Tensor.to_nvfp4(w, per_tensor_scale=second, is_swizzled_scales=True),
+        "torchao_mxfp4": MXTensor.to_mx(w, torch.float4_e2m1fn_x2, 32),
+        "torchao_mxfp8": MXTensor.to_mx(w, torch.float8_e4m3fn, 32, is_swizzled_scales=True),
+        "torchao_fp8_row": Float8Tensor.from_hp(w, granularity=PerRow()),
+        "torchao_fp8_tensor": Float8Tensor.from_hp(w, granularity=PerTensor()),
+    }
+    for name, tensor in made.items():
+        state, metadata = flatten_tensor_state_dict({f"{NAME}.weight": tensor})
+        write(name, state, tensor.dequantize(torch.float32), {"quant_method": "torchao"}, metadata)
+
+
+def _dequantized(tensors: dict[str, torch.Tensor], scheme: Any) -> torch.Tensor:
+    """compressed-tensors' dequantising in fp32."""
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.compressors.nvfp4.helpers import (  # pyright: ignore[reportMissingImports]
+        unpack_fp4_from_uint8,
+    )
+    from compressed_tensors.quantization.lifecycle.forward import dequantize  # pyright: ignore[reportMissingImports]
+
+    codes = tensors["weight"].float() if "weight" in tensors else None
+    if codes is None:
+        codes = unpack_fp4_from_uint8(tensors["weight_packed"], N, K).float()
+    scale = tensors["weight_scale"]
+    scale = decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale
+    second = tensors.get("weight_global_scale")
+    return dequantize(codes, scale.float(), args=scheme.weights, global_scale=second, dtype=torch.float32)
+
+
 def auto_round() -> None:
     from auto_round.export.export_to_awq.utils import WQLinear_GEMM  # pyright: ignore[reportMissingImports]
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp  # pyright: ignore[reportMissingImports]
@@ -193,7 +275,13 @@ def auto_round() -> None:
             write("auto_round_auto_awq_4", state, want, config)
 
 
-MAKERS = {"hqq": hqq, "torchao": torchao, "compressed-tensors": compressed_tensors, "auto-round": auto_round}
+MAKERS = {
+    "hqq": hqq,
+    "torchao": torchao,
+    "compressed-tensors": compressed_tensors,
+    "auto-round": auto_round,
+    "floats": floats,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,208 @@
+"""Layers of FP8, MXFP4 and NVFP4 as ModelOpt and DeepSeek name them, whole models of them, and files that are bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cute_kernels import QuantizedLinear
+from cute_kernels.integrations.checkpoints import load_model, load_safetensors
+from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+Tensors = dict[str, torch.Tensor]
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def numbers(generator: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32).to(torch.uint8)
+
+
+def fp4(generator: torch.Generator, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bytes [N, K / 2], their numbers [N, K])."""
+    stored = numbers(generator, 0, 256, n, k // 2)
+    codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).long()
+    return stored, LEVELS[codes & 7] * (1 - 2.0 * (codes >> 3))
+
+
+def fp8(generator: torch.Generator, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = (torch.randn(n, k, generator=generator) * 100).clamp(-448, 448).to(E4M3)
+    return codes, codes.float()
+
+
+def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def modelopt_nvfp4(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    weight, wide = fp4(generator, n, k)
+    scale = (torch.rand(n, -(-k // 16), generator=generator) * 400).to(E4M3)
+    second = torch.exp2(-torch.randint(12, 15, (), generator=generator).float())  # of each layer its own
+    tensors = {"weight": weight, "weight_scale": scale, "weight_scale_2": second, "input_scale": torch.tensor(0.5)}
+    return tensors, wide * (spread(scale.float(), (n, k), (1, 16)) * second)
+
+
+def deepseek_v3(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    weight, wide = fp8(generator, n, k)
+    scale = (torch.rand(-(-n // 128), -(-k // 128), generator=generator) + 0.5) / 2**11
+    return {"weight": weight, "weight_scale_inv": scale}, wide * spread(scale, (n, k), (128, 128))
+
+
+def deepseek_v4(
+    block: int, dtype: torch.dtype = E8M0
+) -> Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    def make(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+        weight, wide = fp8(generator, n, k)
+        scale = numbers(generator, 113, 117, -(-n // block), -(-k // block))
+        factor = torch.exp2(scale.float() - 127)
+        return {"weight": weight, "scale": scale.view(dtype)}, wide * spread(factor, (n, k), (block, block))
+
+    return make
+
+
+def deepseek_v4_experts(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    weight, wide = fp4(generator, n, k)
+    scale = numbers(generator, 118, 124, n, -(-k // 32))
+    factor = torch.exp2(scale.float() - 127)
+    return {"weight": weight.view(torch.int8), "scale": scale.view(E8M0)}, wide * spread(factor, (n, k), (1, 32))
+
+
+def modelopt_fp8(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    weight, wide = fp8(generator, n, k)
+    scale = torch.tensor(0.00037)
+    return {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(0.02)}, wide * scale
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+FORMATS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, Any], str]] = {
+    "modelopt nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP4"),
+    "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8 (static)"),
+    "deepseek v3": (deepseek_v3, BLOCKS, "FP8 (dynamic)"),
+    "deepseek v4": (deepseek_v4(128), BLOCKS | {"scale_fmt": "ue8m0"}, "FP8 (dynamic)"),
+    "deepseek v4.1, bytes": (deepseek_v4(32, torch.uint8), BLOCKS | {"weight_block_size": [32, 32]}, "FP8 (dynamic)"),
+    "deepseek v4 experts": (deepseek_v4_experts, BLOCKS, "FP8 (dynamic)"),
+}
+
+
+def write_layer(path: Path, tensors: Tensors, config: dict[str, Any] | None, **more: torch.Tensor) -> Path:
+    save_file({f"{NAME}.{own}": tensor for own, tensor in (tensors | more).items()}, path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return path
+
+
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_layer_is_what_its_formula_says_bit_by_bit(tmp_path, form, configured):
+    make, config, _ = FORMATS[form]
+    tensors, want = make(torch.Generator().manual_seed(0), 200, 416)  # tails of tiles, blocks and groups
+    bias = torch.randn(200)
+    path = write_layer(tmp_path, tensors, config if configured else None, bias=bias)
+    ((name, layer),) = load_safetensors(path if configured else path / "model.safetensors")
+    assert name == NAME and isinstance(layer, QuantizedLinear) and layer.bias is not None
+    assert torch.equal(layer.weight.dequantize(torch.float32), want)
+    assert torch.equal(layer.weight.dequantize(), want.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form, kind):
+    """The scales of the second level of an expert's gate and up differ."""
+    make, config, declared = FORMATS[form]
+    path, generator = tmp_path / "packed", torch.Generator().manual_seed(1)
+    MAKERS[kind]().save_pretrained(path, max_shard_size="50GB")
+    dense, tensors = load_file(path / "model.safetensors"), Tensors()
+    for key, tensor in sorted(dense.items()):
+        name, _, own = key.rpartition(".")
+        if own != "weight" or tensor.dim() != 2 or "embed" in name or name.rpartition(".")[2] in SKIPPED:
+            tensors[key] = tensor
+            continue
+        stored, want = make(generator, *tensor.shape)
+        dense[key] = want.bfloat16()
+        tensors |= {f"{name}.{each}": value for each, value in stored.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    (path / "config.json").write_text(json.dumps(settings))
+    model = load_model(path)
+    assert error(model, reference(tmp_path / "dense", dense)) < 0.02
+    report = model.quantization_report
+    assert report.quantized and all(layer.nbytes and layer.packed_nbytes for layer in report.quantized)
+    assert {layer.note.partition(", ")[2] for layer in report.quantized} == {
+        f"16-bit products, declared {declared} activations"
+    }
+    assert f"declared {declared} activations" in str(report)
+
+
+def test_modelopt_s_own_file_is_a_configuration(tmp_path):
+    tensors, want = modelopt_nvfp4(torch.Generator().manual_seed(0), 64, 64)
+    path = write_layer(tmp_path, tensors, None)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (path / "hf_quant_config.json").write_text(json.dumps(said))
+    ((_, layer),) = load_safetensors(path)
+    assert torch.equal(layer.weight.dequantize(torch.float32), want)
+    (path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(TypeError, match=r"^hf_quant_config.json: got NoneType, want the quantisation configuration"):
+        load_safetensors(path)
+
+
+NVFP4, V3 = (make(torch.Generator().manual_seed(0), 64, 256)[0] for make in (modelopt_nvfp4, deepseek_v3))
+V4 = deepseek_v4_experts(torch.Generator().manual_seed(0), 64, 256)[0]
+BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {
+    "groups of another size": (NVFP4, {"weight_scale": NVFP4["weight_scale"][:, ::2]}, "weight_scale: got shape .*16"),
+    "scales of other rows": (NVFP4, {"weight_scale": NVFP4["weight_scale"][:32]}, r"weight_scale: got shape \[32, 16"),
+    "scales that are NaN": (
+        NVFP4,
+        {"weight_scale": torch.full((64, 16), 0x7F, dtype=torch.uint8).view(E4M3)},
+        "weight_scale: got",
+    ),
+    "a negative scale": (NVFP4, {"weight_scale": (-NVFP4["weight_scale"].float()).to(E4M3)}, "weight_scale: got"),
+    "scales of 0": (
+        NVFP4,
+        {"weight_scale": torch.zeros(64, 16).to(E4M3)},
+        "weight_scale: got 0 everywhere, a layer without values",
+    ),
+    "no second level": (NVFP4, {"weight_scale_2": None}, "weight_scale_2: got no scale of the second level"),
+    "a second level of 0": (NVFP4, {"weight_scale_2": torch.zeros(())}, "weight_scale_2: got 0, want positive numbers"),
+    "a second level without end": (NVFP4, {"weight_scale_2": torch.tensor(torch.inf)}, "weight_scale_2: got a scale"),
+    "a tensor that needs a kernel": (NVFP4, {"pre_quant_scale": torch.ones(256)}, "pre_quant_scale: got a tensor that"),
+    "scales of FP4 beside codes of bytes": (V3, {"weight_scale_inv": NVFP4["weight_scale"]}, "weight_scale_inv: got"),
+    "blocks of another size": (V3, {"weight_scale_inv": torch.ones(1, 3)}, "weight_scale_inv: got shape .1, 3."),
+    "scales that are infinite": (
+        V3,
+        {"weight_scale_inv": torch.full((1, 2), torch.inf)},
+        "weight_scale_inv: got values that are not finite",
+    ),
+    "an exponent of 255": (
+        V4,
+        {"scale": torch.full((64, 8), 255, dtype=torch.uint8)},
+        "scale: got 255, which is NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", list(BAD))
+def test_a_bad_tensor_is_named_with_its_layer(tmp_path, which):
+    tensors, changes, message = BAD[which]
+    changed = {name: tensor.contiguous() for name, tensor in (tensors | changes).items() if tensor is not None}
+    with pytest.raises((TypeError, ValueError), match=f"^{NAME}.{message}"):
+        list(load_safetensors(write_layer(tmp_path, changed, None)))
+
+
+def test_fp16_is_refused_where_scales_are_bytes_and_taken_where_they_are_numbers(tmp_path):
+    with pytest.raises(TypeError, match=f"^{NAME}.dtype: got torch.float16, want bf16"):
+        list(load_safetensors(write_layer(tmp_path, NVFP4, None), dtype=torch.float16))
+    ((_, layer),) = load_safetensors(write_layer(tmp_path, V3, None), dtype=torch.float16)
+    assert layer.weight.dtype == torch.float16
+
+
+def test_e5m2_is_refused_by_name(tmp_path):
+    tensors = {"weight": torch.zeros(64, 64).to(torch.float8_e5m2), "weight_scale": torch.ones(())}
+    with pytest.raises(ValueError, match="a layer that is quantised in a format that is not read"):
+        load_safetensors(write_layer(tmp_path, tensors, None))
