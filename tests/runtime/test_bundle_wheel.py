@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from cute_kernels._version import __version__
-from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.integrations.vllm import engine_kernels, prepare
-from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
@@ -78,14 +76,14 @@ def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: 
     assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
 
 
-HEADS, FORMATS = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
+HEADS, CACHES = engine_kernels.Heads(32, 8), engine_kernels.Caches("e4m3_tensor", "e4m3_tensor")
 
 
 @pytest.mark.parametrize("drafted", [0, 2])
 def test_what_an_engine_asks_for_is_on_the_list(drafted: int):
     """Also for the numbers of requests between those that the list was made with, and for fewer drafted tokens."""
-    listed = set(engine_kernels.attention_specs(HEADS, FORMATS, engine_kernels.DRAFTED))
-    asked = engine_kernels.attention_specs(HEADS, FORMATS, drafted, (1, 2, 4, *range(8, 129, 24), 256))
+    listed = set(engine_kernels.attention_specs(HEADS, CACHES, engine_kernels.DRAFTED))
+    asked = engine_kernels.attention_specs(HEADS, CACHES, drafted, (1, 2, 4, *range(8, 129, 24), 256))
     assert set(asked) <= listed
 
 
@@ -103,7 +101,7 @@ def test_processes_list_what_one_lists():
     parts = [next(kind) for kind in kinds]
     one = engine_kernels.listed([*parts, parts[0]], 1)
     assert engine_kernels.listed([*parts, parts[0]], 2) == one and len(one) == len(set(one))
-    assert {spec.family for spec in one} == {"attention", "kv_cache", "extend", "linear", "moe"}
+    assert {spec.family for spec in one} == {"attention", "kv_cache", "linear", "moe"}
 
 
 def test_no_shape_is_listed_twice():
@@ -112,10 +110,10 @@ def test_no_shape_is_listed_twice():
 
 
 def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
-    of_attention = engine_kernels.attention_specs(HEADS, FORMATS, 0, (1, 64))
+    of_attention = engine_kernels.attention_specs(HEADS, CACHES, 0, (1, 64))
     of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64)
     with standing_in(Gpu(num_sms=lambda device: 132)):
-        of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
+        of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], integers(4, 128))
     found, asked = [*of_attention, *of_layers, *of_experts], []
 
     def kept(sources: str | None = None) -> list[KernelSpec]:

@@ -21,7 +21,7 @@ import cute_kernels
 import layouts
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats.kv import format_of
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
@@ -45,6 +45,8 @@ KV_FORMATS = (
     ("int8_token_head", "int4_g4"),
 )
 """K's and V's: vLLM's 8-bit caches, and those that the pages recommend."""
+COMMON = (KV_FORMATS[0], KV_FORMATS[-1])
+"""vLLM's FP8, and the cache that the pages recommend first."""
 PAGE_SIZE = 64  # what the plug-in prefers
 DRAFTED = 3  # tokens at most: what fewer ask for, none among them, is a part of that
 
@@ -66,6 +68,36 @@ HEADS = (
     *(Heads(64 // ranks, 8 // ranks) for ranks in (1, 2, 4, 8)),  # Llama 70B, Qwen 72B, Qwen3 32B
     *(Heads(32 // ranks, 4 // ranks) for ranks in (1, 2, 4)),  # Qwen3-30B-A3B
     *(Heads(40 // ranks, 8 // ranks) for ranks in (1, 2, 4, 8)),  # Qwen 14B
+)
+
+
+WINDOWED = (
+    *(Heads(64 // ranks, 8 // ranks, 64, window, sinks=True) for ranks in (1, 2) for window in (128, None)),  # gpt-oss
+    *(Heads(32 // ranks, 16 // ranks, 128, window) for ranks in (1, 2) for window in (1024, None)),  # Gemma 3 27B
+    *(Heads(16, 8, 256, window) for window in (1024, None)),  # Gemma 3 12B
+    Heads(32, 8, 128, 4096),  # Mistral 7B v0.1
+)
+"""The same of models whose layers slide, or have sinks."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What a model's layers attend over. k, v: their formats. page_size: in tokens. dtype: of queries."""
+
+    k: str
+    v: str
+    page_size: int = PAGE_SIZE
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def formats(self) -> Formats:
+        return Formats(format_of(self.k), format_of(self.v))
+
+
+CACHES = (
+    *(Caches(*names) for names in KV_FORMATS),
+    *(Caches(*names, page_size) for names in COMMON for page_size in (16, 32, 128)),  # as --block-size says
+    *(Caches(*names, dtype=torch.float16) for names in COMMON),  # as many AWQ checkpoints say
 )
 
 
@@ -94,8 +126,15 @@ LAYERS = (
     *(Layers.of(5120, 17408, 7168, 5120, ranks) for ranks in (1, 2)),  # Qwen3 14B
     *(Layers.of(5120, 25600, 10240, 8192, ranks) for ranks in (1, 2)),  # Qwen3 32B
 )
-WEIGHTS = ((4, 128), (8, 128))
-"""Bits, and numbers that share a scale."""
+WEIGHTS = (
+    (integers(4, 128), "bf16"),
+    (integers(8, 128), "bf16"),
+    *((integers(4, 128, True), dtype) for dtype in ("bf16", "fp16")),  # AWQ
+    (integers(4, 128), "fp16"),
+)
+"""Formats and dtypes of activations."""
+EXPERT_WEIGHTS = (integers(4, 128), integers(8, 128), integers(4, 128, True))
+"""Of experts, with bf16 activations."""
 
 
 @dataclass(frozen=True)
@@ -174,20 +213,16 @@ Part = Callable[[], list[KernelSpec]]
 
 
 def _attention() -> Iterator[Part]:
-    for heads, names in itertools.product(dict.fromkeys(HEADS), KV_FORMATS):
-        yield functools.partial(_attention_specs_of, heads, *names)
+    for heads, caches in itertools.product(dict.fromkeys(HEADS), CACHES):
+        yield functools.partial(attention_specs, heads, caches, DRAFTED)
+    for heads, names in itertools.product(WINDOWED, COMMON):
+        yield functools.partial(attention_specs, heads, Caches(*names), DRAFTED)
 
 
-def _attention_specs_of(heads: Heads, k: str, v: str) -> list[KernelSpec]:
-    return attention_specs(heads, Formats(format_of(k), format_of(v)), DRAFTED)
-
-
-def attention_specs(
-    heads: Heads, formats: Formats, drafted: int, batches: tuple[int, ...] = DECODED
-) -> list[KernelSpec]:
-    """The kernels of a model's attention, with bf16 queries."""
+def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[int, ...] = DECODED) -> list[KernelSpec]:
+    """The kernels of a model's attention."""
     layer = SimpleNamespace(
-        formats=formats,
+        formats=caches.formats,
         head_size=heads.head_size,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
@@ -196,14 +231,14 @@ def attention_specs(
         sinks=heads.sinks or None,
         transform=None,
     )
-    decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, PAGE_SIZE, torch.bfloat16)
+    decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, caches.page_size, caches.dtype)
     return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
 
 
 def _linear() -> Iterator[Part]:
     shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
-    for (n, k), (bits, group_size) in itertools.product(shapes, WEIGHTS):
-        yield functools.partial(linear_specs, LinearProblem(1, n, k, k, integers(bits, group_size), "bf16"))
+    for (n, k), (form, dtype) in itertools.product(shapes, WEIGHTS):
+        yield functools.partial(linear_specs, LinearProblem(1, n, k, k, form, dtype))
 
 
 def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
@@ -213,18 +248,18 @@ def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
 
 
 def _experts() -> Iterator[Part]:
-    for experts, weights in itertools.product(EXPERTS, WEIGHTS):
-        yield functools.partial(_experts_specs_of, experts, *weights)
+    for experts, form in itertools.product(EXPERTS, EXPERT_WEIGHTS):
+        yield functools.partial(_experts_specs_of, experts, form)
 
 
-def _experts_specs_of(experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
+def _experts_specs_of(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
     with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms)):
-        return experts_specs(experts, bits, group_size)
+        return experts_specs(experts, form)
 
 
-def experts_specs(experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
+def experts_specs(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
     """The kernels of a layer of experts, with bf16 activations, on the GPU that is there."""
-    form, hidden, middle = integers(bits, group_size), experts.hidden, experts.middle
+    hidden, middle = experts.hidden, experts.middle
     gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
     down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)
     tokens = expert_kernels.tokens_of(prepare.RowCounts(CAPTURED, MOST_TOKENS).all(), MAX_TOKENS)
