@@ -15,7 +15,7 @@ from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_experts, is_moe_block
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
-from cute_kernels.gemm.quantize import chosen_format
+from cute_kernels.gemm.quantize import DTYPES, chosen_format
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import compiled_from, is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
@@ -77,10 +77,12 @@ def quantize_model(
         raise TypeError(f"skip: got {skip!r}, want a sequence of names")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
-    chosen_format(bits, group_size, zero_point, dtype, format)
+    form = chosen_format(bits, group_size, zero_point, dtype, format)
     check_flag("batch_invariant", batch_invariant)
     device = device_of(device)
     found = survey(model, skip)
+    if dtype is None:
+        _check_activations(found.places, form)
     done: list[ReportedLayer] = []
     total = len(found.places)
     while found.places:
@@ -111,11 +113,22 @@ def quantize_model(
 
 
 def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | QuantizedRoutedExperts) -> ReportedLayer:
-    kind = type(swapped).__name__
     if isinstance(layer, QuantizedLinear):
-        return ReportedLayer(name, kind, weight_bytes(swapped), layer.weight.nbytes)
-    packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
-    return ReportedLayer(name, kind, weight_bytes(getattr(swapped, "experts", swapped)), packed)
+        form, before, packed = layer.weight_format, weight_bytes(swapped), layer.weight.nbytes
+    else:
+        form, before = layer.down.weight_format, weight_bytes(getattr(swapped, "experts", swapped))
+        packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
+    note = f"{form.title}, 16-bit products"
+    return ReportedLayer(name, type(swapped).__name__, before, packed, note=note)
+
+
+def _check_activations(places: dict[nn.Module, list[str]], form: WeightFormat) -> None:
+    """Raises TypeError, naming a layer, where weights in 16 bits say that inputs are of a dtype that is not served."""
+    for module, names in places.items():
+        for parameter in module.parameters():
+            if DTYPES.get(parameter.dtype, form.dtypes[0]) not in form.dtypes:
+                wanted = " or ".join(form.dtypes)
+                raise TypeError(f"{names[0]}: got weights in {parameter.dtype}, want {wanted} for {form.title}")
 
 
 def _tell(model: torch.nn.Module, report: QuantizationReport) -> None:

@@ -230,6 +230,27 @@ def test_a_report_counts_bytes_and_names_each_layer_once():
     assert report.warning is None and report.summary.startswith(f"quantised {len(report.quantized)} layers")
 
 
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [("mxfp4", "MXFP4"), ("fp8", "FP8 by rows"), ("w4g32z", "INT4 in groups of 32 with zero points")],
+)
+def test_a_report_says_the_format_and_the_products_of_each_layer(form, said):
+    model = blocks.mixtral_model()
+    quantize_model(model, format=form)
+    found = {layer.note for layer in model.quantization_report.quantized}
+    assert found == {f"{said}, 16-bit products"}
+    assert f"Linear: {said}, 16-bit products" in str(model.quantization_report)
+
+
+def test_a_model_whose_activations_a_format_does_not_take_is_refused_whole():
+    model: Any = nn.Sequential(nn.Linear(64, 64).half())
+    with pytest.raises(TypeError, match=r"^0: got weights in torch.float16, want bf16 for MXFP4"):
+        quantize_model(model, format="mxfp4")
+    assert isinstance(model[0], nn.Linear)
+    quantize_model(model, format="fp8")
+    assert model[0](torch.ones(1, 64).half()).dtype == torch.float16
+
+
 def test_nothing_to_quantise_is_warned_of():
     with pytest.warns(UserWarning, match="nothing is quantised: it has no layers with weights"):
         quantize_model(nn.Sequential(nn.ReLU()))

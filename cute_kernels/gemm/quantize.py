@@ -61,7 +61,8 @@ def quantize_weight(
         zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
         dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
         device: where the result is put, default w's.
-        format: a weight format, or its key, instead of bits, group_size and zero_point, which are then not given.
+        format: a weight format, its name ("mxfp4", "nvfp4", "fp8", "fp8_block", "mxfp8") or its key, instead of bits,
+            group_size and zero_point, which are then not given.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or a group wants a scale that there is none of (2**27 in

@@ -473,6 +473,8 @@ def test_the_output_layer_has_a_format_of_its_own(name, weights):
         ("llama", {"kv_format": "int8_head"}, ValueError, "which wants scales beside the cache"),
         ("llama", {"kv_format": ("int4_channel32", "int4_g4")}, ValueError, "kv_format: got 'int4_channel32', whose"),
         ("llama", {"weights": "int4"}, ValueError, "weights: got 'int4', want one such as 'w4g128'"),
+        ("llama", {"weights": "mxpf4"}, ValueError, "weights: got 'mxpf4', .*did you mean mxfp4"),
+        ("llama", {"weights": 4}, TypeError, "weights: got int, want a str such as 'w4g128' or 'mxfp4'"),
     ],
 )
 def test_what_cannot_be_accelerated_is_refused_and_left_alone(name, options, error, message):

@@ -20,6 +20,7 @@ import torch
 
 from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import (
+    FP8,
     MXFP4,
     NVFP4,
     IntegerFormat,
@@ -49,7 +50,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 FORMATS = registered_formats()
 # One of each kind for what takes long: tests/linear goes through all integers.
 SMALL = [form for form in FORMATS if form.group_size in (16, 32)]
-KINDS = list({(type(form), form.bits, form.has_zeros): form for form in SMALL}.values())
+KINDS = [*{(type(form), form.bits, form.has_zeros): form for form in SMALL}.values(), FP8]
 every_format = pytest.mark.parametrize("form", FORMATS, ids=str)
 every_kind = pytest.mark.parametrize("form", KINDS, ids=str)
 decoded = pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_there_is_one_object_of_a_format(form):
 
 
 def test_what_is_no_format_is_refused_by_name():
-    with pytest.raises(ValueError, match="^format: got 'w5_g32', want one of .*w4_gchannel"):
+    with pytest.raises(ValueError, match="^format: got 'w5_g32', want one such as 'w4g128'.*mxfp4.* did you mean"):
         format_of("w5_g32")
     for arguments, message in (((5, 32), "bits: got 5, want 4 or 8"), ((4, 48), "group_size: got 48, want one of 32")):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 named(
-    int4=integers(4),
-    int8=integers(8),
     mxfp4=MXFP4,
     nvfp4=NVFP4,
     fp8=FP8,

@@ -91,6 +91,11 @@ class WeightFormat(ABC):
         """What scales are, such as "g128"."""
         return f"g{self.group_size or 'channel'}"
 
+    @property
+    def title(self) -> str:
+        """What reports call it."""
+        return self.key
+
     def symbol_name(self, dtype: str) -> str:
         """The format and the activations' dtype in names of kernels."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
@@ -247,6 +252,7 @@ def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.
 
 
 _FORMATS: dict[str, WeightFormat] = {}
+_SHORT: dict[str, WeightFormat] = {}  # by keys without underscores
 _NAMES: dict[str, WeightFormat] = {}
 
 
@@ -258,6 +264,7 @@ def register(weight_format: Format) -> Format:
     """
     if _FORMATS.setdefault(weight_format.key, weight_format) is not weight_format:
         raise ValueError(f"{weight_format.key}: got another format of that name, want one object per format")
+    _SHORT[weight_format.key.replace("_", "")] = weight_format
     return weight_format
 
 
@@ -266,17 +273,19 @@ def registered_formats() -> tuple[WeightFormat, ...]:
     return tuple(_FORMATS.values())
 
 
-def weight_format(key: str) -> WeightFormat:
-    """The format of a key, or of a name as `named` has them.
+def weight_format(key: str, argument: str = "format") -> WeightFormat:
+    """The format of a key, with or without its underscore, or of a name that `named` gave it.
 
     Raises:
-        ValueError: there is none; the message has the nearest ones.
+        ValueError: there is none; the message names the argument, and what is near.
     """
-    found = _FORMATS.get(key) or _NAMES.get(key)
+    found = _FORMATS.get(key) or _NAMES.get(key) or _SHORT.get(key)
     if found is None:
-        near = get_close_matches(key, (*_NAMES, *_FORMATS), n=3)
-        wanted = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"format: got {key!r}, want one of {', '.join((*_NAMES, *_FORMATS))}{wanted}")
+        near = " or ".join(get_close_matches(key, (*_NAMES, *_SHORT, *_FORMATS), n=2))
+        raise ValueError(
+            f"{argument}: got {key!r}, want one such as 'w4g128', 'w8gchannel' or 'w4g64z', or {', '.join(_NAMES)}"
+            + (f"; did you mean {near}?" if near else "")
+        )
     return found
 
 

@@ -79,6 +79,10 @@ class MxFp4(PowerScales, Fp4Format):
     """Powers of two for every 32 inputs."""
 
     @property
+    def title(self) -> str:
+        return "MXFP4"
+
+    @property
     def scales_name(self) -> str:
         return "g32e8m0"
 
@@ -97,6 +101,10 @@ class NvFp4(Fp4Format):
     @property
     def scales_name(self) -> str:
         return "g16e4m3"
+
+    @property
+    def title(self) -> str:
+        return "NVFP4"
 
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
         return scales.view(torch.float8_e4m3fn).double()

@@ -52,6 +52,10 @@ class Fp8Format(WeightFormat):
     def codes_name(self) -> str:
         return "e4m3"
 
+    @property
+    def title(self) -> str:
+        return f"FP8 in groups of {self.group_size}" if self.group_size else "FP8 by rows"
+
     @abstractmethod
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
         """What stored scales say, fp64."""
@@ -125,6 +129,10 @@ class PowerFp8(PowerScales, Fp8Format):
     @property
     def scales_name(self) -> str:
         return f"{super().scales_name}e8m0"
+
+    @property
+    def title(self) -> str:
+        return "MXFP8" if self.group_size == 32 else f"{super().title} (E8M0)"
 
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.where(scales == E8M0_NAN, torch.nan, super().numbers_of(scales))

@@ -32,6 +32,11 @@ class IntegerFormat(WeightFormat):
         return f"g{self.group_size or 'channel'}{'z' if self.has_zeros else ''}"
 
     @property
+    def title(self) -> str:
+        where = f"in groups of {self.group_size}" if self.group_size else "by rows"
+        return f"INT{self.bits} {where}{' with zero points' if self.has_zeros else ''}"
+
+    @property
     def label(self) -> str:
         return f"{self.bits}-bit"
 

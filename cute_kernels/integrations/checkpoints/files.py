@@ -161,7 +161,7 @@ class Filling:
             self._take(name, layer)
             declared = declared_activations(config_of(config, name))
             self._notes[self._modules[self.places[name].module]] = (
-                f"{layer.weight_format.label}, 16-bit products"
+                f"{layer.weight_format.title}, 16-bit products"
                 f"{f', declared {declared} activations' if declared else ''}"
             )
             if progress is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -18,7 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from cute_kernels import arguments
 from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
+from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
@@ -55,7 +56,6 @@ from cute_kernels.models import quantize_model
 
 _LOG = logging.getLogger(__name__)
 _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_WEIGHTS = re.compile(r"w(4|8)g(32|64|128|256|channel)(z?)")
 _STATE = "_cute_kernels"
 _DEFAULT_CACHES = (None, "dynamic", "hybrid")
 """``cache_implementation`` of calls that ask for none; transformers takes "hybrid", Gemma 2 and 3 say so, for None."""
@@ -117,8 +117,9 @@ def accelerate(
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or what torch.compile
             made of one.
         kv_format: of the cache, as `DecodeCache` takes it; None leaves caches to transformers.
-        weights: of the Linear layers and experts: "w4g128", "w8g128", "w4g64z" ...: bits, group size ("gchannel": one
-            scale per row), z for zero points. None leaves them as they are.
+        weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
+            "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
+            them as they are.
         skip: layers that stay as they are, as `quantize_model` takes them.
         output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
             ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
@@ -145,8 +146,10 @@ def accelerate(
         scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, kv_transform)
         _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
-    quantisation = None if weights is None else _weight_options("weights", weights)
-    output = None if output_layer is None else (_output_name(model), _weight_options("output_layer", output_layer))
+    quantisation = None if weights is None else _weight_options("weights", weights, model)
+    output = None
+    if output_layer is not None:
+        output = _output_name(model), _weight_options("output_layer", output_layer, model)
     before = config._attn_implementation
     cuda_graphs = cuda_graphs and not arguments.DEBUG  # whose checks wait for the device, which no recording does
     register()
@@ -434,13 +437,15 @@ def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> st
     return layer.weight_format.key
 
 
-def _weight_options(argument: str, weights: object) -> dict[str, Any]:
-    """What "w4g128" says, as `quantize_model` takes it."""
-    match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
-    if match is None:
-        raise ValueError(f"{argument}: got {weights!r}, want one such as 'w4g128', 'w8gchannel' or 'w4g64z'")
-    size = None if match[2] == "channel" else int(match[2])
-    return {"bits": int(match[1]), "group_size": size, "zero_point": bool(match[3])}
+def _weight_options(argument: str, weights: object, model: nn.Module) -> dict[str, Any]:
+    """What "w4g128" or "mxfp4" says, as `quantize_model` takes it."""
+    if not isinstance(weights, str):
+        raise TypeError(f"{argument}: got {type(weights).__name__}, want a str such as 'w4g128' or 'mxfp4', or None")
+    form = weight_format(weights, argument)
+    dtype = cast("PreTrainedModel", model).dtype
+    if DTYPES.get(dtype, form.dtypes[0]) not in form.dtypes:
+        raise TypeError(f"{argument}: got {weights!r} for a model in {dtype}, want {' or '.join(form.dtypes)} for it")
+    return {"format": form}
 
 
 def _named(kv_format: object) -> str:
