@@ -294,9 +294,7 @@ def test_a_layer_of_a_format_that_is_not_read_is_refused_not_passed_over(tmp_pat
 def test_layers_of_bytes_of_another_method_are_refused_by_name(tmp_path, dtype, wanted):
     foreign = {"weight": torch.zeros(4, 4).to(dtype), "weight_scale": torch.ones(4, 1)}
     tensors = prefixed({NAMES[0]: goldens.awq(golden_layers()[NAMES[0]]), "model.other": foreign})
-    with pytest.raises(
-        ValueError, match=f"^quant_method: got 'awq', want one of {wanted} .* such as model.other"
-    ):
+    with pytest.raises(ValueError, match=f"^quant_method: got 'awq', want one of {wanted} .* such as model.other"):
         load_safetensors(write(tmp_path, tensors, WRITERS["awq"][1]))
 
 
