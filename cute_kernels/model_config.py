@@ -5,6 +5,7 @@ It lists the form of each layer, so that a skeleton of the model can be given la
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -82,24 +83,28 @@ def record_layers(model: Any) -> str | None:
 
 
 def keep_vocabulary(model: Any) -> None:
-    """Has a transformers model whose output layer is quantised refuse another number of tokens before anything has
-    changed: its own code would change the embedding first, and then fail."""
+    """Lets a transformers model whose output layer is quantised be given another number of tokens: its own code takes
+    a dense layer alone, and finds that out when the embedding has been changed."""
     if hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), QuantizedLinear):
         model.resize_token_embeddings = partial(_resized, model)
 
 
-def _resized(model: Any, new_num_tokens: int | None = None, *args: object, **kwargs: object) -> Any:
-    """As a model's own ``resize_token_embeddings``, for as many tokens as there are."""
-    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(output, QuantizedLinear):
-        return type(model).resize_token_embeddings(model, new_num_tokens, *args, **kwargs)
-    tokens = output.out_features
-    if new_num_tokens not in (None, tokens) or any(args) or kwargs.get("pad_to_multiple_of"):
-        raise ValueError(
-            f"resize_token_embeddings: got {new_num_tokens} of {type(model).__name__}, whose output is quantised, "
-            f"want {tokens}, as there are: resize the model before it is quantised"
-        )
-    return embeddings
+def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """As a model's own ``resize_token_embeddings``; the output layer is one of 16 bits where the number changes."""
+    output = model.get_output_embeddings()
+    if isinstance(output, QuantizedLinear):
+        if new_num_tokens in (None, output.out_features) and not any(args) and not kwargs.get("pad_to_multiple_of"):
+            return model.get_input_embeddings()
+        with torch.device("meta"):
+            dense = nn.Linear(output.in_features, output.out_features, bias=output.bias is not None)
+        dense.weight = nn.Parameter(output.dequantize())
+        if output.bias is not None:
+            dense.bias = nn.Parameter(output.bias)
+        model.set_output_embeddings(dense)
+        record_layers(model)
+        text = "the output layer was quantised and is of 16 bits now: quantise it again (accelerate's output_layer)"
+        warnings.warn(f"resize_token_embeddings, {type(model).__name__}: {text}", UserWarning, stacklevel=2)
+    return type(model).resize_token_embeddings(model, new_num_tokens, *args, **kwargs)
 
 
 def untie_quantised(model: nn.Module) -> Mapping[str, str]:

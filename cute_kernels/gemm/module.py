@@ -147,15 +147,19 @@ class QuantizedLinear(OfFormat, nn.Module):
             return y
         return _add_shifts(y, prepare_input(x, *inputs), shifts, self.group_size or self.in_features).to(x.dtype)
 
-    def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
-        """Of x, by the weight in 16 bits, unpacked anew each time."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [N, K] of y = x W^T + bias in ``dtype``, default that of x: shifts and input scales are in it."""
         tensors, k = (self.codes, self.scales, self.zeros, self.perm), self.in_features
-        w = dense_weight(*tensors, self.weight_format.key, list(self.shape), of_y.dtype)
+        dtype = dtype or self.weight_format.activation_dtype(self.scales.dtype)
+        w = dense_weight(*tensors, self.weight_format.key, list(self.shape), dtype)
         if self.shifts is not None:
             order = torch.arange(k, device=w.device) if self.perm is None else self.perm.long()
             w = w.float().index_add(1, order, self.shifts.repeat_interleave(self.group_size or k, dim=1)[:, :k])
-        of_x = of_y @ w.to(of_y.dtype)
-        return (of_x if self.input_scale is None else of_x * self.input_scale,)
+        return (w if self.input_scale is None else w * self.input_scale).to(dtype)
+
+    def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
+        """Of x, by the weight in 16 bits, unpacked anew each time."""
+        return (of_y @ self.dequantize(of_y.dtype),)
 
     def extra_repr(self) -> str:
         has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]

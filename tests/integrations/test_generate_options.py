@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import cute_kernels.integrations.transformers as ck
-from cute_kernels import arguments, quantize_model
+from cute_kernels import QuantizedLinear, arguments, quantize_model
+from cute_kernels.integrations.checkpoints import load_model
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from tests.integrations.llamas import small_llama
 
@@ -164,19 +165,26 @@ def test_steps_are_not_recorded_while_every_call_is_checked():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_another_vocabulary_beside_a_quantised_output_layer_is_refused_before_anything_has_changed(tied):
+@pytest.mark.parametrize("count", [(72,), (60,), (None, 128)], ids=["more", "fewer", "multiple"])
+def test_another_vocabulary_beside_a_quantised_output_layer(tmp_path, tied, count):
     model: Any = small_llama(**SMALL, tie_word_embeddings=tied)
-    ck.accelerate(model, kv_format=None, output_layer="w8g32")
+    ck.accelerate(model, kv_format=None, weights="w8g32", output_layer="w8g32")
     with torch.no_grad():
         before = model(IDS).logits
     assert model.resize_token_embeddings() is model.resize_token_embeddings(64) is model.get_input_embeddings()
-    for wrong in ((72,), (None, 128)):
-        with pytest.raises(
-            ValueError, match="^resize_token_embeddings: got .* want 64, as there are: resize the model"
-        ):
-            model.resize_token_embeddings(*wrong)
+    assert isinstance(model.lm_head, QuantizedLinear)
+    other = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="the output layer was quantised and is of 16 bits now"):
+        model.resize_token_embeddings(*count)
+    tokens = count[-1]
+    assert (
+        tokens == model.config.vocab_size == model.lm_head.out_features == model.get_input_embeddings().num_embeddings
+    )
     with torch.no_grad():
-        assert torch.equal(model(IDS).logits, before) and torch.equal(copy.deepcopy(model)(IDS).logits, before)
-    other = small_llama(**SMALL)
-    quantize_model(other, bits=4, group_size=32)  # but for the output layer
-    assert other.resize_token_embeddings(72).weight.shape[0] == 72 == other.lm_head.out_features
+        found = model(IDS).logits
+        assert torch.equal(other(IDS).logits, before) and isinstance(other.lm_head, QuantizedLinear)
+    shared = min(tokens, 64)
+    assert (found[..., :shared] - before[..., :shared]).norm() <= 0.02 * before[..., :shared].norm()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert (load_model(tmp_path)(IDS).logits - found).norm() <= 0.02 * found.norm()

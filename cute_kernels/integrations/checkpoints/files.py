@@ -178,10 +178,8 @@ class Filling:
             self._check_shape(name, layer.shape, shape[::-1] if is_conv1d(module) else shape)
             if place.packed:
                 self._made[module] = layer.train(module.training)
-            elif layer.input_scale is not None or layer.shifts is not None:
-                raise ValueError(f"{name}: got input scales or shifts of {type(module).__name__}, want a weight alone")
             else:
-                self._unpacked[module] = {"weight": layer.weight.dequantize(), "bias": layer.bias}
+                self._unpacked[module] = {"weight": layer.dequantize(), "bias": layer.bias}
             return
         count, hidden, inner = self._sizes[place.module]
         if isinstance(layer, QuantizedExperts):
