@@ -26,7 +26,7 @@ class Requests:
     """What a launch knows of its requests; run-time values.
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
-    request's end are seen by its queries (:meth:`.score_terms.ScoreTerms.reach`); None for all of them. parts: CTAs of
+    request's end are seen by its queries (:meth:`.terms.ScoreTerms.reach`); None for all of them. parts: CTAs of
     a row. more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares:
     parts of about equal size that all requests together are cut into where lengths differ.
     """

@@ -220,7 +220,7 @@ class AttentionCall:
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
         v_rotation, v_factor: what the kernel has to undo of V's transform (the reference does not look at it).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
-        terms: names of the registered options (:mod:`.score_options`) that it has.
+        terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that it has.
         score_tensors: their tensors, by name.
         tail: of keys in blocks, None for others.
         num_splits: as given.

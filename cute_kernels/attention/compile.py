@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cute_kernels.attention.arguments import MERGE, arguments_of
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
+from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
@@ -22,7 +23,6 @@ from cute_kernels.attention.extend.schedule import (
     queries_to_unpack_for,
 )
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, load_code, modules_of
@@ -179,7 +179,7 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.attention.extend.unpack import UnpackKernel
+    from cute_kernels.attention.loads.unpack import UnpackKernel
 
     check_config(config)
     dtype = _element_type(config.dtype)
@@ -205,7 +205,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.attention.extend.combine import CombineKernel
+    from cute_kernels.attention.combine.splits import CombineKernel
 
     check_config(config)
     out = _dense(_element_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
@@ -221,7 +221,7 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
+    from cute_kernels.attention.combine.states_kernel import MergeStatesKernel
 
     check_config(config)
     rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))

@@ -11,7 +11,7 @@ from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import CallOptions, options_of, with_score_options
 from cute_kernels.attention.checks import MAX_SPLITS
-from cute_kernels.attention.extend.tree import attend_to_trees
+from cute_kernels.attention.mainloops.tree import attend_to_trees
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_pair

@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Producer warps keep a ring of K and V tiles full (:mod:`.filler`, :mod:`.copies`); every consumer warp waits for a tile,
-takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
-registers (:mod:`.mainloop`); what the bytes of K and of V mean
-is known to its two :mod:`.readers` alone, what a score becomes before the softmax to :mod:`.logits`. Consumer warps do
-not wait for each other in the loop but for the tile in which the request ends. At the end they merge in shared memory,
-and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the output is bitwise reproducible.
+Producer warps keep a ring of K and V tiles full (:mod:`.loads.ring`, :mod:`.loads.copies`); every consumer warp waits
+for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
+output in registers (:mod:`.mainloops.warp`); what the bytes of K and of V mean is known to its two :mod:`.readers`
+alone, what a score becomes before the softmax to :mod:`.mainloops.logits`. Consumer warps do not wait for each other in
+the loop but for the tile in which the request ends. At the end they merge in shared memory, and the parts of a row
+through a workspace (:mod:`.combine.merge`), in a fixed order: the output is bitwise reproducible.
 
     warps                             what they do
     0 to num_warps - 1                consumers: a KV head, blocks of queries and a slice of every tile each
@@ -39,12 +39,12 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
+from cute_kernels.attention.combine.merge import Merger
 from cute_kernels.attention.config import PRODUCER_REGISTERS, DecodeConfig
-from cute_kernels.attention.copies import TileCopier
-from cute_kernels.attention.filler import RingFiller
-from cute_kernels.attention.logits import Logits
-from cute_kernels.attention.mainloop import WarpMainloop
-from cute_kernels.attention.merge import Merger
+from cute_kernels.attention.loads.copies import TileCopier
+from cute_kernels.attention.loads.ring import RingFiller
+from cute_kernels.attention.mainloops.logits import Logits
+from cute_kernels.attention.mainloops.warp import WarpMainloop
 from cute_kernels.attention.place import (
     RECIPROCAL_BITS,
     Cta,

@@ -13,8 +13,8 @@ import torch
 
 from cute_kernels.arguments import check_contiguous, check_tensors, shape_of
 from cute_kernels.attention.arguments import MERGE
+from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.copies import Tiles
+from cute_kernels.attention.loads.copies import Tiles
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.scores.terms import QueryColumn

@@ -53,7 +53,7 @@ def all_chunks(tile: SwizzledTile) -> range:
 @every_config
 def test_clearing_zeroes_every_row_behind_the_end_and_no_other(config: DecodeConfig):
     """What `TileCopier.clear_rows` runs over: in each part of the tile from `row_start` to the part's end."""
-    from cute_kernels.attention.copies import TileCopier
+    from cute_kernels.attention.loads.copies import TileCopier
 
     values = TileCopier(config).operands[1]
     size = config.tile_bytes[1]
@@ -73,7 +73,7 @@ def test_clearing_zeroes_every_row_behind_the_end_and_no_other(config: DecodeCon
 @every_config
 def test_barriers_count_the_arrivals_that_copies_make(config: DecodeConfig):
     """One arrival that announces bytes, if any are announced, and one of every thread that copies words."""
-    from cute_kernels.attention.copies import TileCopier
+    from cute_kernels.attention.loads.copies import TileCopier
 
     copier = TileCopier(config)
     announced = any(copy != "word" for copy in config.copies)
@@ -83,7 +83,7 @@ def test_barriers_count_the_arrivals_that_copies_make(config: DecodeConfig):
 
 @every_config
 def test_the_lanes_of_the_copying_warps_share_a_tile_in_parts_of_one_page(config: DecodeConfig):
-    from cute_kernels.attention.copies import TileCopier
+    from cute_kernels.attention.loads.copies import TileCopier
 
     copier = TileCopier(config)
     assert copier.lane_tokens * 32 >= config.tile_tokens
@@ -94,7 +94,7 @@ def test_the_lanes_of_the_copying_warps_share_a_tile_in_parts_of_one_page(config
 
 @every_config
 def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
-    from cute_kernels.attention.copies import TileCopier
+    from cute_kernels.attention.loads.copies import TileCopier
 
     bulk = TileCopier(config).bulk
     assert sum(len(operands) for _, operands in bulk) == config.copies.count("bulk")
@@ -108,7 +108,7 @@ def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_bytes: int):
     """The DSL's own layout of the shared memory that a tensor map fills, evaluated, for two heads and two stages."""
-    from cute_kernels.attention.copies import TensorMapOperand
+    from cute_kernels.attention.loads.copies import TensorMapOperand
 
     kv_format = {1: "e5m2", 2: "bf16"}[element_bytes]
     problem = DecodeProblem.uniform(1, 4096, 8, 1, head_dim, kv_format, "bf16")

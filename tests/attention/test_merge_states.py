@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import cute_kernels
 from cute_kernels.attention import merge_states
+from cute_kernels.attention.combine.states_config import MergeStatesConfig
 from cute_kernels.attention.compile import AttentionSpec, compile_merge_states, shipped_specs
-from cute_kernels.attention.merge_states_config import MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.resources import resource_report

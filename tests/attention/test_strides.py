@@ -55,7 +55,7 @@ def test_the_reference_does_not_look_between_rows(kv_format, page_size, cache_la
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "int8_token_head"])
 def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache_layout, dim):
     """`RowOperand.open` and `RowSource.address`, with Python's integers: the place of every token, by every CTA."""
-    from cute_kernels.attention import copies
+    from cute_kernels.attention.loads import copies
 
     run_on(PlainThread())
     dense = cases.make_call(
@@ -94,7 +94,7 @@ def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g2", "int4_g4", ("int4_g1", "int4_g4")])
 def test_maps_find_every_row(kv_format, head_dim, page_size, dim):
     """Of some of a token's heads, which begin within a vector where two of them are no whole vectors."""
-    from cute_kernels.attention import copies
+    from cute_kernels.attention.loads import copies
 
     dense = cases.make_call(
         kv_format, [32, 7], num_kv_heads=8, q_len=2, head_dim=head_dim, page_size=page_size, blank=True

@@ -18,9 +18,9 @@ from cute_kernels.attention.extend.call import make_call as check_call
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import check_alignment, problem_of
 from cute_kernels.attention.extend.policies import cannot_read
-from cute_kernels.attention.extend.queries import QueryLoader
-from cute_kernels.attention.extend.results import ResultWriter
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
+from cute_kernels.attention.mainloops.tile_queries import QueryLoader
+from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.kv import format_of
 from simulator import LANES, Float32, Int32, Int64, Uint32, Warp, running

@@ -13,14 +13,14 @@ from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend import powers
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.decode import RowRuns, TileWriter
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Source
 from cute_kernels.attention.extend.policies import SLAB_COLUMNS
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
-from cute_kernels.attention.extend.softmax import Softmax, TileScale
 from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.loads import powers
+from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
+from cute_kernels.attention.loads.rows import RowRuns, TileWriter
+from cute_kernels.attention.mainloops.tile_softmax import Softmax, TileScale
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_pair

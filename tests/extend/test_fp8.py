@@ -15,11 +15,12 @@ from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.compile import CAUSAL_PAGES
-from cute_kernels.attention.extend import fp8, queries
+from cute_kernels.attention.extend import fp8
 from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
-from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_fp8
-from cute_kernels.attention.extend.softmax import Rows, Softmax
+from cute_kernels.attention.mainloops import tile_queries as queries
+from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader
+from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.wgmma_tiles import sum_place
 from simulator import LANES, Float32, Int32, Meanings, Uint32, Warp, running, stand_in

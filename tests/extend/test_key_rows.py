@@ -14,16 +14,16 @@ from cute_kernels.device.pipeline import PipelineState
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.key_rows import codes, multiply
-from cute_kernels.attention.extend.key_rows.codes import rows_of
-from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
-from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
-from cute_kernels.attention.extend.key_rows.queries import QueryWriter
-from cute_kernels.attention.extend.key_rows.results import sum_index
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Source
 from cute_kernels.attention.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
+from cute_kernels.attention.mainloops.key_rows import codes, multiply
+from cute_kernels.attention.mainloops.key_rows.codes import rows_of
+from cute_kernels.attention.mainloops.key_rows.copies import RawRowProducer
+from cute_kernels.attention.mainloops.key_rows.multiply import KeyRowsConsumer
+from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
+from cute_kernels.attention.mainloops.key_rows.results import sum_index
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_pair

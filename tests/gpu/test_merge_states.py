@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import merge_states
+from cute_kernels.attention.combine.states_config import MergeStatesConfig
 from cute_kernels.attention.compile import shipped_specs
 from cute_kernels.attention.merge_states import launch
-from cute_kernels.attention.merge_states_config import MergeStatesConfig
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.attention.states import State, fp64, random_states

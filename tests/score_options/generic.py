@@ -21,10 +21,10 @@ from cute_kernels.attention.extend import ops as extend_ops
 from cute_kernels.attention.extend.arguments import attention_arguments
 from cute_kernels.attention.extend.reference import extend_attention_reference
 from cute_kernels.attention.extend.schedule import ExtendProblem, choose
-from cute_kernels.attention.extend.softmax import Rows, Softmax
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.logits import Logits
-from cute_kernels.attention.mainloop import WarpMainloop, WarpState
+from cute_kernels.attention.mainloops.logits import Logits
+from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
+from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of

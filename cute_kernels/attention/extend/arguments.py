@@ -19,17 +19,17 @@ caller less than tensors:
     num_splits           parts that the keys of every work tile are cut into
     partials             fp32 [num_splits, total_q, num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of
                          log2 sums: with more than one split what `COMBINE` reads, and out and lse are left to it
-    tile_scales          of unpacked keys, as :class:`.unpack.UnpackTarget` has them
+    tile_scales          of unpacked keys, as :class:`.loads.unpack.UnpackTarget` has them
     num_ctas             that are launched, at most as many as there are work tiles
 
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
-num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.unpack.UnpackSizes` and
-:class:`.unpack.UnpackTarget` have them.
+num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.loads.unpack.UnpackSizes` and
+:class:`.loads.unpack.UnpackTarget` have them.
 
 Putting splits together (`COMBINE`): out, of which queries from ``cu_seqlens[-1]`` on are left alone; others as
-:class:`.combine.Parts` has them; num_splits at most 32.
+:class:`.combine.splits.Parts` has them; num_splits at most 32.
 """
 
 from __future__ import annotations

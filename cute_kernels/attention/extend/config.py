@@ -75,7 +75,7 @@ class ExtendConfig:
         merges: whether the result is merged with that of another launch over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
-            :mod:`.key_rows`.
+            :mod:`.mainloops.key_rows`.
         queries: how they lie.
     """
 

@@ -1,6 +1,7 @@
 """Decode attention's calls of several queries a request over codes, where all of them at once are faster.
 
-Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.key_rows` does it once for up to 72.
+Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` does it once for up to
+72.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
 
 Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
-(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.tma_tiles`)
-or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
-(:mod:`.multiply`).
+(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.loads.tma`)
+or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer warpgroups multiply
+(:mod:`.mainloops.tiles`).
 
     warps                    what they do
-    0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: other blocks of keys)
+    0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: 64 of a
+                             tile's tokens, or a KV head, each)
     8, then filling_warps    producers: the first draws work tiles as well; all fill tiles
     others                   nothing; they have given their registers away
 
@@ -36,15 +37,15 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.decode import RowProducer
-from cute_kernels.attention.extend.key_rows.copies import RawRowProducer
-from cute_kernels.attention.extend.key_rows.memory import KeyRowsMemory
-from cute_kernels.attention.extend.key_rows.multiply import KeyRowsConsumer
-from cute_kernels.attention.extend.memory import ExtendMemory, Rows, Source
-from cute_kernels.attention.extend.multiply import Consumer, Features, Operands
 from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
-from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
 from cute_kernels.attention.extend.work import END, ExtendSizes, Lengths, Work
+from cute_kernels.attention.loads.memory import ExtendMemory, Rows, Source
+from cute_kernels.attention.loads.rows import RowProducer
+from cute_kernels.attention.loads.tma import TmaTileProducer
+from cute_kernels.attention.mainloops.key_rows.copies import RawRowProducer
+from cute_kernels.attention.mainloops.key_rows.memory import KeyRowsMemory
+from cute_kernels.attention.mainloops.key_rows.multiply import KeyRowsConsumer
+from cute_kernels.attention.mainloops.tiles import Consumer, Features, Operands
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.pages import Pages

@@ -120,8 +120,8 @@ class CachedKeys:
     """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
     with 0, one request's tokens after the other.
 
-    mapped: for :mod:`.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie; without,
-    these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie;
+    without, these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
     """
 
     page_tokens: int = 0
@@ -138,7 +138,7 @@ class RaggedKeys:
 
 @dataclass(frozen=True)
 class Fp8Products:
-    """How E4M3 operands are multiplied, see :mod:`.two_level`.
+    """How E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
 
     behind: whether the values of a block are multiplied behind the next one's softmax, in accumulators beside its
     scores and the sums; else before its scores, whose registers they have.
@@ -233,8 +233,8 @@ class UnpackConfig:
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """K and V are what :mod:`.unpack` has made of a cache: rows of 16 bits, one request's after the other and head by
-    head, with zeros behind a request's last token up to the end of its tile.
+    """K and V are what :mod:`.loads.unpack` has made of a cache: rows of 16 bits, one request's after the other and
+    head by head, with zeros behind a request's last token up to the end of its tile.
 
     fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
     """

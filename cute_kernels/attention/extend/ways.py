@@ -140,7 +140,7 @@ class ExtendLaunch:
 
 @dataclass(frozen=True)
 class UnpackedLaunches:
-    """Of a :class:`.ways.Way`: the cache is unpacked before its rows are attended to.
+    """Of a :class:`Way`: the cache is unpacked before its rows are attended to.
 
     Attributes:
         send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it is.

@@ -1,6 +1,6 @@
 """What a CTA works on: 128 rows of queries of a request that share a KV head, one work tile after the other.
 
-A work tile's keys may be cut into splits, each another CTA's (:mod:`.combine` puts their results together).
+A work tile's keys may be cut into splits, each another CTA's (:mod:`.combine.splits` puts their results together).
 
 Queries are ragged: how many a request has is known on the device alone. A request b of which `cu` queries lie before it
 has its first work tile in slot ``cu * group / 128 + b``, rounded down: so slots are found by a search over requests,

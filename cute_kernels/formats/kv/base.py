@@ -58,7 +58,7 @@ class ExtendReader:
     """How extend attention's producer warps make fp16 tiles of a format's codes.
 
     Args:
-        words: place of the class that makes numbers of a word of codes, see `cute_kernels.attention.extend.decode`.
+        words: place of the class that makes numbers of a word of codes, see `cute_kernels.attention.loads.rows`.
         scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
             front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
             the numbers), or in "groups" (a word in front for each group, which goes into the numbers).

@@ -23,7 +23,7 @@ def _int4(num_groups: int) -> KvFormat:
         num_groups=num_groups,
         header_bytes=4 * num_groups,
         decode=DecodeReader(keys, values, "int4"),
-        extend=ExtendReader("cute_kernels.attention.extend.decode:Int4Words", "groups", "int4", INT4_UNIT),
+        extend=ExtendReader("cute_kernels.attention.loads.rows:Int4Words", "groups", "int4", INT4_UNIT),
     )
 
 

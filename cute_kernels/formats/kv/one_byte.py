@@ -42,7 +42,7 @@ def _bytes(codes: str, granularity: str | None = None, num_groups: int = 1) -> K
         code_max={"int8": Int8.code_max, "e4m3": Fp8E4M3.code_max}.get(codes),
         decode=DecodeReader(f"{of_rows}KeyByteReader", f"{of_rows}ValueByteReader"),
         extend=ExtendReader(
-            f"cute_kernels.attention.extend.decode:{_EXTEND_WORDS[codes]}",
+            f"cute_kernels.attention.loads.rows:{_EXTEND_WORDS[codes]}",
             _EXTEND_SCALES[granularity],
             "int4" if granularity == "group" else "bytes",
         ),

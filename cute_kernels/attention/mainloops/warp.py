@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.barriers import sync_consumers
+from cute_kernels.attention.combine.merge import Merger
 from cute_kernels.attention.config import CONSUMER_REGISTERS, DecodeConfig
-from cute_kernels.attention.copies import TileCopier
-from cute_kernels.attention.logits import Logits, LogitState
-from cute_kernels.attention.merge import Merger
+from cute_kernels.attention.loads.copies import TileCopier
+from cute_kernels.attention.mainloops.logits import Logits, LogitState
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers.common import State, query_vectors, store_vectors
 from cute_kernels.device import ptx

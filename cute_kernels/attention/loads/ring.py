@@ -6,7 +6,7 @@ from cutlass import Int32, const_expr
 
 from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.copies import TileCopier
+from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.device.pipeline import PipelineState, fence_init
 
 

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES
-from cute_kernels.attention.extend.powers import powers_in
+from cute_kernels.attention.loads.powers import powers_in
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.loads import load_word_below

@@ -20,12 +20,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
-from cute_kernels.attention.extend.key_rows.memory import release_if, store_matrix_x2, store_word_if
-from cute_kernels.attention.extend.key_rows.queries import QueryWriter
-from cute_kernels.attention.extend.key_rows.results import KeyRowsResults, sum_index
-from cute_kernels.attention.extend.memory import KEYS, VALUES
-from cute_kernels.attention.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
 from cute_kernels.attention.extend.policies import (
     GROUP_TOKENS,
     MMA_THREADS,
@@ -33,8 +27,14 @@ from cute_kernels.attention.extend.policies import (
     WARPGROUP_WARPS,
     has_head_scale,
 )
-from cute_kernels.attention.extend.queries import query_row
 from cute_kernels.attention.extend.work import END, Worker
+from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
+from cute_kernels.attention.mainloops.key_rows.memory import release_if, store_matrix_x2, store_word_if
+from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
+from cute_kernels.attention.mainloops.key_rows.results import KeyRowsResults, sum_index
+from cute_kernels.attention.mainloops.tile_queries import query_row
+from cute_kernels.attention.mainloops.tiles import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max

@@ -7,7 +7,7 @@ For FP8 products rows stay codes: K's as they are, V's with rows and columns exc
 
 A CTA takes a tile of one KV head, of K or of V; all of its UNPACK_WARPS warps do the same, and wait for each other at
 barrier 0 alone, where tiles have a scale. A warp asks for all of its rows of it at once, and decodes them when
-they are there (:mod:`.decode` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
+they are there (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
 decoding producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is
 rounded once, to fp16. So that any scale does, a tile has a power of 2 that its numbers are to be multiplied with
 (:mod:`.powers`), for which its warps tell each other their rows' greatest scale; attention gets it with the tile.
@@ -26,16 +26,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.extend import fp8
-from cute_kernels.attention.extend.decode import CodedRows
-from cute_kernels.attention.extend.memory import KEYS, VALUES, Rows, Source
 from cute_kernels.attention.extend.policies import (
     TILE_SCALE_BYTES,
     UNPACK_CTAS_PER_SM,
     UNPACK_WARPS,
     UnpackConfig,
 )
-from cute_kernels.attention.extend.powers import exponent_beside, power_of_2
 from cute_kernels.attention.extend.work import tokens_of
+from cute_kernels.attention.loads.memory import KEYS, VALUES, Rows, Source
+from cute_kernels.attention.loads.powers import exponent_beside, power_of_2
+from cute_kernels.attention.loads.rows import CodedRows
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
@@ -67,7 +67,7 @@ class UnpackSizes:
 
 @dataclass(frozen=True)
 class UnpackLengths:
-    """Addresses of int32, and prefix_only, as :class:`.work.Lengths` has them."""
+    """Addresses of int32, and prefix_only, as :class:`.extend.work.Lengths` has them."""
 
     cu_seqlens_q: Int64
     seq_lens: Int64
@@ -284,7 +284,7 @@ class UnpackKernel:
 
     def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
         """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address: K's as they are,
-        V's into rows that are columns of V, see :mod:`.fp8`. A lane's words are 4 columns of each row."""
+        V's into rows that are columns of V, see :mod:`.extend.fp8`. A lane's words are 4 columns of each row."""
         words = [held.words[k] for k in range(self.config.warp_rows)]
         if operand == KEYS:
             own = tile + Int64(first * self.row_bytes + 4 * lane)

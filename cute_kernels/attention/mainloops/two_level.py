@@ -5,7 +5,7 @@ block's accumulators begin at zero; what they hold is added to fp32 sums of the 
 way by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums
 of probabilities, as they were rounded: weights add up to 1.
 
-Either the values of a block are multiplied behind the next one's softmax, as in :mod:`.multiply`, which takes 212
+Either the values of a block are multiplied behind the next one's softmax, as in :mod:`.tiles`, which takes 212
 accumulators a thread; or before its scores, which takes 132 and leaves it to the other warpgroup to keep the tensor
 cores busy meanwhile.
 """
@@ -18,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.memory import KEYS, VALUES
-from cute_kernels.attention.extend.products import Fp8Products
+from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.mainloops.products import Fp8Products
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.softmax import row_of
 

@@ -2,7 +2,7 @@
 
 A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. So scales from
 2**-50 to 2**40 keep 11 bits beside the greatest as long as they are not more than 2**29 times smaller where the product
-is rounded (:mod:`.unpack`), 2**19 times where the scale is, too (:mod:`.decode`); smaller ones are rounded to multiples
+is rounded (:mod:`.unpack`), 2**19 times where the scale is, too (:mod:`.rows`); smaller ones are rounded to multiples
 of 2**-30 of the greatest. Greater ones become infinite.
 """
 

@@ -19,10 +19,10 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.decode import Places, RowRuns
-from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, ByteRows, rows_of
-from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import GROUP_TOKENS, MMA_WARPGROUPS
+from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.loads.rows import Places, RowRuns
+from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, ByteRows, rows_of
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import PipelineState

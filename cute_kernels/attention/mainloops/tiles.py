@@ -18,7 +18,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import (
     MMA_THREADS,
     WARPGROUP_ROWS,
@@ -26,12 +25,13 @@ from cute_kernels.attention.extend.policies import (
     WORK_BYTES,
     has_head_scale,
 )
-from cute_kernels.attention.extend.products import Fp8Products, HalfProducts
-from cute_kernels.attention.extend.queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
-from cute_kernels.attention.extend.results import ResultWriter
-from cute_kernels.attention.extend.softmax import Rows, Softmax
-from cute_kernels.attention.extend.two_level import TwoLevelSums
 from cute_kernels.attention.extend.work import END, Work, Worker
+from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
+from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
+from cute_kernels.attention.mainloops.tile_results import ResultWriter
+from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
+from cute_kernels.attention.mainloops.two_level import TwoLevelSums
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.loads import load_float

@@ -22,7 +22,6 @@ from cutlass import Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.attention.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
 from cute_kernels.attention.extend.policies import (
     GROUP_TOKENS,
     HEADED_ROW_BYTES,
@@ -30,6 +29,7 @@ from cute_kernels.attention.extend.policies import (
     PAIRED_ROW_BYTES,
     SCALED_ROW_BYTES,
 )
+from cute_kernels.attention.loads.rows import MAGIC_BYTES, MINUS_1152, SIGN_BITS
 from cute_kernels.device import ptx
 from cute_kernels.formats.kv import KvFormat
 

@@ -25,10 +25,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.memory import KEYS, VALUES
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
-from cute_kernels.attention.extend.powers import exponent_beside, power_of_2, word_of
-from cute_kernels.attention.extend.tma_tiles import TmaTileProducer
+from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.loads.powers import exponent_beside, power_of_2, word_of
+from cute_kernels.attention.loads.tma import TmaTileProducer
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
@@ -338,7 +338,7 @@ class TileWriter:
 class RowProducer:
     """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
 
-    Where K or V is of 16 bits, the first warp of its half asks for tiles as in :mod:`.tma_tiles`. Consumers want V's
+    Where K or V is of 16 bits, the first warp of its half asks for tiles as in :mod:`.tma`. Consumers want V's
     powers of 2 with K's tile: where V's rows have scales and K is not decoded, all of K's warps look at them, each at
     those of the rows that one of V's warps decodes.
     """

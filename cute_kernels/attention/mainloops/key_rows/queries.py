@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.elements import of_name
-from cute_kernels.attention.extend.key_rows.codes import CHUNK_BYTES, rows_of
-from cute_kernels.attention.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
-from cute_kernels.attention.extend.queries import TOP_EXPONENTS, QueryRows
+from cute_kernels.attention.loads.elements import of_name
+from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS, QueryRows
+from cute_kernels.attention.mainloops.tiles import FIRST_WARPGROUP, WARPGROUP_THREADS
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours

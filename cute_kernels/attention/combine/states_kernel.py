@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.merge_states_config import MergeStatesConfig
+from cute_kernels.attention.combine.states_config import MergeStatesConfig
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
 

@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.elements import of_name
 from cute_kernels.attention.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
-from cute_kernels.attention.extend.queries import WARP_ROWS, query_row
+from cute_kernels.attention.loads.elements import of_name
+from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, query_row
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum, transpose_quad
 from cute_kernels.device.loads import load_float
