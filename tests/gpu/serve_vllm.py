@@ -145,6 +145,8 @@ def start(scenario: Scenario, folder: Path) -> Any:
         "block_size": BLOCK,
     }
     arguments = {**usual, **scenario.engine}
+    if arguments.get("speculative_config", {}).get("method") == "draft_model":
+        arguments["speculative_config"] = {**arguments["speculative_config"], "model": str(folder)}
     return vllm.LLM(
         model=str(folder),
         skip_tokenizer_init=True,

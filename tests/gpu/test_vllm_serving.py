@@ -148,6 +148,7 @@ def own(served: Served) -> Difference:
         ("fp16-cut", "theirs", EXACT),
         ("speculation", "theirs", EXACT),
         ("speculation-20", "theirs", EXACT),
+        ("drafting", "theirs", EXACT),
         ("window", "window-theirs", EXACT),
         ("many", "many-theirs", EXACT),
         ("wide", "wide-theirs", EXACT),

@@ -118,6 +118,8 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 
 WIDE = 131072
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTING = {"method": "draft_model", "num_speculative_tokens": 3}
+"""By the served model itself, whose drafts are right: a graph of several steps from vLLM 0.30 on."""
 MANY_DRAFTED = {  # more than a kernel of decode attention takes
     "speculative_config": {**SPECULATION, "num_speculative_tokens": 20},
     "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [21 * count for count in (1, 2, 4, 8, 16, 32)]},
@@ -145,6 +147,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "fp16": Scenario(kv_format="fp16"),
         "fp16-cut": Scenario(kv_format="fp16", chunk=384),
         "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
+        "drafting": Scenario(kv_format="fp16", engine={"speculative_config": DRAFTING}),
         "speculation-20": Scenario(kv_format="fp16", chunk=1024, engine=MANY_DRAFTED),
         "theirs-compiled": Scenario(engine=COMPILED),
         "int8": Scenario("int8_per_token_head"),

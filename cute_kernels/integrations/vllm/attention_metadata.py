@@ -165,6 +165,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Makes a step's metadata; decoding steps of one shape are captured in CUDA graphs."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update: bool = True
+    """From 0.30 on vLLM captures all steps of a model that drafts in one graph if so."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Refuses what changes a step's metadata on the way here, as attention layers of a few models do.
@@ -231,6 +233,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
         within = bound is not None and int(bound.max()) <= self.max_model_len
         return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """A drafting step's metadata are views of vLLM's buffers, which have the next step's numbers by then."""
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """The requests from ``first`` on, in pieces."""

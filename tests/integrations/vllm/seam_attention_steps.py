@@ -140,6 +140,24 @@ def drafted_tokens_without_a_slot_are_not_stored() -> None:
 
 
 @check
+def metadata_of_drafting_steps_follow_vllms_buffers() -> None:
+    """A graph of several steps is captured with the metadata of the first."""
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    common = step([1, 1], [9, 40])
+    for caches in ({}, {"invariant": True}, {"drafts_on": 2}):
+        make = builder(**caches)
+        metadata = make.build(0, common)
+        if hasattr(AttentionMetadataBuilder, "supports_draft_decode_metadata_update"):
+            assert make.supports_draft_decode_metadata_update
+            make.update_draft_decode_metadata(metadata)
+        for part in (metadata, *metadata.pieces):
+            assert part.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+            assert part.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+        assert metadata.slot_mapping.data_ptr() == common.slot_mapping.data_ptr()
+
+
+@check
 def prompts_that_go_on_are_one_launch() -> None:
     """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
     from cute_kernels.integrations.vllm import attention_metadata
