@@ -1,6 +1,7 @@
-"""Every registered weight format that is no plain integer, on the GPU: each kernel that serves it against fp64.
+"""Weight formats that are no plain integers, on the GPU: each kernel that serves them against fp64.
 
-A format has these tests by being registered; `tests.weight_formats.codebook` is one from a file of its own.
+One of each kind is taken; a format from elsewhere has these tests by being registered, as
+`tests.weight_formats.codebook` is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
-from cute_kernels.formats.weights import IntegerFormat, WeightFormat, registered_formats
+from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP8, WeightFormat, registered_formats, weight_format
+from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.problem import LinearProblem
@@ -30,12 +32,12 @@ CUDA = "cuda"
 N, K = 200, 520  # tails of both
 ROWS = (1, 5, 16, 64, 300)
 EXPERTS, PLACES = 4, (6, 900)
-FORMATS = [form for form in registered_formats() if not isinstance(form, IntegerFormat)]
-every_format = pytest.mark.parametrize(
-    ("form", "dtype"),
-    [(form, dtype) for form in FORMATS for dtype, name in DTYPES.items() if name in form.dtypes],
-    ids=str,
-)
+# Of FP8 a scale a row, blocks of both kinds, and fp16 once.
+ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "e4m3")]
+CASES = [(form, dtype) for form in ELSEWHERE for dtype, name in DTYPES.items() if name in form.dtypes]
+CASES += [(form, torch.bfloat16) for form in (FP8, FP8_BLOCK, MXFP8)]
+HALF = (FP8_BLOCK, torch.float16)
+every_format = pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,15 +55,13 @@ def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: in
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = []
-    for form in FORMATS:
-        for dtype, name in DTYPES.items():
-            if name not in form.dtypes:
-                continue
-            problems = [problem_of(form, dtype, m) for m in ROWS]
-            problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
-            found += [spec for problem in problems for spec in specs_of(chosen(problem).config)]
-            for places in PLACES:
-                found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
+    for form, dtype in CASES:
+        problems = [problem_of(form, dtype, m) for m in ROWS]
+        problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
+        found += [spec for problem in problems for spec in specs_of(chosen(problem).config)]
+        for places in PLACES:
+            found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
+    found += [spec for m in ROWS for spec in specs_of(chosen(problem_of(*HALF, m)).config)]
     return list(dict.fromkeys(found))
 
 
@@ -82,7 +82,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> 
 
 
 def test_there_is_a_format_from_a_file_of_its_own():
-    assert codebook.CODEBOOK in FORMATS
+    assert codebook.CODEBOOK in ELSEWHERE
 
 
 @every_format
@@ -93,7 +93,7 @@ def test_products_are_those_of_fp64(form, dtype, m):
     assert_near(found, x.double() @ seen(weight, problem_of(form, dtype, m)).T, 3e-5)
 
 
-@every_format
+@pytest.mark.parametrize(("form", "dtype"), [*CASES, HALF], ids=str)
 @pytest.mark.parametrize("m", ROWS)
 def test_one_hot_rows_return_the_weights_bit_by_bit(form, dtype, m):
     weight = weight_of(form, dtype)
@@ -102,6 +102,29 @@ def test_one_hot_rows_return_the_weights_bit_by_bit(form, dtype, m):
     x[torch.arange(m), inputs] = 1
     found = quantized_linear(x.to(CUDA), weight.to(CUDA))
     assert torch.equal(found.cpu(), weight.dequantize(dtype)[:, inputs].T)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "mxfp8"])
+def test_given_fp8_weights_are_those_of_torch_and_nan_stays_in_its_feature(name, m):
+    """Scales of a checkpoint's sizes, zero and the least among them, codes of all numbers."""
+    form = weight_format(name)
+    codes = torch.randint(0, 256, (N, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(m))
+    codes = torch.where(codes & 0x7F == 0x7F, 3, codes)
+    codes[9, K - 1] = 0x7F
+    groups = -(-K // (form.group_size or K))
+    scales = 1e-3 * random(N, groups).abs()
+    scales[4] = 0
+    if name == "mxfp8":
+        scales = (scales.log2().round() + 127).clamp(0, 254).to(torch.uint8)
+    weight = pack_weight(name, codes, scales)
+    inputs = (torch.arange(m) * 7 + 3) % K
+    x = torch.zeros(m, K, dtype=torch.bfloat16)
+    x[torch.arange(m), inputs] = 1
+    found = quantized_linear(x.to(CUDA), weight.to(CUDA)).cpu()
+    wanted = weight.dequantize()[:, inputs].T.clone()
+    wanted[:, 9] = torch.nan
+    assert torch.equal(found.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
 
 
 @every_format
