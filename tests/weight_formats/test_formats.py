@@ -210,6 +210,8 @@ def test_layers_of_a_model_take_it_and_say_so(form):
         assert layer.weight_format is form and torch.equal(layer.weight.dequantize(torch.float32), weight)
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
     assert torch.equal(model[0](x), quantized_linear(x, model[0].weight, bias))
+    model.to(torch.bfloat16)  # of floating tensors alone
+    assert torch.equal(model[0].weight.dequantize(torch.float32), wanted[0])
     other: Any = quantize_model(torch.nn.Sequential(torch.nn.Linear(96, 64)).bfloat16(), bits=8, group_size=64, skip=())
     other[0].load_state_dict(model[0].state_dict())  # takes on the format that is loaded
     assert other[0].weight_format is form and torch.equal(other[0](x), model[0](x))

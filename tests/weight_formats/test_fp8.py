@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels import PackedWeight, quantize_weight, quantized_linear, stack_experts
 from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP8
+from cute_kernels.gemm import slice_inputs, slice_outputs
 
 pytest.importorskip("cutlass")
 
@@ -31,6 +33,25 @@ def decoded(decoder: CodeDecoder, dtype: str, codes: np.ndarray, rows: Any = Non
 
 def numbers(codes: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+
+
+@pytest.mark.parametrize("form", [FP8, FP8_BLOCK], ids=str)
+def test_weights_for_fp16_activations_are_cut_and_kept_as_others_are(form):
+    w = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)).half()
+    weight = quantize_weight(w, format=form)
+    whole = weight.dequantize(torch.float32)
+    assert weight.dtype == torch.float16
+    for part, wanted in (
+        (weight.shard_n(1, 2), whole[64:]),
+        (weight.shard_k(1, 2), whole[:, 256:]),
+        (slice_outputs(weight, 3, 99), whole[3:99]),
+        (slice_inputs(weight, 96, 400), whole[:, 96:400]),
+        (PackedWeight.from_state_dict(weight.state_dict()), whole),
+        (stack_experts([weight, weight])[1], whole),
+    ):
+        assert part.dtype == torch.float16 and torch.equal(part.dequantize(torch.float32), wanted)
+    x = torch.eye(512)[:7].half()
+    assert torch.equal(quantized_linear(x, weight), whole.half()[:, :7].T)
 
 
 @pytest.fixture

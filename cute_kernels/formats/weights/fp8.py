@@ -44,7 +44,6 @@ class Fp8Format(WeightFormat):
     bits: int = 8
     group_size: int = 128
 
-    decode_cost: ClassVar[float] = 1.5
     nan_codes: ClassVar[tuple[int, ...]] = (NAN_CODE, 0x80 | NAN_CODE)
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
@@ -83,22 +82,29 @@ class Fp8Format(WeightFormat):
 class FloatFp8(Fp8Format):
     """fp32 scales: of groups, or of rows.
 
-    Stored scales are fp32 for bf16 activations; the same four bytes as int32 say that activations are fp16.
+    Their four bytes are stored as int32 for bf16 activations and as uint32 for fp16 ones: so a module's ``half()`` and
+    ``to(dtype)`` round none of them.
     """
 
     scale_bytes: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A row's scale meets the sums; of groups each weight is multiplied in fp32 and packed again.
+        object.__setattr__(self, "decode_cost", 1.75 if self.group_size else 1.0)
 
     @property
     def scales_name(self) -> str:
         return f"{super().scales_name}f32"
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if dtype == torch.bfloat16 else torch.int32
+        return torch.int32 if dtype == torch.bfloat16 else torch.uint32
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
-        if scale_dtype not in (torch.float32, torch.int32):
-            raise TypeError(f"scales: got dtype {scale_dtype}, want torch.float32, or torch.int32 for fp16 activations")
-        return torch.bfloat16 if scale_dtype == torch.float32 else torch.float16
+        if scale_dtype not in (torch.int32, torch.uint32):
+            wanted = "bytes of fp32 as torch.int32, or as torch.uint32 for fp16 activations"
+            raise TypeError(f"scales: got dtype {scale_dtype}, want {wanted}")
+        return torch.bfloat16 if scale_dtype == torch.int32 else torch.float16
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.float().contiguous().view(self.scale_dtype(dtype))
