@@ -40,13 +40,11 @@ def differentiable(
     gradients: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
-    """forward(*tensors), a kernel's result, which knows the tensors' gradients where torch asks for any.
+    """Returns forward(*tensors), called without grad mode, with a backward pass for the tensors.
 
     gradients: of the result's gradient, one for each tensor.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Function.apply(forward, gradients, *tensors)  # type: ignore[return-value]
-    return forward(*tensors)
+    return _Function.apply(forward, gradients, *tensors)  # type: ignore[return-value]
 
 
 class _Function(torch.autograd.Function):

@@ -128,9 +128,8 @@ class QuantizedLinear(OfFormat, nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
-        return differentiable(self._product, self._gradients, x)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return differentiable(lambda x: QuantizedLinear.forward(self, x), self._gradients, x)
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
         codes, scales, shifts = tensors["codes"], tensors["scales"], tensors["shifts"]
         assert codes is not None and scales is not None

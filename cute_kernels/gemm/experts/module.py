@@ -290,12 +290,12 @@ class QuantizedRoutedExperts(nn.Module):
 
 def _routed(modules: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, invariant: bool) -> torch.Tensor:
     """[tokens, hidden] of a layer's experts."""
-
-    def product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        experts = modules["gate_up"].weight, modules["down"].weight
-        return ops.moe(MoeCall(x, *experts, weights, ids, batch_invariant=invariant))
-
-    return differentiable(product, _refuse_gradients, x, weights)
+    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        return differentiable(
+            lambda x, weights: _routed(modules, x, ids, weights, invariant), _refuse_gradients, x, weights
+        )
+    experts = modules["gate_up"].weight, modules["down"].weight
+    return ops.moe(MoeCall(x, *experts, weights, ids, batch_invariant=invariant))
 
 
 def _refuse_gradients(_: torch.Tensor) -> NoReturn:
