@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.plan import launch_routing
+from cute_kernels.gemm.experts.product import routing_function
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
@@ -285,6 +285,25 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
         "peers": {name: {f"{what}_us": times[what][name].median_us for what in COMPARED} for name in times["first"]}
         | {name: {f"{what}_us": None for what in COMPARED} | {"why_not": reason} for name, reason in why_not.items()},
     }
+
+
+class Routing(NamedTuple):
+    """Where assignments are, int32: offsets [experts + 1], rows [places], places [tokens, topk]."""
+
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
+    """Sorts assignments, int32 or int64 [tokens, topk] with at least one, by expert."""
+    count = topk_ids.numel()
+    words = torch.empty(num_experts + 1 + 2 * count, dtype=torch.int32, device=topk_ids.device)
+    offsets, rows, places = words.split((num_experts + 1, count, count))
+    sort = routing_function(8 * topk_ids.element_size(), topk_ids.get_device())
+    addresses = {"offsets": offsets.data_ptr(), "rows": rows.data_ptr(), "places": places.data_ptr()}
+    sort(topk_ids=topk_ids, **addresses, num_experts=num_experts)
+    return Routing(offsets, rows, places.view(topk_ids.shape))
 
 
 def _own_calls(

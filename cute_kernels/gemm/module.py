@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.packed import OfFormat
+from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.reference import prepare_input
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
@@ -25,17 +26,77 @@ ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
 
 
-def take_buffers(module: nn.Module, tensors: dict[str, torch.Tensor | None], device: torch.device, copy: bool) -> None:
-    """Makes loaded tensors a module's buffers: with ``copy`` they are copied to ``device``, into those that are there
-    where they fit."""
-    for name, new in tensors.items():
-        here = module._buffers[name]
-        if new is None or not copy:
-            setattr(module, name, new)
-        elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
-            here.copy_(new)
-        else:
-            setattr(module, name, new.to(device, copy=True))
+class OfWeight(OfFormat, nn.Module):
+    """A module of a packed weight, whose state dict is the weight's: its tensors and "format", and the module's own."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    shape: tuple[int, int]
+    weight_format: WeightFormat
+    tensor_names: ClassVar[tuple[str, ...]]  # buffers that a state dict may hold
+
+    @property
+    def _form(self) -> WeightFormat:
+        return self.weight_format
+
+    @property
+    def weight(self) -> PackedWeight | PackedExperts:
+        """The weight; its tensors are the module's."""
+        raise NotImplementedError
+
+    def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
+        """The format and buffers that a state dict's tensors come to; TypeError or ValueError if they do not fit."""
+        raise NotImplementedError
+
+    def _needed(self) -> list[str]:
+        """What a state dict must hold besides a weight's tensors, or what is here stays."""
+        return []
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected_keys.extend(prefix + name for name in sorted(own.keys() - {*self.tensor_names, "format"}))
+        missing = [name for name in ("codes", "scales", "format") if name not in own]
+        missing_keys.extend(prefix + name for name in [*missing, *(name for name in self._needed() if name not in own)])
+        if missing:
+            return
+        try:
+            form, tensors = self._loaded(own)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
+        self._take(form, tensors, copy=not local_metadata.get("assign_to_params_buffers", False))
+
+    def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
+        """Takes on loaded tensors: with ``copy`` they are copied to where the module is, into those that are here where
+        they fit, which captured graphs then see."""
+        codes = tensors["codes"]
+        assert codes is not None
+        device = codes.device if self.codes.is_meta else self.codes.device
+        for name, new in tensors.items():
+            here = self._buffers[name]
+            if new is None or not copy:
+                setattr(self, name, new)
+            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+                here.copy_(new)
+            else:
+                setattr(self, name, new.to(device, copy=True))
+        self.weight_format = form
 
 
 def is_conv1d(module: object) -> bool:
@@ -44,7 +105,7 @@ def is_conv1d(module: object) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-class QuantizedLinear(OfFormat, nn.Module):
+class QuantizedLinear(OfWeight):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
     With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
@@ -69,16 +130,12 @@ class QuantizedLinear(OfFormat, nn.Module):
         TypeError, ValueError: weight or bias is not as above; the message names it.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     shifts: torch.Tensor | None
-    shape: tuple[int, int]
-    weight_format: WeightFormat
     batch_invariant: bool = False
+    tensor_names = (*TENSOR_NAMES, *EXTRA_NAMES)
 
     def __init__(
         self, weight: PackedWeight, bias: torch.Tensor | None = None, shifts: torch.Tensor | None = None
@@ -87,7 +144,7 @@ class QuantizedLinear(OfFormat, nn.Module):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
         self.shape = weight.shape
-        for name in (*TENSOR_NAMES, *EXTRA_NAMES):
+        for name in self.tensor_names:
             self.register_buffer(name, None)
         self._set(weight, self._checked_bias(bias, weight), _checked_shifts(shifts, weight))
 
@@ -121,10 +178,6 @@ class QuantizedLinear(OfFormat, nn.Module):
         """The weight; it shares the layer's tensors."""
         tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
         return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
-
-    @property
-    def _form(self) -> WeightFormat:
-        return self.weight_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
@@ -194,49 +247,16 @@ class QuantizedLinear(OfFormat, nn.Module):
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+    def _needed(self) -> list[str]:
+        return [] if self.bias is None else ["bias"]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        unexpected = sorted(own.keys() - {*TENSOR_NAMES, *EXTRA_NAMES, "format"})
-        unexpected_keys.extend(prefix + name for name in unexpected)
-        missing = [name for name in ("codes", "scales", "format") if name not in own]
-        no_bias = self.bias is not None and "bias" not in own
-        missing_keys.extend(prefix + name for name in [*missing, *(["bias"] if no_bias else [])])
-        if missing:
-            return
-        try:
-            bias = self.bias if no_bias else own.get("bias")
-            names = (*TENSOR_NAMES, "format")
-            weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
-            if weight.shape != self.shape:
-                raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
-            bias, shifts = self._checked_bias(bias, weight), _checked_shifts(own.get("shifts"), weight)
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}{error}")
-            return
-        self._take(
-            weight, {"bias": bias, "shifts": shifts}, copy=not local_metadata.get("assign_to_params_buffers", False)
-        )
-
-    def _take(self, weight: PackedWeight, extra: dict[str, torch.Tensor | None], copy: bool) -> None:
-        """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
-        device = weight.device if self.codes.is_meta else self.codes.device
-        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra, device, copy)
-        self.weight_format = weight.format
+    def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
+        weight = PackedWeight.from_state_dict({name: own[name] for name in (*TENSOR_NAMES, "format") if name in own})
+        if weight.shape != self.shape:
+            raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
+        bias = self.bias if "bias" not in own else own["bias"]
+        extra = {"bias": self._checked_bias(bias, weight), "shifts": _checked_shifts(own.get("shifts"), weight)}
+        return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
 
 
 def describe(form: WeightFormat) -> str:

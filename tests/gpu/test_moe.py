@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.moe import launch_routing
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
@@ -24,7 +25,7 @@ from cute_kernels.gemm.experts.compile import (
     spec_of,
 )
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.plan import assigned_products, launch_routing, make_moe_plan, sorted_products
+from cute_kernels.gemm.experts.plan import assigned_products, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import make_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES

@@ -32,6 +32,12 @@ def problem(m: int, n: int, k: int, bits=4, group_size=128, zero_point=False, dt
     return LinearProblem(m, n, k, k_pad, integers(bits, group_size, zero_point), dtype, batch_invariant=True)
 
 
+def chosen(case: LinearProblem) -> TileSchedule:
+    schedule = choice.chosen(case)
+    assert isinstance(schedule, TileSchedule)
+    return schedule
+
+
 def begins(schedule: TileSchedule) -> list[int]:
     """The inputs that the parts of K of a tile begin at."""
     return [part * schedule.split_k_blocks * schedule.config.block_k for part in range(schedule.splits)]
@@ -70,10 +76,8 @@ def test_the_rows_do_not_decide_how_k_is_cut():
 def test_the_fastest_by_the_model_is_chosen(n, k):
     for m in ROWS:
         case = problem(m, n, k)
-        chosen = choice.chosen(case)
-        assert isinstance(chosen, TileSchedule)
         best = min(invariant.expected_us(case, one) for one in invariant.schedules(case))
-        assert invariant.expected_us(case, chosen) == best
+        assert invariant.expected_us(case, chosen(case)) == best
         assert set(choice.candidates(case)) == set(invariant.schedules(case))
 
 
@@ -82,25 +86,25 @@ def test_many_rows_are_expected_to_take_little_longer_than_without(n, k):
     for m in (256, 1024, 4096):
         case = problem(m, n, k)
         plain = replace(case, batch_invariant=False)
-        assert estimate_us(case, invariant.make_schedule(case)) < 1.3 * estimate_us(plain, make_tile_schedule(plain))
+        assert estimate_us(case, chosen(case)) < 1.3 * estimate_us(plain, make_tile_schedule(plain))
 
 
 @pytest.mark.parametrize("m", [1, 16, 32])
 def test_parts_of_many_inputs_have_long_k_blocks_where_a_cta_has_one_warpgroup(m):
     """Nobody decodes while it waits; of few inputs the first stage would come later, which costs as much."""
-    long = invariant.make_schedule(problem(m, 4096, 14336)).config
+    long = chosen(problem(m, 4096, 14336)).config
     assert (long.block_k, long.warpgroups) == (invariant.LONG_BLOCK_K, 1)
     for n, k in ((4096, 4096), (8192, 8192)):
-        assert invariant.make_schedule(problem(m, n, k)).config.block_k == 128
+        assert chosen(problem(m, n, k)).config.block_k == 128
 
 
 def has_long_k_blocks(n: int, k: int, m: int) -> bool:
-    return invariant.make_schedule(problem(m, n, k)).config.block_k == invariant.LONG_BLOCK_K
+    return chosen(problem(m, n, k)).config.block_k == invariant.LONG_BLOCK_K
 
 
 def test_many_rows_have_no_partial_results_in_memory():
     for n, k in SHAPES:
-        assert invariant.make_schedule(problem(8192, n, k)).workspace_words == 0
+        assert chosen(problem(8192, n, k)).workspace_words == 0
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 96])
@@ -109,7 +113,7 @@ def test_few_rows_of_few_features_meet_in_clusters_of_four(m):
     for n, k in ((1280, 8192), (1024, 8192), (512, 7168)):
         case = problem(m, n, k)
         assert invariant.parts_of_k(replace(case, m=1)) == 4
-        config = invariant.make_schedule(case).config
+        config = chosen(case).config
         assert (config.cluster, config.block_tiles, config.k_warpgroups) == (4, 1, 1)
     assert not invariant.wide_configs(problem(m, 2048, 8192))  # clusters would not all have a place
     assert not invariant.wide_configs(problem(97, 1280, 8192))
@@ -119,14 +123,14 @@ def test_few_rows_of_few_features_meet_in_clusters_of_four(m):
     ("n", "k", "m", "tile_m"), [(1280, 8192, 128, 64), (1280, 8192, 256, 128), (1024, 8192, 192, 64)]
 )
 def test_more_rows_of_few_features_are_exchanged_in_clusters_of_four(n, k, m, tile_m):
-    config = invariant.make_schedule(problem(m, n, k)).config
+    config = chosen(problem(m, n, k)).config
     assert config.reduction == RowExchange(4) and config.tile_m == tile_m
 
 
 def test_clusters_of_four_are_faster_than_of_two_up_to_96_rows_as_measured():
     for (n, k, m), (plain, times) in FOUR.items():
         if m <= 96:
-            schedule = invariant.make_schedule(problem(m, n, k))
+            schedule = chosen(problem(m, n, k))
             two = min(time for name, time in times.items() if name.endswith("/2"))
             assert measured(times, schedule) < 0.85 * two and measured(times, schedule) <= 1.15 * plain
 
@@ -158,7 +162,7 @@ def measured(times: dict[str, float], schedule: Any) -> float:
 @pytest.mark.parametrize("n, k, m", MEASURED)
 def test_choices_are_near_the_fastest_measured_and_seldom_far_from_plain_products(n, k, m):
     plain, times = MEASURED[n, k, m]
-    schedule = invariant.make_schedule(problem(m, n, k))
+    schedule = chosen(problem(m, n, k))
     us = measured(times, schedule)
     # Another number of parts would be another weight's.
     assert us <= 1.06 * min(time for name, time in times.items() if name.endswith(f"/{schedule.splits}"))
@@ -168,7 +172,7 @@ def test_choices_are_near_the_fastest_measured_and_seldom_far_from_plain_product
 def test_most_products_take_at_most_fifteen_percent_more():
     found = []
     for (n, k, m), (plain, times) in MEASURED.items():
-        schedule = invariant.make_schedule(problem(m, n, k))
+        schedule = chosen(problem(m, n, k))
         found.append(measured(times, schedule) / plain)
     assert sum(ratio > 1.155 for ratio in found) <= 7
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -23,31 +23,26 @@ from cute_kernels.gemm.experts.blocks import (
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import describe, take_buffers
+from cute_kernels.gemm.module import OfWeight, describe
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 
-TENSOR_NAMES = ("codes", "scales", "zeros")
 
-
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(OfWeight):
     """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
 
     Loading takes on the number of bits, group size and zero points of what is loaded; the number of experts, N and K
     must be the layer's. Tensors are copied into those that are there where they fit, which captured graphs then see.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    weight_format: WeightFormat
-    shape: tuple[int, int]
+    tensor_names = ("codes", "scales", "zeros")
 
     def __init__(self, weight: PackedExperts) -> None:
         super().__init__()
         check_experts("weight", weight)
-        for name in TENSOR_NAMES:
+        for name in self.tensor_names:
             self.register_buffer(name, getattr(weight, name))
-        self._set(weight)
+        self.weight_format, self.shape = weight.format, weight.shape
+        self._weight: PackedExperts | None = None
 
     @property
     def weight(self) -> PackedExperts:
@@ -58,21 +53,11 @@ class QuantizedExperts(nn.Module):
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
-            tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
+            tensors: dict[str, Any] = {name: self._buffers[name] for name in self.tensor_names}
             weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():
                 self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.weight_format.bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
-        return self.weight_format.group_size or None
 
     def extra_repr(self) -> str:
         return (
@@ -80,49 +65,23 @@ class QuantizedExperts(nn.Module):
             f"{describe(self.weight_format)}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
         )
 
-    def _set(self, weight: PackedExperts) -> None:
-        self.weight_format, self.shape = weight.format, weight.shape
-        self._weight: PackedExperts | None = None
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self._weight = None  # of tensors that may go now
         return super()._apply(fn, recurse)
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+    def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
+        names = (*self.tensor_names, "format")
+        weight = PackedExperts.from_state_dict({name: own[name] for name in names if name in own})
+        found, wanted = (len(weight), *weight.shape), (len(self.codes), *self.shape)
+        if found != wanted:
+            raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
+        return weight.format, {name: getattr(weight, name) for name in self.tensor_names}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        known = (*TENSOR_NAMES, "format")
-        unexpected_keys.extend(prefix + name for name in sorted(own.keys() - {*known}))
-        missing = [name for name in ("codes", "scales", "format") if name not in own]
-        missing_keys.extend(prefix + name for name in missing)
-        if missing:
-            return
-        try:
-            weight = PackedExperts.from_state_dict({name: own[name] for name in known if name in own})
-            found, wanted = (len(weight), *weight.shape), (len(self.codes), *self.shape)
-            if found != wanted:
-                raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}{error}")
-            return
-        copy = not local_metadata.get("assign_to_params_buffers", False)
-        device = weight.device if self.codes.is_meta else self.codes.device
-        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES}, device, copy)
-        self._set(weight)
+    def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
+        super()._take(form, tensors, copy)
+        self._weight = None
 
 
 class QuantizedMoE(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -321,25 +321,3 @@ def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)
     return first, second
-
-
-# -- routing by itself -------------------------------------------------------------------------------------------------
-
-
-class Routing(NamedTuple):
-    """Where assignments are, int32: offsets [experts + 1], rows [places], places [tokens, topk]."""
-
-    offsets: torch.Tensor
-    rows: torch.Tensor
-    places: torch.Tensor
-
-
-def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
-    """Sorts assignments, int32 or int64 [tokens, topk] with at least one, by expert."""
-    count = topk_ids.numel()
-    words = torch.empty(num_experts + 1 + 2 * count, dtype=torch.int32, device=topk_ids.device)
-    offsets, rows, places = words.split((num_experts + 1, count, count))
-    sort = routing_function(8 * topk_ids.element_size(), topk_ids.get_device())
-    addresses = {"offsets": offsets.data_ptr(), "rows": rows.data_ptr(), "places": places.data_ptr()}
-    sort(topk_ids=topk_ids, **addresses, num_experts=num_experts)
-    return Routing(offsets, rows, places.view(topk_ids.shape))

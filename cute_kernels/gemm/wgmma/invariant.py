@@ -50,12 +50,6 @@ WORKSPACE_US = 2.2
 FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
 
 
-@lru_cache(maxsize=4096)
-def make_schedule(problem: LinearProblem) -> TileSchedule:
-    """The fastest schedule by the model."""
-    return min(schedules(problem), key=lambda schedule: expected_us(problem, schedule))
-
-
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
