@@ -54,7 +54,9 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Parts of one tensor that take turns, such as K and V of each page, do not.
     """
-    if a.is_meta or not a.numel() or not b.numel() or a.device != b.device:
+    if any(each.is_meta or each.is_nested or each.layout != torch.strided for each in (a, b)):
+        return False
+    if a.device != b.device or not a.numel() or not b.numel():
         return False
     return _meet(b.data_ptr() - a.data_ptr(), _steps_of(a), _steps_of(b))
 

@@ -71,7 +71,7 @@ def test_a_compiled_layer_is_the_eager_one(form, tokens, id_dtype):
     weights, ids = layer(form), ids.to(id_dtype)
     eager = fused_moe(x, *weights, shares, ids)
     assert_near(eager, exact_layer(form, x, ids, shares), LAYER_TOLERANCE)
-    assert torch.equal(compiled(fused_moe)(x, *weights, ids, shares), eager)
+    assert torch.equal(compiled(fused_moe)(x, *weights, shares, ids), eager)
 
 
 def test_what_is_before_and_after_a_layer_is_compiled_with_it():
@@ -98,7 +98,7 @@ def test_one_graph_serves_any_number_of_tokens(form, marks):
 def test_a_compiled_layer_fills_the_callers_tensor(out_dtype):
     weights, (x, ids, shares) = layer(FORMS["w4"]), call(FORMS["w4"], 33)
     out = torch.full((33, HIDDEN), math.nan, device=CUDA, dtype=out_dtype)
-    result = compiled(fused_moe)(x, *weights, ids, shares, out=out)
+    result = compiled(fused_moe)(x, *weights, shares, ids, out=out)
     wanted = fused_moe(x, *weights, shares, ids, out_dtype=out_dtype)
     assert torch.equal(out, wanted) and torch.equal(result, wanted)
 
