@@ -268,6 +268,23 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
     near(Machine(config, weight, x, run_on).stage(packed=False), x, rounded(config, weight))
 
 
+@decoded
+@pytest.mark.parametrize("mainloop", [RegisterWgmma(), MmaSync()], ids=lambda mainloop: type(mainloop).__name__)
+def test_one_hot_rows_return_the_weights_exactly_lane_by_lane(form, dtype, mainloop, run_on):
+    pytest.importorskip("cutlass")
+    from cute_kernels.gemm.wgmma.config import WgmmaConfig
+    from tests.linear.test_wgmma_products import Machine, rounded
+
+    config = WgmmaConfig(form, dtype, tile_m=16, block_k=64, num_stages=2, mainloop=mainloop)
+    weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, config.block_k)
+    inputs = torch.arange(config.tile_m) * 4 + 1
+    x = torch.zeros(config.tile_m, config.block_k, dtype=TORCH_DTYPES[dtype])
+    x[torch.arange(config.tile_m), inputs] = 1
+    wanted = rounded(config, weight)[:, inputs].T
+    found = torch.from_numpy(Machine(config, weight, x, run_on).stage(packed=False))
+    assert torch.equal(found.float(), wanted.float())
+
+
 def takes(form: WeightFormat, scales: torch.Tensor) -> bool:
     """Whether a format has such stored scales."""
     with contextlib.suppress(ValueError):
