@@ -38,7 +38,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
         elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
             for own in ("gate_up", "down"):
                 part: QuantizedExperts = getattr(module, own)
-                optional = ("zeros",) if part.zeros is not None else ()
+                optional = tuple(each for each in ("zeros", "bias") if getattr(part, each) is not None)
                 experts.setdefault(_form(part, optional, module.batch_invariant), []).append(f"{name}.{own}")
     return {
         "quant_method": METHOD,

@@ -31,14 +31,23 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.formats.weights import WeightFormat, integers, weight_format
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
+from cute_kernels.gemm.experts.blocks import (
+    activation_of,
+    experts_refusal,
+    experts_sizes,
+    has_biases,
+    is_experts,
+    is_moe_block,
+    refusal,
+    shared_of,
+)
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.integrations.saved_names import keep_names, list_experts
-from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, untie_quantised
+from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 from layouts.weights import hopper
@@ -235,17 +244,22 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
     if pair.keys() != {"gate_up", "down"}:
         raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
     experts = {}
-    weights = block if alone else block.experts
-    for own, dense in (("gate_up", weights.gate_up_proj), ("down", weights.down_proj)):
-        form, (count, n, k) = pair[own], dense.shape
+    weights, biases = block if alone else block.experts, []
+    count, hidden, inner = experts_sizes(weights)
+    for own, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        form = pair[own]
+        if ("bias" in form["tensors"]) != has_biases(weights):
+            raise ValueError(f"got experts {'without' if has_biases(weights) else 'with'} biases, want the model's")
         tensors: dict[str, Any] = {
             name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
             for name, tensor in _empty_tensors((n, k), form).items()
             if name in ("codes", "scales", "zeros")
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
+        biases.append(meta_tensor((count, n), form["dtype"]))
     if alone:
-        layer = QuantizedRoutedExperts(**experts)
+        kept: Any = tuple(biases) if has_biases(weights) else None
+        layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation_of(weights))
     else:
         layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))
     layer.batch_invariant = pair["down"]["batch_invariant"]

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from cute_kernels import QuantizedLinear, quantize_weight, quantized_linear
-from cute_kernels.integrations.checkpoints import load_model
-from tests.integrations.checkpoints import test_model
+from cute_kernels.gemm.experts import QuantizedRoutedExperts
+from cute_kernels.gemm.experts.clamped import ClampedSwiglu
+from cute_kernels.integrations.checkpoints import load_model, load_safetensors
+from tests.integrations.checkpoints import test_float_codes, test_gpt_oss, test_model
+from tests.moe import test_clamped
 
 pytestmark = pytest.mark.gpu
 
@@ -78,3 +81,38 @@ def test_a_directory_becomes_a_model_on_the_gpu(tmp_path, kind, form):
     again: Any = load_model(tmp_path / "ours", device="cuda")
     with torch.no_grad():
         assert torch.equal(again(ids.cuda()).logits.double().cpu(), got)
+
+
+@pytest.mark.parametrize("form", list(test_float_codes.FORMATS))
+def test_a_layer_of_floats_is_its_formula(tmp_path, form):
+    make, config, _ = test_float_codes.FORMATS[form]
+    tensors, want = make(torch.Generator().manual_seed(0), 200, 416)
+    path = test_float_codes.write_layer(tmp_path, tensors, config)
+    ((_, layer),) = load_safetensors(path, device="cuda")
+    for m in (1, 7, 24, 200):
+        x = torch.randn(m, 416, dtype=BF16, device="cuda")
+        assert near(layer(x), x.double() @ want.cuda().double().T)
+
+
+@pytest.mark.parametrize("count", [1, 4, 37, 300])
+def test_experts_with_biases_are_their_formula_and_are_captured(count):
+    gate_up, down, biases = test_clamped.layer()
+    module = QuantizedRoutedExperts(gate_up, down, biases, ClampedSwiglu()).cuda()
+    x, weights, ids = test_clamped.tokens(count)
+    want = test_clamped.exact(x, weights, ids)
+    on_gpu = [each.cuda() for each in (x, ids, weights)]
+    assert near(module(*on_gpu), want.cuda())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(*on_gpu)
+    on_gpu[1].copy_(ids.flip(0))
+    graph.replay()
+    assert near(y, test_clamped.exact(x, weights, ids.flip(0)).cuda())
+
+
+def test_a_directory_of_gpt_oss_becomes_a_model_on_a_gpu(tmp_path):
+    test_gpt_oss.hugging_face(tmp_path)
+    on_cpu, on_gpu = load_model(tmp_path), load_model(tmp_path, device="cuda")
+    with torch.no_grad():
+        want, found = on_cpu(test_model.IDS).logits, on_gpu(test_model.IDS.cuda()).logits
+    assert (found.cpu().float() - want.float()).norm() < 0.02 * want.float().norm()

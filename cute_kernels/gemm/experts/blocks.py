@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cute_kernels.gemm.experts.clamped import ClampedSwiglu
+
 SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
 SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
 
@@ -30,13 +32,38 @@ def is_experts(module: object) -> bool:
     """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return False
-    weights = dict(module.named_parameters())
-    if weights.keys() != {"gate_up_proj", "down_proj"} or any(True for _ in module.buffers()):
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    if any(True for _ in module.buffers()) or len(shapes.get("gate_up_proj", ())) != 3:
         return False
-    if any(weight.dim() != 3 for weight in weights.values()):
-        return False
-    count, rows, hidden = weights["gate_up_proj"].shape
-    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(module, "act_fn", None))
+    count, rows, hidden = shapes["gate_up_proj"]
+    wanted = {"gate_up_proj": (count, rows, hidden), "down_proj": (count, hidden, rows // 2)}
+    if shapes.keys() == {*wanted}:
+        return shapes == wanted and _is_silu(getattr(module, "act_fn", None))
+    hidden, rows = rows, hidden  # with biases weights are transposed, as gpt-oss has them
+    wanted = {"gate_up_proj": (count, hidden, rows), "down_proj": (count, rows // 2, hidden)}
+    wanted |= {"gate_up_proj_bias": (count, rows), "down_proj_bias": (count, hidden)}
+    return shapes == wanted and activation_of(module) is not None
+
+
+def experts_sizes(experts: Any) -> tuple[int, int, int]:
+    """(experts, hidden, inner) of a module of experts."""
+    count, *sizes = experts.down_proj.shape
+    hidden, inner = reversed(sizes) if has_biases(experts) else sizes
+    return count, hidden, inner
+
+
+def has_biases(experts: object) -> bool:
+    """Whether experts have biases; their weights are transposed then, and gates and ups come in turn."""
+    return hasattr(experts, "gate_up_proj_bias")
+
+
+def activation_of(experts: object) -> ClampedSwiglu | None:
+    """Of experts with biases, as their attributes say it; None of others."""
+    if not has_biases(experts):
+        return None
+    said: Any = experts
+    numbers = [getattr(said, name, None) for name in ("alpha", "limit")]
+    return ClampedSwiglu(said.alpha, said.limit) if all(isinstance(each, (int, float)) for each in numbers) else None
 
 
 def is_moe_block(module: object) -> bool:
@@ -92,8 +119,8 @@ def experts_refusal(experts: nn.Module) -> str | None:
 @torch.no_grad()
 def _small_probe_refusal(experts: Any) -> str | None:
     """Why tokens do not come out of experts as sums of gated SiLU, weighted as they are told, or None."""
-    count, rows, hidden = experts.gate_up_proj.shape
-    sizes = {"num": (count, _SMALL_EXPERTS), "inter": (rows // 2, _SMALL_INNER), "hidden": (hidden, _SMALL_HIDDEN)}
+    (count, hidden, inner), activation = experts_sizes(experts), activation_of(experts)
+    sizes = {"num": (count, _SMALL_EXPERTS), "inter": (inner, _SMALL_INNER), "hidden": (hidden, _SMALL_HIDDEN)}
     tried = copy.copy(experts)
     tried.__dict__ = dict(experts.__dict__)
     for word, (size, small) in sizes.items():  # in the names of attributes that hold them
@@ -107,15 +134,22 @@ def _small_probe_refusal(experts: Any) -> str | None:
     with torch.device("cpu"):
         gate_up = (random(_SMALL_EXPERTS, 2 * _SMALL_INNER, _SMALL_HIDDEN) / _SMALL_HIDDEN**0.5).to(dtype)
         down = (random(_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER) / _SMALL_INNER**0.5).to(dtype)
-        tried._parameters = {"gate_up_proj": nn.Parameter(gate_up), "down_proj": nn.Parameter(down)}
+        weights, biases = {"gate_up_proj": gate_up, "down_proj": down}, None
+        if activation is not None:
+            biases = random(_SMALL_EXPERTS, 2 * _SMALL_INNER).to(dtype), random(_SMALL_EXPERTS, _SMALL_HIDDEN).to(dtype)
+            weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
+            weights |= {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
+        tried._parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
         x, ids = random(2, _SMALL_HIDDEN).to(dtype), torch.tensor([[0, 2], [3, 0], [1, 3], [2, 1]])
         x, shares = torch.cat((x, -x)), torch.tensor([[0.7, 0.3], [1.0, 0.5], [0.2, 0.1], [0.6, 0.4]])
         for magnitude in (each for each in _MAGNITUDES if dtype != torch.float16 or each <= _FP16_MAGNITUDE):
             inputs = x * magnitude
-            found, wanted = tried(inputs, ids, shares.to(dtype)), _routed(gate_up, down, inputs, shares.to(dtype), ids)
+            found = tried(inputs, ids, shares.to(dtype))
+            wanted = _routed(gate_up, down, inputs, shares.to(dtype), ids, biases, activation)
             off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
             if bool(off.any()):
-                return f"for gates and ups of about {magnitude:.3g} its experts compute something else than gated SiLU"
+                meant = "gated SiLU" if activation is None else str(activation)
+                return f"for gates and ups of about {magnitude:.3g} its experts compute something else than {meant}"
     return None
 
 
@@ -133,7 +167,7 @@ def _router_refusal(block: nn.Module) -> str | None:
 def _activation_refusal(experts: nn.Module) -> str | None:
     """Why the experts' own gated activation, where it is a function of its own, is not silu(gate) * up."""
     apply: Any = getattr(experts, "_apply_gate", None)
-    if apply is None:
+    if apply is None or has_biases(experts):  # whose activation is tried with the rest
         return None
     sizes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device="cpu")
     values = torch.cat((-sizes.flip(0), sizes))
@@ -206,14 +240,23 @@ def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
 
 
 def _routed(
-    gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, ids: torch.Tensor
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    ids: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """fp32 [tokens, hidden]: what experts of those weights make of x, by the router's shares and ids."""
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):
         for share, e in zip(own, chosen, strict=True):
-            gate, up = functional.linear(x[token], gate_up[e]).float().chunk(2)
-            y[token] += share * (down[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
+            pairs = functional.linear(x[token], gate_up[e], None if biases is None else biases[0][e]).float()
+            gate, up = pairs.chunk(2)
+            hidden = functional.silu(gate) * up if activation is None else activation(pairs)
+            own = functional.linear(hidden.to(x.dtype), down[e], None if biases is None else biases[1][e])
+            y[token] += share * own.float()
     return y
 
 

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.blocks import (
     SHARED_GATE,
     SHARED_NAMES,
+    activation_of,
     experts_refusal,
+    has_biases,
     is_experts,
     is_moe_block,
     refusal,
@@ -22,9 +25,11 @@ from cute_kernels.gemm.experts.blocks import (
     with_shared,
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
+from cute_kernels.gemm.experts.clamped import ClampedSwiglu, clamped_moe
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import OfWeight, describe
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
+from cute_kernels.gemm.weight import has_values
 
 
 class QuantizedExperts(OfWeight):
@@ -32,15 +37,21 @@ class QuantizedExperts(OfWeight):
 
     Loading takes on the number of bits, group size and zero points of what is loaded; the number of experts, N and K
     must be the layer's. Tensors are copied into those that are there where they fit, which captured graphs then see.
+
+    Args:
+        weight: [E, N, K].
+        bias: [E, N], or None; kept in the dtype of the activations.
     """
 
-    tensor_names = ("codes", "scales", "zeros")
+    bias: torch.Tensor | None
+    tensor_names = (*PackedExperts.tensor_names, "bias")
 
-    def __init__(self, weight: PackedExperts) -> None:
+    def __init__(self, weight: PackedExperts, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         check_experts("weight", weight)
-        for name in self.tensor_names:
+        for name in weight.tensor_names:
             self.register_buffer(name, getattr(weight, name))
+        self.register_buffer("bias", _checked_bias(bias, weight))
         self.weight_format, self.shape = weight.format, weight.shape
         self._weight: PackedExperts | None = None
 
@@ -53,7 +64,7 @@ class QuantizedExperts(OfWeight):
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
-            tensors: dict[str, Any] = {name: self._buffers[name] for name in self.tensor_names}
+            tensors: dict[str, Any] = {name: self._buffers[name] for name in PackedExperts.tensor_names}
             weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():
                 self._weight = weight  # kept, since to make and check it takes longer than to launch
@@ -63,6 +74,7 @@ class QuantizedExperts(OfWeight):
         return (
             f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, "
             f"{describe(self.weight_format)}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
+            f"{', with bias' if self.bias is not None else ''}"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -72,12 +84,18 @@ class QuantizedExperts(OfWeight):
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
-        names = (*self.tensor_names, "format")
+        names = (*PackedExperts.tensor_names, "format")
         weight = PackedExperts.from_state_dict({name: own[name] for name in names if name in own})
         found, wanted = (len(weight), *weight.shape), (len(self.codes), *self.shape)
         if found != wanted:
             raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
-        return weight.format, {name: getattr(weight, name) for name in self.tensor_names}
+        if self.bias is None and "bias" in own:
+            raise ValueError("bias: got biases of experts, want none: the layer's activation is another one")
+        bias = _checked_bias(own.get("bias", self.bias), weight)
+        return weight.format, {name: getattr(weight, name) for name in weight.tensor_names} | {"bias": bias}
+
+    def _needed(self) -> list[str]:
+        return [] if self.bias is None else ["bias"]
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
         super()._take(form, tensors, copy)
@@ -189,10 +207,13 @@ class QuantizedMoE(nn.Module):
 class QuantizedRoutedExperts(nn.Module):
     """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
 
-    For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would.
+    For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would; and for
+    experts with biases, gpt-oss's.
 
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
+        biases: None, or those of both, [E, 2 I] in turn as the rows of gate_up, and [E, hidden].
+        activation: None for gated SiLU; of experts with biases theirs.
 
     Attributes:
         batch_invariant: as of `QuantizedMoE`.
@@ -202,12 +223,22 @@ class QuantizedRoutedExperts(nn.Module):
     down: QuantizedExperts
     batch_invariant: bool = False
 
-    def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        activation: ClampedSwiglu | None = None,
+    ) -> None:
         super().__init__()
         check_experts("gate_up", gate_up)
         check_experts("down", down)
         check_pair(gate_up, down)
-        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+        if (biases is None) != (activation is None):
+            raise ValueError(f"activation: got {activation} with{'out' if biases is None else ''} biases, want both")
+        first, second = biases or (None, None)
+        self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
+        self.activation = activation
 
     @classmethod
     def from_experts(
@@ -224,7 +255,8 @@ class QuantizedRoutedExperts(nn.Module):
         """The experts with their weights quantised; other arguments as for `quantize_weight`.
 
         ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
-        which is called with hidden states, ids and weights.
+        which is called with hidden states, ids and weights; or with biases, as gpt-oss has them, weights transposed and
+        gates and ups in turn.
 
         Raises:
             TypeError, ValueError: as `QuantizedMoE.from_block`.
@@ -238,22 +270,34 @@ class QuantizedRoutedExperts(nn.Module):
         if reason is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
         gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
-        return cls(gate_up, down).train(experts.training)
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if has_biases(experts) else None
+        return cls(gate_up, down, biases, activation_of(experts)).train(experts.training)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
-        return _routed(self._modules, hidden_states, top_k_index, top_k_weights, self.batch_invariant)
+        options = self.batch_invariant, self.activation
+        return _routed(self._modules, hidden_states, top_k_index, top_k_weights, *options)
 
 
-def _routed(modules: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, invariant: bool) -> torch.Tensor:
+def _routed(
+    modules: Any,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    invariant: bool,
+    activation: ClampedSwiglu | None = None,
+) -> torch.Tensor:
     """[tokens, hidden] of a layer's experts."""
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return differentiable(
-            lambda x, weights: _routed(modules, x, ids, weights, invariant), _refuse_gradients, x, weights
+            lambda x, weights: _routed(modules, x, ids, weights, invariant, activation), _refuse_gradients, x, weights
         )
     experts = modules["gate_up"].weight, modules["down"].weight
+    if activation is not None:
+        biases = modules["gate_up"].bias, modules["down"].bias
+        return clamped_moe(x, *experts, biases, weights, ids, activation, batch_invariant=invariant)
     return ops.moe(MoeCall(x, *experts, weights, ids, batch_invariant=invariant))
 
 
@@ -272,8 +316,24 @@ def _quantized(
 ) -> tuple[PackedExperts, PackedExperts]:
     """gate_up, gates and ups in turn, and down."""
     weights, options = (bits, group_size, zero_point, dtype), {"device": device, "format": form}
-    gate_up = quantize_experts(experts.gate_up_proj.detach(), *weights, halves_in_turn=True, **options)
-    return gate_up, quantize_experts(experts.down_proj.detach(), *weights, **options)
+    dense, biased = (experts.gate_up_proj.detach(), experts.down_proj.detach()), has_biases(experts)
+    first, second = (each.mT for each in dense) if biased else dense
+    gate_up = quantize_experts(first, *weights, halves_in_turn=not biased, **options)
+    return gate_up, quantize_experts(second, *weights, **options)
+
+
+def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:
+    """The biases where the weights are, in the dtype of the activations; TypeError or ValueError if they do not fit."""
+    if bias is None:
+        return None
+    check_tensors(bias=bias)
+    wanted = [len(weight), weight.out_features]
+    if list(bias.shape) != wanted or not bias.is_floating_point():
+        raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating {wanted}")
+    kept = bias.detach().to(weight.device, weight.dtype).contiguous()
+    if has_values(kept) and not bool(kept.isfinite().all()):
+        raise ValueError(f"bias: got values that are not finite in {weight.dtype}, want finite ones")
+    return kept
 
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:

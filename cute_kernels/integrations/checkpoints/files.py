@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.gemm.experts.blocks import activation_of, experts_sizes, has_biases
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -24,9 +25,9 @@ from cute_kernels.integrations.checkpoints.configuration import (
     read_config,
 )
 from cute_kernels.integrations.checkpoints.experts import Experts
+from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import (
-    OWN,
     Converted,
     LayerFormat,
     find_layers,
@@ -73,7 +74,7 @@ def load_safetensors(
             says; the message names the tensor.
     """
     path = path_of(path)
-    entries = read_headers(path)
+    entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
     layers = find_layers(entries, config)
     return read_layers(entries, layers, config, {"dtype": dtype, "device": device})
@@ -111,7 +112,7 @@ def load_quantized_linears(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
     path = path_of(path)
-    entries = read_headers(path)
+    entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
     given, model = model, compiled_from(model)
@@ -136,23 +137,25 @@ class Filling:
         self._entries = entries
         self.is_unused = _unused(model, entries)
         self.found = found = {name: form for name, form in found.items() if not self.is_unused(join(name, form.mark))}
-        stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
+        stacked = [name for name, form in found.items() if is_stacked(entries, name, form)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
         self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections
         for name, place in self.places.items():
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             if place.role is not None:
-                self._sizes[place.module] = tuple(dense.down_proj.shape)
+                self._sizes[place.module] = experts_sizes(dense)
+                if has_biases(dense) and not has_bias:
+                    raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's experts have one")
             else:
                 if getattr(dense, "bias", None) is not None and not has_bias:
                     raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
-            if place.role is not None and has_bias:
+            if place.role is not None and has_bias and not has_biases(dense):
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, nn.Module] = {}
         self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
-        self._experts: dict[str, Experts | dict[str, PackedExperts]] = {}
+        self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
 
     def fill(self, model: nn.Module, config: Config, options: dict[str, Any], progress: ModelProgress | None) -> None:
         """Reads the layers and puts them into the model."""
@@ -186,7 +189,7 @@ class Filling:
             experts: Any = self._experts.setdefault(place.module, {})
             wanted = (count, hidden, inner) if place.role == "down" else (count, 2 * inner, hidden)
             self._check_shape(name, (len(layer.codes), *layer.shape), wanted)
-            experts[place.role] = layer.weight
+            experts[place.role] = layer
             full = experts.keys() == {"gate_up", "down"}
         else:
             self._check_shape(name, layer.shape, (hidden, inner) if place.role == "down" else (inner, hidden))
@@ -201,7 +204,12 @@ class Filling:
         if full:
             pair: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            self._made[module] = QuantizedRoutedExperts(**pair).train(module.training)
+            biases = None
+            if isinstance(experts, dict):
+                biases = (pair["gate_up"].bias, pair["down"].bias) if has_biases(module) else None
+                pair = {role: layer.weight for role, layer in pair.items()}
+            made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation_of(module))
+            self._made[module] = made.train(module.training)
 
     def _swap(self, model: nn.Module) -> None:
         """Puts the layers in all places of the modules that they stand for."""
@@ -269,7 +277,7 @@ def read_layers(
             try:
                 if file not in handles:
                     handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                return handles[file].get_tensor(key)
+                return handles[file].get_tensor(entries[key].key)
             except SafetensorError as error:
                 raise ValueError(f"{key}: got {file.name}, which is damaged ({error}), want a whole file") from error
 
@@ -288,6 +296,6 @@ def read_layers(
 
 def _layer_of(converted: Converted, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
     if isinstance(converted, PackedExperts):
-        return QuantizedExperts(converted)
+        return QuantizedExperts(converted, bias)
     weight, shifts = (converted, None) if isinstance(converted, PackedWeight) else converted
     return QuantizedLinear(weight, bias, shifts)

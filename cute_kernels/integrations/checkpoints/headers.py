@@ -20,11 +20,17 @@ _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file; dtype in safetensors' letters."""
+    """A tensor in a file, or some rows of one; dtype in safetensors' letters.
+
+    Args:
+        key: its name in the file; rows: which of it are meant, None for all.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    key: str = ""
+    rows: tuple[int, int] | None = None
 
 
 class Headers(dict[str, Entry]):
@@ -117,7 +123,7 @@ def _read_header(file: Path, metadata: dict[str, str]) -> dict[str, Entry]:
     if lost:
         more = f" and {len(lost) - 1} others" if len(lost) > 1 else ""
         raise ValueError(f"{lost[0]}{more}: got {file.name} cut off after {size} bytes, want the whole file")
-    return {name: Entry(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return {name: Entry(file, entry["dtype"], tuple(entry["shape"]), name) for name, entry in header.items()}
 
 
 def _describes_a_tensor(entry: object) -> bool:

@@ -15,7 +15,8 @@ from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
 from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, FP8, MODELOPT, Config
-from cute_kernels.integrations.checkpoints.float_codes import Names, from_float_codes
+from cute_kernels.integrations.checkpoints.fields import check_tensor
+from cute_kernels.integrations.checkpoints.float_codes import Names, experts_from_float_codes, from_float_codes
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
@@ -166,6 +167,19 @@ def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpa
     return from_float_codes(tensors, names, **options)
 
 
+def _gpt_oss(
+    tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torch.device | str | None
+) -> PackedExperts:
+    """All experts of a layer: blocks uint8 [E, N, K / 32, 16], scales uint8 [E, N, K / 32]; packed where they go."""
+    blocks = tensors["blocks"]
+    check_tensor("blocks", blocks, (torch.uint8,), 4, "[experts, N, K / 32, 16]")
+    if blocks.shape[-1] != 16:
+        raise ValueError(f"blocks: got shape {list(blocks.shape)}, want [experts, N, K / 32, 16]")
+    found = {"blocks": blocks.flatten(-2), "scales": tensors["scales"]}
+    found = {name: tensor if device is None else tensor.to(device) for name, tensor in found.items()}
+    return experts_from_float_codes(found, Names("blocks", "scales"), dtype=dtype, device=device)
+
+
 def _check_no_transforms(config: Config) -> None:
     """Raises ValueError if inputs are rotated before a layer takes them, which nothing here would do."""
     for key in ("transform_config", "rotation_config", "hadamard_config"):
@@ -299,7 +313,10 @@ def _floats(
     return LayerFormat(name, methods, names.codes, (names.codes, names.scales), optional, convert, ignored, dtypes)
 
 
+GPT_OSS = LayerFormat("gpt-oss", ("mxfp4",), "blocks", ("blocks", "scales"), (), _gpt_oss, dtypes=("U8",))
+
 LAYER_FORMATS = (
+    GPT_OSS,
     LayerFormat("awq", ("awq",), "qweight", _WORDS, (), _awq),
     LayerFormat("gptq", ("gptq",), "qweight", _WORDS, ("g_idx",), _gptq),
     LayerFormat("auto-round", AUTO_ROUND, "qweight", _WORDS, ("g_idx",), _auto_round),
@@ -442,9 +459,9 @@ def _format_of(
     return next(form for form in fitting if form.name == ("gptq" if along_k else "awq"))
 
 
-def is_stacked(entries: Mapping[str, Entry], name: str) -> bool:
-    """Whether a layer of ours is all experts' weights."""
-    return len(entries[join(name, "codes")].shape) == 4
+def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bool:
+    """Whether a layer of ours, or of gpt-oss, is all experts' weights."""
+    return form in (OWN, GPT_OSS) and len(entries[join(name, form.mark)].shape) == 4
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from cute_kernels.arguments import device_of
 from cute_kernels.gemm.module import ModelProgress
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, read_config
 from cute_kernels.integrations.checkpoints.files import path_of
+from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import read_headers
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
 from cute_kernels.integrations.checkpoints.layer_formats import OWN, find_layers
@@ -59,7 +60,7 @@ def load_model(
     if not path.is_dir() or not (path / "config.json").exists():
         raise FileNotFoundError(f"path: got {path}, want a directory with config.json and safetensors files")
     device = device_of(device)
-    entries = read_headers(path)
+    entries = with_common_names(read_headers(path))
     quantization = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, quantization)
     try:

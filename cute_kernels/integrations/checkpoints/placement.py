@@ -68,7 +68,7 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
             place = replace(place, packed=is_dense(module) and module not in routers and module not in readers)
         places[name] = place
     for name in stacked:
-        block, _, role = name.rpartition(".")
+        block, _, role = name.removesuffix("_proj").rpartition(".")
         if role not in ("gate_up", "down"):
             raise ValueError(f"{name}: got stacked experts of that name, want gate_up or down in a mixture of experts")
         if not is_experts(modules.get(block)):
@@ -160,7 +160,7 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
         if not is_experts(experts):
             raise ValueError(
                 f"{first}: got experts for {name}, a {kind} of the model, want gate_up_proj [E, 2 I, hidden] and "
-                "down_proj [E, hidden, I] with SiLU and nothing else"
+                "down_proj [E, hidden, I] with SiLU and nothing else, or gpt-oss's"
             )
         if (reason := experts_refusal(experts)) is not None:
             raise ValueError(f"{first}: got experts for {name}, a {kind} that is not served: {reason}")

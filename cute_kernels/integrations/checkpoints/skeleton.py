@@ -19,7 +19,8 @@ from cute_kernels.gemm.module import ModelProgress
 from cute_kernels.gemm.weight import SCALE_DTYPES
 from cute_kernels.integrations.checkpoints.configuration import Config
 from cute_kernels.integrations.checkpoints.files import Filling
-from cute_kernels.integrations.checkpoints.headers import Headers, read_json
+from cute_kernels.integrations.checkpoints.gpt_oss import common_settings, is_original
+from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_json
 from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, join
 from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
 from cute_kernels.integrations.saved_names import list_experts
@@ -29,6 +30,9 @@ from cute_kernels.model_config import record_layers, untie_quantised
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
     """The configuration of transformers, and the model's class, neither of them from the directory's own code."""
     said = read_json(path / "config.json")
+    if is_original(said):
+        settings = transformers.GptOssConfig(**common_settings(said))
+        return settings, model_class or transformers.GptOssForCausalLM
     try:
         settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, KeyError) as error:
@@ -61,6 +65,9 @@ def dtype_of(settings: Any, dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in SCALE_DTYPES:
         raise TypeError(f"dtype: got {dtype}, want None, torch.bfloat16 or torch.float16")
     return dtype
+
+
+_TENSORS = ("weight", "bias", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # of layers, experts
 
 
 class Import(CuteKernelsConfig):
@@ -120,7 +127,7 @@ class Import(CuteKernelsConfig):
             handles: dict[Path, Any] = {
                 file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files
             }
-            state = {key: handles[self.entries[key].file].get_slice(key) for key in dense}
+            state = {key: _part(handles[entry.file], entry) for key in dense for entry in (self.entries[key],)}
             model, info = model_class.from_pretrained(None, state_dict=state, output_loading_info=True, **options)
         self._check(info)
         record_layers(model)
@@ -141,6 +148,12 @@ class Import(CuteKernelsConfig):
             raise ValueError(f"{key}: got a tensor of another shape than the model's")
 
 
+def _part(handle: Any, entry: Entry) -> Any:
+    """What is read of a tensor, or those of its rows that are meant."""
+    found = handle.get_slice(entry.key)
+    return found if entry.rows is None else found[entry.rows[0] : entry.rows[1]]
+
+
 def generate_as_said(model: Any, path: Path) -> None:
     """Gives a model that generates the directory's generation_config.json, or what its config.json says of it."""
     if not model.can_generate():
@@ -157,7 +170,7 @@ def _make_room(module: nn.Module) -> None:
     Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
     """
     for part in module.modules():
-        for name in part._parameters.keys() & {"weight", "bias", "gate_up_proj", "down_proj"}:
+        for name in part._parameters.keys() & {*_TENSORS}:
             tensor: Any = part._parameters.pop(name)
             vars(part)[name] = tensor
             if tensor is not None:

@@ -1,0 +1,96 @@
+"""Experts with biases and a clamped SwiGLU: against fp64, with ids of other ranks, without tokens, and as modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.gemm.experts import PackedExperts, QuantizedRoutedExperts, quantize_experts
+from cute_kernels.gemm.experts.clamped import ClampedSwiglu, clamped_moe
+
+EXPERTS, HIDDEN, INNER, TOPK = 4, 96, 80, 2
+BF16 = torch.bfloat16
+
+
+def layer(seed: int = 0) -> tuple[PackedExperts, PackedExperts, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(seed)
+    gate_up, down = torch.randn(EXPERTS, 2 * INNER, HIDDEN) * 0.5, torch.randn(EXPERTS, HIDDEN, INNER)
+    biases = torch.randn(EXPERTS, 2 * INNER).to(BF16), torch.randn(EXPERTS, HIDDEN).to(BF16)
+    options: dict[str, Any] = {"format": "mxfp4", "dtype": BF16}
+    return quantize_experts(gate_up, **options), quantize_experts(down, **options), biases
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, weights = torch.randn(count, HIDDEN).to(BF16), torch.rand(count, TOPK)
+    ids = torch.randint(-1, EXPERTS + 1, (count, TOPK))
+    ids[0] = torch.tensor([3, 1])
+    return x, weights, ids
+
+
+def exact(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    gate_up, down, biases = layer(seed)
+    first, second = (each.dequantize(torch.float64) for each in (gate_up, down))
+    y = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for token in range(len(x)):
+        for share, e in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
+            if 0 <= e < EXPERTS:
+                gate, up = (first[e] @ x[token].double() + biases[0][e].double()).view(-1, 2).unbind(-1)
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                hidden = (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)).to(BF16).double()
+                y[token] += share * (second[e] @ hidden + biases[1][e].double())
+    return y
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("count", [1, 37])
+def test_a_layer_is_its_formula_and_ids_of_no_expert_add_nothing(count, invariant):
+    parts = layer()
+    x, weights, ids = tokens(count)
+    found = clamped_moe(x, *parts, weights, ids, ClampedSwiglu(), batch_invariant=invariant)
+    want = exact(x, weights, ids)
+    gates = x.double() @ parts[0].dequantize(torch.float64).flatten(0, 1).T
+    assert gates.abs().max() > 20  # the clamps are reached
+    assert found.dtype == BF16 and (found.double() - want).norm() < 4e-3 * want.norm()
+
+
+def test_no_tokens_and_no_expert_of_this_rank():
+    x, weights, ids = tokens(5)
+    assert clamped_moe(x[:0], *layer(), weights[:0], ids[:0], ClampedSwiglu()).shape == (0, HIDDEN)
+    assert not clamped_moe(x, *layer(), weights, torch.full_like(ids, -1), ClampedSwiglu()).any()
+
+
+def test_gates_have_no_lower_limit_and_ups_are_shifted():
+    pairs = torch.tensor([[-30.0, 0.0], [30.0, 30.0], [-30.0, 30.0], [1.0, -30.0]])
+    want = [-30 / (1 + torch.exp(torch.tensor(30 * 1.702))), 56 / (1 + torch.exp(torch.tensor(-7 * 1.702)))]
+    found = ClampedSwiglu()(pairs)[:, 0]
+    assert torch.allclose(found[:2], torch.stack(want)) and found[2] == 8 * found[0] and found[3] < -5 * 0.84
+
+
+def test_state_dicts_keep_the_biases_and_miss_them_by_name():
+    gate_up, down, biases = layer()
+    module = QuantizedRoutedExperts(gate_up, down, biases, ClampedSwiglu())
+    other = QuantizedRoutedExperts(*layer(1), ClampedSwiglu())
+    state = module.state_dict()
+    other.load_state_dict(state)
+    x, weights, ids = tokens(9)
+    assert torch.equal(other(x, ids, weights), module(x, ids, weights))
+    del state["down.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"down.bias\""):
+        other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"down\.bias: got torch.float32 \[3\], want a floating \[4, 96\]"):
+        other.load_state_dict(state | {"down.bias": torch.zeros(3)})
+    without = QuantizedRoutedExperts(gate_up, down)
+    with pytest.raises(RuntimeError, match=r"gate_up\.bias: got biases of experts, want none"):
+        without.load_state_dict(module.state_dict())
+
+
+def test_biases_and_their_activation_come_together():
+    gate_up, down, biases = layer()
+    with pytest.raises(ValueError, match="^activation: got None with biases, want both"):
+        QuantizedRoutedExperts(gate_up, down, biases)
+    with pytest.raises(ValueError, match=r"^bias: got torch.bfloat16 \[4, 96\], want a floating \[4, 160\]"):
+        QuantizedRoutedExperts(gate_up, down, (biases[1], biases[1]), ClampedSwiglu())
+    with pytest.raises(ValueError, match="^bias: got values that are not finite"):
+        QuantizedRoutedExperts(gate_up, down, (biases[0] * torch.inf, biases[1]), ClampedSwiglu())
