@@ -30,8 +30,8 @@ DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
 COMPILER_VERSION = "4.8.1"
 """Of the DSL, which compiles these kernels: registers and spills of the same source move between its releases."""
 COMPILER_VERSIONS = (COMPILER_VERSION, "4.8.0")
-"""Those that make the same machine code of them; vLLM 0.32 and 0.33 pin the second. Of 23 kernels, one of each kind, the
-CUBINs were the same, byte by byte."""
+"""Those that make the same machine code of them; vLLM 0.32 and 0.33 pin the second. Of 23 kernels, one of each kind,
+the CUBINs were the same, byte by byte."""
 
 # Tried in this order; a compiler driver is asked for nothing but its linker.
 LINKERS = (
