@@ -73,10 +73,12 @@ def described(tensors: dict[str, Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def attention_function(config: Any) -> Any:
-    from cute_kernels.attention.arguments import arguments_of
+    from cute_kernels.attention.arguments import decode_arguments
     from cute_kernels.attention.compile import fake_tensors
 
-    return accepting(arguments_of(config.features, config.page_tokens > 0), fake_tensors(config, AddressSpace.generic))
+    return accepting(
+        decode_arguments(config.features, config.page_tokens > 0), fake_tensors(config, AddressSpace.generic)
+    )
 
 
 @functools.cache

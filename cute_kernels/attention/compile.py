@@ -7,23 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.attention.arguments import MERGE, arguments_of
+from cute_kernels.attention.arguments import COMBINE, MERGE, UNPACK, decode_arguments, extend_arguments
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.policies import UnpackConfig
-from cute_kernels.attention.extend.schedule import (
-    ExtendProblem,
-    choose,
-    choose_key_rows,
-    choose_unpacked,
-    queries_to_unpack_for,
-)
+from cute_kernels.attention.extend.schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, load_code, modules_of
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -42,8 +35,8 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec(KernelSpec):
-    """One kernel of the family. The function takes what :mod:`.arguments` or :mod:`.extend.arguments` lists for its
-    kind of configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
+    """One kernel of the family. The function takes what :mod:`.arguments` lists for its kind of configuration, torch
+    tensors as they are, then addresses and numbers; it runs on torch's current stream."""
 
     config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | MergeStatesConfig
     family: ClassVar[str] = "attention"
@@ -107,7 +100,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cute_kernels.attention.kernel import DecodeKernel
 
     check_config(config)
-    declared = arguments_of(config.features, config.page_tokens > 0)
+    declared = decode_arguments(config.features, config.page_tokens > 0)
     return declared.compile(
         DecodeKernel(config).launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options
     )
@@ -171,7 +164,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         "seq_lens": _dense(cutlass.Int32, (cute.sym_int(),)),
         "out": _dense(dtype, rows),
     }
-    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
+    return extend_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
 def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:

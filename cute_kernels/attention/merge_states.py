@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of keys: checks, launch and operator; the kernel is `merge_states_kernel`.
+"""Joining attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.states_kernel`.
 
 With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse): exact,
 so a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import shape_of
-from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
+from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
@@ -165,7 +165,7 @@ def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]
     """The compiled kernel, with the arguments that only what decides a plan decides."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
-    return arguments_of(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
+    return decode_arguments(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:

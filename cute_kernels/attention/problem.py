@@ -1,4 +1,4 @@
-"""What a decode attention call asks for, as far as its schedule depends on it. Plain Python, no GPU."""
+"""What a call asks for, as far as its schedule depends on it. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cute_kernels.formats.kv import format_of
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Everything about a call that its schedule depends on; lengths are on the device and not known here.
+    """Everything about a call of decode attention that its schedule depends on; lengths are on the device, not known
+    here.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
@@ -79,3 +80,25 @@ class DecodeProblem:
     def rows(self) -> int:
         """Queries per KV head of a request: of all its positions and of the group's heads."""
         return self.group * self.q_len
+
+
+@dataclass(frozen=True)
+class ExtendProblem:
+    """Everything about a call of extend attention that its configuration depends on.
+
+    Attributes:
+        head_dim, k_format, v_format, q_dtype: of the tensors.
+        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        features: what the call asks for beyond softmax(q K^T) V.
+        tree: whether a mask says which new tokens a query sees.
+        strided_q: whether queries lie apart.
+    """
+
+    head_dim: int
+    k_format: str
+    v_format: str
+    q_dtype: str
+    page_tokens: int = 0
+    features: Features = PLAIN
+    tree: bool = False
+    strided_q: bool = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention import compile as attention_compile
-from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.arguments import decode_arguments
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.compile import AppendSpec
@@ -32,7 +32,7 @@ POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "positio
 def step_arguments(config: StepConfig) -> LaunchArguments:
     """Of a step in one launch."""
     attention = config.attention
-    of_attention = arguments_of(attention.features, attention.page_tokens > 0).arguments
+    of_attention = decode_arguments(attention.features, attention.page_tokens > 0).arguments
     of_transform = () if config.append.transform is None else arguments("address", *CONSTANTS)
     of_terms = (*arguments("address", *TERMS), *arguments("float32", "norm_eps")) if config.has_terms else ()
     return joined(of_attention, NEW_ROWS, of_transform, of_terms, POSITIONS if config.positions else ())

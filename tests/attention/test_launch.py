@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention, ops
-from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
+from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.config import PLACES_SHIFT
 from cute_kernels.attention.features import Features
@@ -268,7 +268,7 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
         queries=True, causal=True, window=True, soft_cap=True, sinks=True, alibi=True, bias="fp32", paged=True
     )
     (launch,) = launches
-    found = dict(zip(arguments_of(features, True).names, launch.arguments, strict=True))
+    found = dict(zip(decode_arguments(features, True).names, launch.arguments, strict=True))
     table, bias = given["block_table"], given["attn_bias"]
     numbers = {
         "num_splits": 3,

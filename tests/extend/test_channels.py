@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.attention.problem import ExtendProblem
+
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.arguments import extend_arguments
 from cute_kernels.attention.compile import CAUSAL_PAGES
-from cute_kernels.attention.extend.arguments import attention_arguments
 from cute_kernels.attention.extend.call import make_call as check_call
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.plan import check_alignment, problem_of
 from cute_kernels.attention.extend.policies import cannot_read
-from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
+from cute_kernels.attention.extend.schedule import choose, choose_key_rows, choose_unpacked
 from cute_kernels.attention.mainloops.tile_queries import QueryLoader
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.device.wgmma_tiles import sum_place
@@ -110,7 +112,7 @@ def test_a_launch_is_given_addresses_and_strides(kv_format):
     call = make_call(kv_format, [3, 2], [9, 12])
     with recording() as recorded:
         call.run()
-    names = [argument.name for argument in attention_arguments(CAUSAL_PAGES).arguments]
+    names = [argument.name for argument in extend_arguments(CAUSAL_PAGES).arguments]
     given = dict(zip(names, recorded.launches[0].arguments, strict=True))
     for name in ("k_scale", "v_scale"):
         scale = call.options.get(name)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.attention.problem import ExtendProblem
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
@@ -24,14 +26,7 @@ from cute_kernels.attention.extend.policies import (
     Queries,
     UnpackedKeys,
 )
-from cute_kernels.attention.extend.schedule import (
-    ExtendProblem,
-    choose,
-    choose_fp8,
-    choose_newer,
-    choose_unpacked,
-    key_rows_of,
-)
+from cute_kernels.attention.extend.schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.runtime import default_cache

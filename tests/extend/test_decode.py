@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.policies import SLAB_COLUMNS
-from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.schedule import choose
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.loads import powers
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Source

@@ -9,9 +9,9 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.attention import ops
+from cute_kernels.attention.arguments import EXTEND
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.extend import few_queries
-from cute_kernels.attention.extend.arguments import ATTENTION
 from cute_kernels.attention.extend.schedule import DECODE_ROWS
 from cute_kernels.formats.kv import format_of
 from tests.launchers import recording
@@ -58,7 +58,7 @@ def test_many_rows_of_queries_are_columns_of_products(launches):
 def test_the_launch_is_one_of_extend_attention_over_equal_requests(launches):
     call = given(16, softmax_scale=0.25)
     out, lse = decode_attention(**call, return_lse=True)
-    found = dict(zip(ATTENTION.names, launches[0].arguments, strict=True))
+    found = dict(zip(EXTEND.names, launches[0].arguments, strict=True))
     assert found["q"].shape == found["out"].shape == (BATCH * 16, HEADS, 128)
     assert found["out"].data_ptr() == out.data_ptr() and found["lse"] == lse.data_ptr()
     assert found["cu_seqlens"].tolist() == list(range(0, 16 * BATCH + 1, 16)) and found["seq_lens"] is call["seq_lens"]
@@ -72,7 +72,7 @@ def test_every_option_of_a_call_arrives(launches):
     call |= {name: torch.zeros(4, 64, *call[name].shape[2:], dtype=torch.uint8) for name in ("k_cache", "v_cache")}
     decode_attention(**call)
     assert serves(launches)
-    found = dict(zip(ATTENTION.names, launches[0].arguments, strict=True))
+    found = dict(zip(EXTEND.names, launches[0].arguments, strict=True))
     assert (found["sinks"], found["block_table"]) == (sinks.data_ptr(), table.data_ptr())
     scales = [found[f"{name}_scale"] for name in "kv"]
     assert scales == [call[f"{name}_scale"].data_ptr() for name in "kv"] and found["window"] == 9

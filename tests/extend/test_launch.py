@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
 from cute_kernels.attention.extend import extend_attention, ops, ragged
-from cute_kernels.attention.extend.arguments import ATTENTION, COMBINE, UNPACK
 from cute_kernels.attention.extend.call import make_call
 from cute_kernels.attention.extend.plan import make_plan, problem_of, specs_of
 from cute_kernels.attention.extend.ragged import ragged_attention
-from cute_kernels.attention.extend.schedule import (
-    MAX_UNPACKED_BYTES,
-    ExtendProblem,
-    choose,
-    key_rows_of,
-)
+from cute_kernels.attention.extend.schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
+from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
@@ -207,7 +203,7 @@ def test_block_tables_whose_rows_lie_apart_are_copied(unpack, launches):
     call: dict[str, Any] = coded(6000, block_table=table, unpack=unpack) | {"k_cache": pages, "v_cache": pages}
     before = dict(call)
     extend_attention(**call)
-    found = by_name(UNPACK if unpack else ATTENTION, launches[0])
+    found = by_name(UNPACK if unpack else EXTEND, launches[0])
     assert found["block_table"] not in (0, table.data_ptr()) and found["max_pages"] == 3
     assert call.keys() == before.keys() and all(call[name] is before[name] for name in call)
 
@@ -223,7 +219,7 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
     call = given(6, k_cache=pages, v_cache=pages, block_table=table, num_splits=2, softmax_scale=0.25)
     extend_attention(**call, window_size=9, softcap=3.0, sinks=sinks, alibi_slopes=slopes)
     attention, combine = launches
-    found = by_name(ATTENTION, attention)
+    found = by_name(EXTEND, attention)
     numbers = {"max_pages": 3, "window": 9, "soft_cap": 3.0, "softmax_scale": 0.25, "num_splits": 2, "lse": 0}
     numbers |= {"prefix_only": 0, "k_scale": 0, "v_scale_stride": 0, "tree_mask": 0, "tree_words": 0, "tile_scales": 0}
     numbers |= {"block_table": table.data_ptr(), "sinks": sinks.data_ptr(), "alibi_slopes": slopes.data_ptr()}
@@ -234,13 +230,13 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
     launches.clear()
     del call["num_splits"]
     extend_attention(**call, tree_mask=mask)
-    found = by_name(ATTENTION, launches[0])
+    found = by_name(EXTEND, launches[0])
     assert (found["tree_mask"], found["tree_words"], found["soft_cap"]) == (mask.data_ptr(), 1, 1.0)
 
 
 def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     extend_attention(**coded(4000, max_seq_len=100, unpack=True, window_size=9))
-    unpack, attention = by_name(UNPACK, launches[0]), by_name(ATTENTION, launches[1])
+    unpack, attention = by_name(UNPACK, launches[0]), by_name(EXTEND, launches[1])
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers
     assert unpack["tile_scales"] == attention["tile_scales"] != 0 and attention["max_pages"] == 100
@@ -375,19 +371,19 @@ def test_what_key_rows_do_not_take_is_served_as_before(options, launches):
 def test_key_rows_take_trees_and_leave_new_tokens_to_another_launch(launches):
     extend_attention(**narrow(6, tree_mask=torch.zeros(6 * BATCH, 1, dtype=torch.int32)))
     assert launches[0].symbol.endswith("_tree_q40")
-    assert by_name(ATTENTION, launches[0])["tree_words"] == 1
+    assert by_name(EXTEND, launches[0])["tree_words"] == 1
     launches.clear()
     new = torch.zeros(6 * BATCH, 2, 128).bfloat16()
     extend_attention(**narrow(6, new_k=new, new_v=new))
     older, newer = launches
     assert older.symbol.endswith("_q40") and newer.symbol.endswith("_merges")
-    assert by_name(ATTENTION, older)["prefix_only"] == 1
+    assert by_name(EXTEND, older)["prefix_only"] == 1
 
 
 def test_work_tiles_of_key_rows_are_counted_as_theirs(launches):
     """72 rows of each of two KV heads, of 35 queries of 2 heads, and one place more for each request."""
     extend_attention(**narrow(35, batch=17, max_seq_len=100))
-    found = by_name(ATTENTION, launches[0])
+    found = by_name(EXTEND, launches[0])
     assert found["num_ctas"] == min((17 * 70 // 72 + 17) * found["num_splits"], 132) == 33
 
 

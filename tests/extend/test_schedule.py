@@ -12,7 +12,6 @@ import pytest
 from cute_kernels.attention.extend.config import ExtendConfig
 from cute_kernels.attention.extend.policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
 from cute_kernels.attention.extend.schedule import (
-    ExtendProblem,
     choose,
     choose_key_rows,
     choose_splits,
@@ -25,6 +24,7 @@ from cute_kernels.attention.extend.schedule import (
     serves_key_rows,
 )
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.problem import ExtendProblem
 from tests.extend.cases import FORMATS, UNPACKED
 
 

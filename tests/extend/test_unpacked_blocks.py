@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_kernels.attention.problem import ExtendProblem
+
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.schedule import ExtendProblem, choose, choose_unpacked
+from cute_kernels.attention.extend.schedule import choose, choose_unpacked
 from cute_kernels.attention.extend.work import ExtendSizes, Lengths, Work, Worker
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.loads.unpack import UnpackKernel, UnpackLengths

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.arguments import decode_arguments
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.kv_cache.arguments import append_arguments
 from cute_kernels.runtime import native
@@ -53,7 +53,7 @@ def test_the_compiler_gets_the_declared_types_in_the_declared_order():
 
     types = {"address": cutlass.Int64, "int64": cutlass.Int64, "int32": cutlass.Int32, "float32": cutlass.Float32}
     features = Features(soft_cap=True, shift=True)
-    for declared in (arguments_of(PLAIN, False), arguments_of(features, True), append_arguments(True)):
+    for declared in (decode_arguments(PLAIN, False), decode_arguments(features, True), append_arguments(True)):
         tensors = {argument.name: object() for argument in declared.arguments if argument.kind == "tensor"}
         for argument, value in zip(declared.arguments, declared.fake(tensors), strict=True):
             wanted = tensors.get(argument.name)

@@ -13,20 +13,19 @@ import torch
 
 from cute_kernels import blocks
 from cute_kernels.attention import ops
-from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.arguments import decode_arguments, extend_arguments
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend import ops as extend_ops
-from cute_kernels.attention.extend.arguments import attention_arguments
 from cute_kernels.attention.extend.reference import extend_attention_reference
-from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.schedule import choose
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
@@ -139,7 +138,9 @@ class ScoreOptionTests:
         assert self.option.term.partition(":")[0] in spec.modules()
         assert source_state(spec).digest != source_state(AttentionSpec(config)).digest
         own = [
-            name for name in arguments_of(other.features, False).names if name not in arguments_of(PLAIN, True).names
+            name
+            for name in decode_arguments(other.features, False).names
+            if name not in decode_arguments(PLAIN, True).names
         ]
         assert own == [tensor.name for tensor in self.option.tensors]
 
@@ -246,7 +247,7 @@ class ScoreOptionTests:
         with recording() as recorded:
             extended(call)
         (launch, *_) = recorded.launches
-        found = dict(zip(attention_arguments(self.features(causal=True)).names, launch.arguments, strict=True))
+        found = dict(zip(extend_arguments(self.features(causal=True)).names, launch.arguments, strict=True))
         given = call.options["score_options"]
         assert {name: found[name] for name in given} == {name: given[name].data_ptr() for name in given}
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from cute_kernels.attention.problem import ExtendProblem
+
 pytest.importorskip("cutlass", reason="the options' device code is written in nvidia-cutlass-dsl")
 
 from cute_kernels.attention.assignment import Assigner
-from cute_kernels.attention.extend.schedule import ExtendProblem, choose
+from cute_kernels.attention.extend.schedule import choose
 from cute_kernels.attention.extend.work import Worker
 from cute_kernels.attention.features import Features
 from cute_kernels.formats.scores.terms import ScoreTerms

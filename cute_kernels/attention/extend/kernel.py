@@ -62,7 +62,7 @@ class ExtendKernel:
         self.worker = self.consumer.worker
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.attention_arguments`."""
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.extend_arguments`."""
         config = self.config
         (total_q, num_q_heads, _), cache = extents(given.q), extents(given.k_cache)
         ends = extents(given.cu_seqlens)

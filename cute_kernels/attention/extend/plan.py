@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.arguments import COMBINE, UNPACK, extend_arguments
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.attention.extend.call import ExtendCall, row_stride
 from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend.policies import UNPACK_CTAS_PER_SM, has_channel_scales
 from cute_kernels.attention.extend.schedule import (
     MAX_UNPACKED_BYTES,
-    ExtendProblem,
     choose,
     choose_fp8,
     choose_key_rows,
@@ -30,6 +29,7 @@ from cute_kernels.attention.extend.schedule import (
 from cute_kernels.attention.extend.ways import ExtendLaunch, Keys, UnpackedLaunches, Way
 from cute_kernels.attention.plan import check_columns
 from cute_kernels.attention.policies import PAGE_TOKENS
+from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -320,7 +320,7 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
-    return attention_arguments(config.features).bound(
+    return extend_arguments(config.features).bound(
         load(AttentionSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 

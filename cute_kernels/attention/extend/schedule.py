@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cute_kernels.attention.extend.config import MAX_SPLITS, ExtendConfig
 from cute_kernels.attention.extend.policies import (
@@ -23,7 +23,8 @@ from cute_kernels.attention.extend.policies import (
     has_channel_scales,
     has_head_scale,
 )
-from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.features import PLAIN
+from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
 
@@ -48,28 +49,6 @@ KEY_ROWS_TILES = 4  # work tiles an SM that they are fast with, as a fraction: s
 DECODE_ROWS = 32  # up to so many rows decode attention's own kernel is as fast
 KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer warps, tiles; barriers of a stage
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
-
-
-@dataclass(frozen=True)
-class ExtendProblem:
-    """Everything about a call that its configuration depends on.
-
-    Attributes:
-        head_dim, k_format, v_format, q_dtype: of the tensors.
-        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
-        features: what the call asks for beyond softmax(q K^T) V.
-        tree: whether a mask says which new tokens a query sees.
-        strided_q: whether queries lie apart.
-    """
-
-    head_dim: int
-    k_format: str
-    v_format: str
-    q_dtype: str
-    page_tokens: int = 0
-    features: Features = PLAIN
-    tree: bool = False
-    strided_q: bool = False
 
 
 def choose(problem: ExtendProblem) -> ExtendConfig:
