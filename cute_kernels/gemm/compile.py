@@ -15,7 +15,6 @@ from cute_kernels.gemm.wgmma import schedule as many_rows
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
-from cute_kernels.gemm.wgmma.ranges_config import RangesWgmma
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -46,13 +45,12 @@ def shipped_specs() -> list[KernelSpec]:
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     """The kernel of a configuration of the kernel for few rows, or of that for many."""
     from cute_kernels.gemm.wgmma.compile import ResidentSpec, WgmmaSpec
-    from cute_kernels.gemm.wgmma.ranges_compile import RangesSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
     if isinstance(config.mainloop, ResidentLimbs):
         return ResidentSpec(config)
-    return RangesSpec(config) if isinstance(config.mainloop, RangesWgmma) else WgmmaSpec(config)
+    return WgmmaSpec(config)
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.wgmma.kernel import GroupedLimbKernel, x_scale_shift
+from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel, x_scale_shift
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -67,7 +67,7 @@ def load_stage(
             place = start + STAGE * stage_bytes + tile * run.size
             shared[place : place + run.size] = run
     found, scales = limbs_of(x)
-    subject = GroupedLimbKernel(config).activations  # whose limbs come in parts
+    subject = grouped_tiles_kernel(config).activations  # whose limbs come in parts
     part_bytes = 2 * TMA_TILE_K * config.part_m
     for limb in range(2):
         for part in range(present):

@@ -14,7 +14,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import epilogue, places, ranges
 from cute_kernels.gemm.wgmma.deferred_config import TAKES, DeferredNormConfig
-from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
+from cute_kernels.gemm.wgmma.results import RangeSplitK
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
@@ -165,4 +165,4 @@ def test_ranges_of_less_than_a_tile_are_not_taken():
     """Some CTAs would have a middle part, for which others would wait."""
     small = problem(128, 8192, 1024)
     assert all(schedule_of(small, config) is None for config in range_configs(small))
-    assert not [one for one in tile_schedules(small) if isinstance(one.config.mainloop, RangesWgmma)]
+    assert not [one for one in tile_schedules(small) if isinstance(one.config.reduction, RangeSplitK)]

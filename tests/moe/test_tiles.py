@@ -60,6 +60,7 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
         split_k_blocks=K_BLOCKS,
         grid=None,
         num_experts=len(counts),
+        offsets=offsets,
         blocks=blocks,
         band_tiles=Divisor.of(M_TILE_BAND * blocks),
         num_ctas=Divisor.of(num_ctas),

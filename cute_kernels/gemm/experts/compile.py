@@ -28,7 +28,7 @@ from cute_kernels.gemm.experts.wgmma.schedule import TABLE_WARPS, candidate_conf
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma import compile as linear_wgmma
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
-from cute_kernels.runtime.spec import KernelSpec, check_config
+from cute_kernels.runtime.spec import KernelSpec
 
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
@@ -205,17 +205,15 @@ def compile_ranges(config: RangeConfig, arch: str, *options: str) -> Any:
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    from cute_kernels.gemm.experts.wgmma.kernel import GroupedLimbKernel, GroupedWgmmaKernel
+    from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel
 
-    check_config(config)
     if config.reduction.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
     if config.consumer_warps < TABLE_WARPS:
         raise ValueError(
             f"config: got {config.consumer_warps} consumer warps, want {TABLE_WARPS}, which write the table"
         )
-    kind, arguments = (GroupedLimbKernel, LIMB_TILES) if config.limbs else (GroupedWgmmaKernel, TILES)
-    return compile_kernel(kind, config, arguments, arch, *options)
+    return compile_kernel(grouped_tiles_kernel, config, LIMB_TILES if config.limbs else TILES, arch, *options)
 
 
 def compile_entries(config: EntryConfig, arch: str, *options: str) -> Any:

@@ -71,8 +71,7 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
-    from cute_kernels.gemm.wgmma.resident_kernel import FactoredResidentKernel, ResidentKernel
+    from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 
-    if config.mainloop.factors:
-        return compile_kernel(FactoredResidentKernel, config, FACTORED_TILES, arch, *options)
-    return compile_kernel(ResidentKernel, config, TILES, arch, *options)
+    arguments = FACTORED_TILES if config.mainloop.factors else TILES
+    return compile_kernel(ResidentKernel, config, arguments, arch, *options)

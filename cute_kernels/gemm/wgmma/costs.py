@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
-from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WholeK
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, RangeSplitK, WholeK
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.schedule import TileSchedule
@@ -213,7 +212,7 @@ class DecodedCost:
 
 
 class RangesCost(DecodedCost):
-    """Of tiles as work ranges: `RangesWgmma`."""
+    """Of tiles as work ranges: `RangeSplitK`."""
 
     # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
     hand_over, apart = 4600, 1.05
@@ -271,13 +270,14 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), RangesWgmma: RangesCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
+RANGES_COST = RangesCost()
 
 
-def cost_of(mainloop: Mainloop) -> MainloopCost:
-    """The cost model of a mainloop; KeyError if it has none."""
-    return COSTS[type(mainloop)]
+def cost_of(config: WgmmaConfig) -> MainloopCost:
+    """The cost model of a configuration; KeyError if its mainloop has none."""
+    return RANGES_COST if isinstance(config.reduction, RangeSplitK) else COSTS[type(config.mainloop)]
 
 
 def in_small_tiles(schedule: TileSchedule) -> TileSchedule:

@@ -45,7 +45,6 @@ def compile_deferred(config: DeferredNormConfig, arch: str, *options: str) -> An
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.gemm.wgmma.deferred_kernel import DeferredNormKernel, DeferredResidentKernel
+    from cute_kernels.gemm.wgmma.deferred_kernel import deferred_kernel
 
-    kind = DeferredResidentKernel if config.in_limbs else DeferredNormKernel
-    return compile_kernel(kind, config, ARGUMENTS[config.kind], arch, *options)
+    return compile_kernel(deferred_kernel, config, ARGUMENTS[config.kind], arch, *options)

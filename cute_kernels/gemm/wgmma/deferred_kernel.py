@@ -13,7 +13,6 @@ from cute_kernels.gemm.wgmma.deferred_norm import GivingOperands, TakingOperands
 from cute_kernels.gemm.wgmma.kernel import ALL_WARPS, WgmmaKernel
 from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel, for_reductions
-from cute_kernels.gemm.work import operands_of
 
 
 class FactorWarps:
@@ -49,27 +48,11 @@ class FactorWarps:
         return found
 
 
-class DeferredNormKernel:
-    """One compiled variant; :class:`DeferredNormConfig` says which."""
-
-    def __init__(self, config: DeferredNormConfig):
-        operands = GivingOperands if config.kind == GIVES else TakingOperands
-        store = make_store(config)
-        spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
-        self.product = WgmmaKernel(config.tiles, for_reductions(store), operands, ALL_WARPS, spare)
-
-    def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of `.deferred_compile`."""
-        self.product.launch(given, stream)
-
-
-class DeferredResidentKernel:
-    """The same of few rows, whose limbs each CTA makes."""
-
-    def __init__(self, config: DeferredNormConfig):
-        self.operands = GivingOperands if config.kind == GIVES else TakingOperands
-        self.resident = ResidentKernel(config.tiles, make_store(config))
-
-    def launch(self, given, stream):
-        """Of at most a tile of rows of x; ``given`` has the arguments of `.deferred_compile`."""
-        self.resident.launch_over(given, operands_of(self.operands, given), stream)
+def deferred_kernel(config: DeferredNormConfig) -> WgmmaKernel | ResidentKernel:
+    """The kernel of a configuration: of tiles, or of few rows, whose limbs each CTA makes."""
+    operands = GivingOperands if config.kind == GIVES else TakingOperands
+    store = make_store(config)
+    if config.in_limbs:
+        return ResidentKernel(config.tiles, store, operands)
+    spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
+    return WgmmaKernel(config.tiles, None, for_reductions(store), operands, ALL_WARPS, spare)

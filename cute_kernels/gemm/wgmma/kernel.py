@@ -37,6 +37,7 @@ from cute_kernels.gemm.wgmma.loads import (
 )
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces, Places
+from cute_kernels.gemm.wgmma.ranges import RangeReduction, RangeScheduler, TileRangeSizes
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
 from cute_kernels.gemm.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
 from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
@@ -73,14 +74,21 @@ def make_mainloop(
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
 
+REDUCTIONS: dict[type[results.Reduction], Any] = {
+    results.WholeK: WorkspaceReduction,
+    results.RowCuts: WorkspaceReduction,
+    results.WorkspaceSplitK: WorkspaceReduction,
+    results.RangeSplitK: RangeReduction,
+    results.SequentialSplitK: SequentialReduction,
+    results.RowExchange: RowReduction,
+    results.Dsmem: ClusterReduction,
+    results.InterleavedDsmem: ClusterReduction,
+}
+
+
 def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> TileReduction:
     """The reduction that a configuration names."""
-    if config.reduction.dsmem:
-        return ClusterReduction(config, epilogue, places)
-    if isinstance(config.reduction, results.SequentialSplitK):
-        return SequentialReduction(config, epilogue, places)
-    is_exchange = isinstance(config.reduction, results.RowExchange)
-    return (RowReduction if is_exchange else WorkspaceReduction)(config, epilogue, places)
+    return REDUCTIONS[type(config.reduction)](config, epilogue, places)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -154,9 +162,6 @@ class TileRoles:
         layout = TmaLoads(self.config, self.places).layout()
         return allocate(self.config, layout, ELEMENTS[self.config.dtype], self.table_bytes)
 
-    def init_barriers(self, memory: TileMemory) -> None:
-        init_barriers(self.config, memory)
-
     @cute.jit
     def begin(self, operands, shape, memory, scheduler, warp, lane):
         """Makes the CTA's barriers; all know when they are there but the warp that makes them, which waits for nobody.
@@ -176,7 +181,7 @@ class TileRoles:
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
                 self.spare.init_barrier(memory)
-                self.init_barriers(memory)
+                init_barriers(config, memory)
                 if const_expr(self.waits == LOADER):
                     cute.arch.griddepcontrol_wait()
                 if const_expr(self.weights.asks_first and self.waits != ALL_WARPS):
@@ -229,10 +234,72 @@ class TileRoles:
         cute.arch.cluster_wait()
 
 
+class TileScheduling(Protocol):
+    """Which work tiles there are, and where their rows, weights and results are: dense products, or experts'.
+
+    Attributes:
+        places: of a work tile's numbers.
+        is_dense: whether results may have a residual, and the first work tile is known before any table is.
+        asks_first: whether the first weights are asked for before anybody is told of barriers.
+        masks_by_lane, x_scale_shift: of `make_mainloop`.
+        table_bytes: of shared memory for a table of tiles.
+    """
+
+    places: Places
+    is_dense: bool
+    asks_first: bool
+    masks_by_lane: bool
+    x_scale_shift: Shift | None
+    table_bytes: int
+
+    def sizes(self, given) -> Any:
+        """Sizes of a launch, on the host: a `TileSizes`."""
+        ...
+
+    def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
+        """Makes barriers and returns the CTA's tile scheduler."""
+        ...
+
+
+class DenseTiles:
+    """One product: `TileScheduling`. Of a reduction by ranges work ranges of all tiles, else tiles in rounds."""
+
+    is_dense, masks_by_lane, x_scale_shift, table_bytes = True, True, None, 0
+
+    def __init__(self, config: WgmmaConfig):
+        self.config, self.places, self.asks_first = config, DensePlaces(config), config.one_m_tile
+        self.in_ranges = isinstance(config.reduction, results.RangeSplitK)
+
+    def sizes(self, given) -> TileSizes:
+        if self.in_ranges:
+            return TileRangeSizes.of(self.config, given)
+        return TileSizes(*dense_sizes(self.config, given), grid=dense_grid(self.config, given))
+
+    def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
+        """See `TileScheduling`."""
+        if const_expr(self.in_ranges):
+            scheduler = RangeScheduler.of(shape, cta)
+        else:
+            scheduler = dense_scheduler(self.config, shape, cta, num_ctas)
+        roles.begin(operands, shape, memory, scheduler, warp, lane)
+        return scheduler
+
+
 class WgmmaKernel:
-    """One compiled variant of a dense product; :class:`WgmmaConfig` says which.
+    """One compiled variant of products by tiles, dense or of experts; :class:`WgmmaConfig` says which.
+
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | loads of weights | 1 | stage empty: all consumer warps that read it | stage full, with the bytes of its copies |
+    | loads of activations | 1 | the same | the same; with TMA multicast in every CTA of the cluster |
+    | spare | 2 | nobody, or the launch before | makes a norm's factors, or nothing |
+    | consumers | 4 a warpgroup | stage full: both loads, and all bytes | stage empty, one lane a warp and CTA |
+
+    A reduction by DSMEM has a barrier besides for each tile of 64 features that the CTA stores: one arrival, of the
+    thread that makes it, and the bytes of all other CTAs' partials.
 
     Args:
+        scheduling: dense, or of experts; None: dense.
         store: in place of `TileEpilogue`; ``operands`` has what it asks for.
         waits, spare: of `TileRoles`.
     """
@@ -240,28 +307,33 @@ class WgmmaKernel:
     def __init__(
         self,
         config: WgmmaConfig,
+        scheduling: TileScheduling | None = None,
         store: TileEpilogue | None = None,
         operands: type[Operands] = Operands,
         waits: Waits = LOADER,
         spare: SpareWarps | None = None,
     ):
         self.config, self.operands = config, operands
-        places, stages = DensePlaces(config), StageReader(config)
-        self.epilogue = TileEpilogue(config) if store is None else store
-        mainloop, reduction = make_mainloop(config, stages, places), make_reduction(config, self.epilogue, places)
+        self.scheduling: TileScheduling = DenseTiles(config) if scheduling is None else scheduling
+        places, stages, dense = self.scheduling.places, StageReader(config), self.scheduling.is_dense
+        self.epilogue = TileEpilogue(config, dense=dense) if store is None else store
+        shift, by_lane = self.scheduling.x_scale_shift, self.scheduling.masks_by_lane
+        mainloop = make_mainloop(config, stages, places, masks_by_lane=by_lane, x_scale_shift=shift)
+        reduction = make_reduction(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
-        self.activations = TmaLoads(config, places)
-        weights = WeightLoads(config, places, asks_first=config.one_m_tile)
-        loads = weights, self.activations
-        self.roles = TileRoles(config, places, *loads, self.consumers, dense=True, waits=waits, spare=spare)
+        self.activations = TmaLoads(config, places, limbs=config.limbs, waits=config.limbs)
+        weights = WeightLoads(config, places, asks_first=self.scheduling.asks_first)
+        loads, table = (weights, self.activations), self.scheduling.table_bytes
+        self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, and
-        what else ``operands`` has."""
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or of
+        experts those of their room, and what else ``operands`` has."""
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)
-        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
-        operands = operands_of(self.operands, given, x=Int64(0))
+        shape = self.scheduling.sizes(given)
+        absent = {name: Int64(0) for name in ("zeros", "residual", "workspace") if not hasattr(given, name)}
+        operands = operands_of(self.operands, given, x=Int64(0), **absent)
         if config.store.by_tma:
             operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
         options = launch_options(config, given.num_ctas, stream, use_pdl=True)
@@ -274,8 +346,7 @@ class WgmmaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.roles.allocate()
-        scheduler = dense_scheduler(self.config, shape, cta, num_ctas)
-        self.roles.begin(operands, shape, memory, scheduler, warp, lane)
+        scheduler = self.scheduling.begin(self.roles, operands, shape, memory, cta, num_ctas, warp, lane)
         self.roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)
         if const_expr(self.config.multicast > 1):
             self.roles.leave_cluster(warp)

@@ -21,6 +21,7 @@ from cute_kernels.gemm.wgmma.results import (
     WGMMA_N_STEP,
     Dsmem,
     InterleavedDsmem,
+    RangeSplitK,
     Reduction,
     RowCuts,
     RowExchange,
@@ -173,7 +174,7 @@ class RegisterWgmma(Mainloop):
     group_steps: int = 2
     in_flight: int = 1
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
-        WholeK, RowCuts, WorkspaceSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
+        WholeK, RowCuts, WorkspaceSplitK, RangeSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
     )  # fmt: skip
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     scales_codes: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Tiles as work ranges of all CTAs, whose parts of K meet in global memory: `.ranges_config`."""
+"""Tiles as work ranges of all CTAs, whose parts of K meet in global memory: `.results.RangeSplitK`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from cutlass import Int32, Int64
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
-from cute_kernels.gemm.wgmma.kernel import WgmmaKernel, launch_options
-from cute_kernels.gemm.wgmma.places import DensePlaces, Places, corner_of
-from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK
+from cute_kernels.gemm.wgmma.places import Places, corner_of
 from cute_kernels.gemm.wgmma.reduction import add_published, publish_acc
+from cute_kernels.gemm.wgmma.results import RangeSplitK
 from cute_kernels.gemm.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_sizes
-from cute_kernels.gemm.work import Operands, operands_of
 
 
 @dataclass(frozen=True)
@@ -150,31 +148,3 @@ class RangeReduction:
             began_before = (tile == work_tile.number) & (k_block > 0)
             more = cutlass.select_(began_before, Int32(1), Int32(0))
             other = other - 1
-
-
-class RangesKernel:
-    """One compiled variant of a dense product in work ranges."""
-
-    def __init__(self, config: WgmmaConfig):
-        self.config = config
-        self.product = WgmmaKernel(config)
-        self.product.consumers.reduction = RangeReduction(config, self.product.epilogue, DensePlaces(config))
-
-    def launch(self, given, stream):
-        """As `WgmmaKernel.launch`."""
-        copy_x, x_view = self.product.activations.tma(given.x)
-        shape = TileRangeSizes.of(self.config, given)
-        operands = operands_of(Operands, given, x=Int64(0))
-        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
-        self.kernel(operands, shape, copy_x, x_view).launch(**options)
-
-    @cute.kernel
-    def kernel(self, operands, shape, copy_x, x_view):
-        cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        roles = self.product.roles
-        memory = roles.allocate()
-        scheduler = RangeScheduler.of(shape, cta)
-        roles.begin(operands, shape, memory, scheduler, warp, lane)
-        roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)

@@ -58,11 +58,19 @@ def for_reductions(store: TileStore) -> TileEpilogue:
 class ResidentKernel:
     """One compiled variant; :class:`.resident_config.ResidentConfig` says which.
 
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | loads of weights | 1 | stage empty: warps of the warpgroups that take it | stage full, with its bytes |
+    | consumers | 4 a warpgroup | x, where TMA brings it | x: each warp, with its share of the bytes |
+    | | | stage full | stage empty, one lane a warp |
+
+    Partials of the cluster's tiles have barriers as of `WgmmaKernel`.
+
     store: in place of `TileEpilogue`; it asks for what else it needs while x is on its way (:mod:`.deferred_norm`).
     """
 
-    def __init__(self, config: ResidentConfig, store: RowStore | None = None):
-        self.config, self.store = config, store
+    def __init__(self, config: ResidentConfig, store: RowStore | None = None, operands: type[Operands] = Operands):
+        self.config, self.store, self.operands = config, store, operands
         self.places, stages = DensePlaces(config), StageReader(config)
         epilogue = TileEpilogue(config) if store is None else for_reductions(store)
         self.weights = StageLoads(config, self.places)
@@ -73,11 +81,12 @@ class ResidentKernel:
 
     def launch(self, given, stream):
         """Of at most a tile of rows of x; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`,
-        of which zeros and workspace are not used."""
-        self.launch_over(given, operands_of(Operands, given), stream)
-
-    def launch_over(self, given, operands, stream):
-        """What both entries do."""
+        of which zeros and workspace are not used; `FACTORED_TILES` of rows that meet factors (:mod:`.row_factors`)."""
+        if self.config.mainloop.factors:
+            factors = Factors(given.factors, given.eps, given.offset)
+            operands = operands_of(FactoredOperands, given, factors=factors)
+        else:
+            operands = operands_of(self.operands, given)
         config = self.config
         layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
         copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
@@ -136,15 +145,3 @@ class ResidentKernel:
         """Puts it where the store finds it."""
         if self.store is not None:
             self.store.keep_asked(operands, store, asked)
-
-
-class FactoredResidentKernel:
-    """The same of rows that meet factors on their way to limbs (:mod:`.row_factors`)."""
-
-    def __init__(self, config: ResidentConfig):
-        self.resident = ResidentKernel(config)
-
-    def launch(self, given, stream):
-        """``given`` has the arguments `FACTORED_TILES` of :mod:`cute_kernels.gemm.arguments`."""
-        factors = Factors(given.factors, given.eps, given.offset)
-        self.resident.launch_over(given, operands_of(FactoredOperands, given, factors=factors), stream)

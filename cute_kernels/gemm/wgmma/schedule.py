@@ -31,11 +31,11 @@ from cute_kernels.gemm.wgmma.mainloops import (
     SCALED,
     RegisterWgmma,
 )
-from cute_kernels.gemm.wgmma.ranges_config import RangeSplitK, RangesWgmma
 from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
+    RangeSplitK,
     RowCuts,
     RowExchange,
     StagedStore,
@@ -238,7 +238,7 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
-        us += cost_of(schedule.config.mainloop).all_cut_us(problem, schedule)
+        us += cost_of(schedule.config).all_cut_us(problem, schedule)
     return us
 
 
@@ -312,7 +312,7 @@ def share_of(config: WgmmaConfig) -> float:
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself: rounds of whole tiles, then of what is cut."""
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
-    cost = cost_of(config.mainloop)
+    cost = cost_of(config)
     k_block = cost.k_block_clocks(problem, schedule)
     if isinstance(cost, RangesCost):
         return (START_CLOCKS + cost.range_clocks(problem, schedule, k_block)) / CLOCKS_PER_US
@@ -374,7 +374,7 @@ def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             tile_m=tile_m,
             warpgroups=warpgroups,
             block_k=block_k,
-            mainloop=RangesWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
             reduction=RangeSplitK(end),
         )
         for tile_m, warpgroups, block_k, end in RANGE_SHAPES

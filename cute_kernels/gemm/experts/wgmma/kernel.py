@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
@@ -18,15 +18,11 @@ from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
 from cute_kernels.gemm.experts.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
-from cute_kernels.gemm.wgmma.consumers import Consumers
-from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
-from cute_kernels.gemm.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
-from cute_kernels.gemm.wgmma.loads import TmaLoads, WeightLoads
+from cute_kernels.gemm.wgmma.kernel import NOBODY, TileRoles, WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
+from cute_kernels.gemm.wgmma.memory import init_barriers
 from cute_kernels.gemm.wgmma.places import tile_of_block
-from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.tiles import dense_sizes
-from cute_kernels.gemm.work import Operands, operands_of
 
 
 class ExpertPlaces:
@@ -50,29 +46,42 @@ def x_scale_shift(work_tile):
     return work_tile.token & (X_SCALE_ALIGNMENT - 1)
 
 
-class GroupedRoles:
-    """The policies of a grouped product, what loads its activations, and how a CTA finds its work tiles."""
+class ExpertTiles:
+    """The tiles of all experts: `cute_kernels.gemm.wgmma.kernel.TileScheduling`.
+
+    Nobody knows which weights are the first before the table is there.
+    """
+
+    is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES
 
     def __init__(self, config: WgmmaConfig):
-        self.config = config
-        places, stages = ExpertPlaces(config), StageReader(config)
-        mainloop = make_mainloop(config, stages, places, masks_by_lane=False, x_scale_shift=x_scale_shift)
-        reduction = make_reduction(config, TileEpilogue(config, dense=False), places)
-        consumers = Consumers(config, stages, places, mainloop, reduction)
-        self.activations = TmaLoads(config, places, limbs=config.limbs, waits=config.limbs)
-        # Nobody knows which weights are the first before the table is there.
-        weights = WeightLoads(config, places, asks_first=False)
-        self.roles = TileRoles(config, places, weights, self.activations, consumers, TABLE_BYTES)
+        self.config, self.places = config, ExpertPlaces(config)
+        self.x_scale_shift = x_scale_shift
+
+    def sizes(self, given) -> GroupedTileSizes:
+        """An expert's tiles are counted on the device."""
+        dense = dense_sizes(self.config, given, whole=Int32(0), splits=Int32(1))
+        blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
+        divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
+        sizes = (*dense, None, given.num_experts, blocks, *divisors, given.offsets)
+        if self.config.limbs:
+            return GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
+        return GroupedTileSizes(*sizes)
 
     @cute.jit
-    def find_work_tiles(self, memory, offsets, shape, cta, num_ctas, warp, lane):
-        """Makes barriers and the table of tiles, then lets the next launch begin. Returns the CTA's tile scheduler."""
+    def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane):
+        """Makes barriers and the table of tiles, then lets the next launch begin. Returns the CTA's tile scheduler.
+
+        Where x comes in limbs the warp that loads them waits for the launch before, else all do.
+        """
         config = self.config
+        if const_expr(not config.limbs):
+            cute.arch.griddepcontrol_wait()
         if warp == config.consumer_warps:
             if lane == 0:
-                self.roles.init_barriers(memory)
+                init_barriers(config, memory)
         elif warp < TABLE_WARPS:
-            fill_table(memory.table, offsets, shape, warp, lane, config.tile_m)
+            fill_table(memory.table, shape.offsets, shape, warp, lane, config.tile_m)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         count = cute.arch.make_warp_uniform(Int32(ptx.load_shared(memory.table, MAX_EXPERTS * ENTRY_BYTES)))
@@ -87,68 +96,6 @@ class GroupedRoles:
         )
 
 
-def grouped_sizes(config: WgmmaConfig, given) -> Any:
-    """The fields of a `GroupedTileSizes`, of a launch's arguments; an expert's tiles are counted on the device."""
-    dense = dense_sizes(config, given, whole=Int32(0), splits=Int32(1))
-    blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
-    return *dense, None, given.num_experts, blocks, Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
-
-
-class GroupedWgmmaKernel:
-    """One compiled variant; `cute_kernels.gemm.wgmma.config.WgmmaConfig` says which, without parts of K."""
-
-    def __init__(self, config: WgmmaConfig):
-        self.config = config
-        self.grouped = GroupedRoles(config)
-        self.activations = self.grouped.activations
-
-    def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of `cute_kernels.gemm.experts.arguments`."""
-        copy_x, x_view = self.activations.tma(given.x)
-        shape = GroupedTileSizes(*grouped_sizes(self.config, given))
-        unused = {"x": Int64(0), "residual": Int64(0), "workspace": Int64(0)}
-        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
-        operands = operands_of(Operands, given, **unused)
-        self.kernel(operands, shape, given.offsets, copy_x, x_view).launch(**options)
-
-    @cute.kernel
-    def kernel(self, operands, shape, offsets, copy_x, x_view):
-        cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.grouped.roles.allocate()
-        cute.arch.griddepcontrol_wait()
-        scheduler = self.grouped.find_work_tiles(memory, offsets, shape, cta, num_ctas, warp, lane)
-        self.grouped.roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)
-
-
-class GroupedLimbKernel:
-    """The same of activations in limbs, as `cute_kernels.gemm.wgmma.limb_rows` leaves them."""
-
-    def __init__(self, config: WgmmaConfig):
-        self.config = config
-        self.grouped = GroupedRoles(config)
-        self.activations = self.grouped.activations
-
-    def launch(self, given, stream):
-        """As `GroupedWgmmaKernel`, but for x; ``given`` has the arguments `LIMB_TILES` of
-        `cute_kernels.gemm.experts.arguments`."""
-        copy_x, x_view = self.activations.tma(given.x)
-        sizes = grouped_sizes(self.config, given)
-        shape = GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
-        unused = {name: Int64(0) for name in ("x", "zeros", "residual", "workspace")}
-        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
-        operands = operands_of(Operands, given, **unused)
-        self.kernel(operands, shape, given.offsets, copy_x, x_view).launch(**options)
-
-    @cute.kernel
-    def kernel(self, operands, shape, offsets, copy_x, x_view):
-        """As `GroupedWgmmaKernel.kernel`; only the warp that loads limbs waits for the launch before."""
-        cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.grouped.roles.allocate()
-        scheduler = self.grouped.find_work_tiles(memory, offsets, shape, cta, num_ctas, warp, lane)
-        self.grouped.roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)
+def grouped_tiles_kernel(config: WgmmaConfig) -> WgmmaKernel:
+    """Takes `TILES` of `cute_kernels.gemm.experts.arguments`, or `LIMB_TILES` of x in limbs."""
+    return WgmmaKernel(config, ExpertTiles(config), waits=NOBODY)

@@ -35,6 +35,7 @@ class GroupedTileSizes(TileSizes):
     blocks: Int32  # of output features of an expert
     band_tiles: Divisor  # of a whole band of an expert
     num_ctas: Divisor
+    offsets: Int64  # address of each expert's first place, int32 [num_experts + 1]
 
 
 @dataclass(frozen=True)
