@@ -17,11 +17,10 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
 from cute_kernels.gemm import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.normed import DeferredParts, left_to_next
 from cute_kernels.gemm.product import factored
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.norm import config as norms
@@ -190,15 +189,15 @@ def _specs(layers: Iterable[Layer], form: Format) -> Iterator[KernelSpec]:
         for changes in ({}, *other_formats(form).values()):
             problem = replace(form, **changes).problem(layer.m, layer.n, layer.k)
             schedule = chosen(problem)
-            yield from specs_of(schedule.config)
+            yield GemmSpec(schedule.config)
             if not changes:
                 for inputs in ("", norms.ORDERED, norms.SCALED):
                     yield NormSpec(norms.NormConfig("rms", form.dtype, *norms.launch_shape(layer.k), inputs=inputs))
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
-                yield from (spec_of(one.config) for one in found if one is not None)
-                yield from specs_of(chosen(replace(problem, batch_invariant=True)).config)
+                yield from (GemmSpec(one.config) for one in found if one is not None)
+                yield GemmSpec(chosen(replace(problem, batch_invariant=True)).config)
                 around = deferred(schedule, GIVES), deferred(schedule, TAKES)
-                yield from (DeferredNormSpec(config) for config in around if config is not None)
+                yield from (GemmSpec(config) for config in around if config is not None)
 
 
 def run(bench: Bench, forms: Iterable[Format], rows: Iterable[int] | None = None) -> None:

@@ -19,9 +19,10 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.choice import chosen
-from cute_kernels.gemm.experts.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
+from cute_kernels.gemm.experts.compile import entry_specs, layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.product import routing_function
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
@@ -86,8 +87,8 @@ class MoeShape:
 
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
-    found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
-    found |= {CombineSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
+    found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, ExpertSpec(GatherConfig()): None}
+    found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
         for count in tokens:
             problems = problems_of(MoeShape(model, count))

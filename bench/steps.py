@@ -31,13 +31,11 @@ from cute_kernels import (
 from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.experts import fused_moe
 from cute_kernels.gemm.layer.call import serves_rows
-from cute_kernels.gemm.layer.compile import LayerProductsSpec
 from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.kv_cache import Rope
 from cute_kernels.names import KvFormatName, MlaFormatName
@@ -166,13 +164,13 @@ def specs(model: StepModel, case: StepCase, batch: int) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for name, (n, k) in model.products.items():
         schedule = chosen(FORMATS[case.weights].problem(batch, n, k))
-        found |= dict.fromkeys(specs_of(schedule.config))
+        found |= {GemmSpec(schedule.config): None}
         around = deferred(schedule, GIVES if name in ENDS else TAKES)
         if around is not None:
-            found[DeferredNormSpec(around)] = None
+            found[GemmSpec(around)] = None
     whole = launch_of_a_layer(model, case, batch)
     if whole is not None:
-        found[LayerProductsSpec(whole)] = None
+        found[GemmSpec(whole)] = None
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch]))

@@ -10,8 +10,7 @@ from typing import Any
 
 from cutlass import AddressSpace, BFloat16, Float16, cute
 
-from cute_kernels.gemm.arguments import FACTORED_TILES, INPUT_ROWS, STREAM, TILES
-from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.arguments import INPUT_ROWS
 from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.runtime import compile_options
 from cute_kernels.runtime.launch_arguments import LaunchArguments
@@ -32,10 +31,7 @@ def norm_function(config: Any) -> Any:
 @functools.cache
 def product_function(config: Any) -> Any:
     """Of a weight-only linear layer, for few rows or for many."""
-    if isinstance(config, LinearConfig):
-        return accepting(STREAM, {"x": _matrix(config)})
-    factors = getattr(config.mainloop, "factors", "")
-    return accepting(FACTORED_TILES if factors else TILES, {"x": _matrix(config)})
+    return accepting(config.kernel().arguments, {"x": _matrix(config)})
 
 
 def _matrix(config: Any) -> Any:

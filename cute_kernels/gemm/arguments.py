@@ -28,6 +28,8 @@ order. Those that the configuration has no use for are not read. parts: CTAs of 
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
@@ -41,23 +43,26 @@ def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matri
     return joined(arguments("tensor", matrix), arguments("address", *addresses), arguments("int32", *numbers))
 
 
-def compile_kernel(
-    kind: type[Any],
-    config: Any,
-    declared: LaunchArguments,
-    arch: str,
-    *options: str,
-    dtype: str = "",
-    divisibility: int = 8,
-    assumed_align: int = 16,
-) -> Any:
-    """Compiles a configuration's kernel for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
+@dataclass(frozen=True)
+class Kernel:
+    """What a configuration is compiled as.
 
-    Args:
-        kind: of the kernel, made of the configuration.
-        declared: what it is launched with: a row-major matrix of any size first.
+    Attributes:
+        made_by: "module:name" of what makes the kernel of the configuration, imported where it is compiled.
+        arguments: what it is launched with: a row-major matrix of any size first.
         dtype: of the matrix, default the configuration's.
         divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
+    """
+
+    made_by: str
+    arguments: LaunchArguments
+    dtype: str = ""
+    divisibility: int = 8
+    assumed_align: int = 16
+
+
+def compile_kernel(config: Any, kernel: Kernel, arch: str, *options: str) -> Any:
+    """Compiles a configuration for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
 
     Raises:
         ValueError: the configuration cannot be implemented.
@@ -67,27 +72,43 @@ def compile_kernel(
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     check_config(config)
+    module, _, name = kernel.made_by.partition(":")
+    made = getattr(importlib.import_module(module), name)(config)
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
     types |= {"int32": cutlass.Int32, "int64": cutlass.Int64}
-    shape = (cute.sym_int(), cute.sym_int(divisibility=divisibility))
+    shape = (cute.sym_int(), cute.sym_int(divisibility=kernel.divisibility))
     matrix = make_fake_compact_tensor(
-        types[dtype or config.dtype], shape, stride_order=(1, 0), assumed_align=assumed_align
+        types[kernel.dtype or config.dtype], shape, stride_order=(1, 0), assumed_align=kernel.assumed_align
     )
-    return declared.compile(kind(config).launch, {declared.names[0]: matrix}, arch, *options)
+    return kernel.arguments.compile(made.launch, {kernel.arguments.names[0]: matrix}, arch, *options)
 
 
 DENSE_ADDRESSES = ("codes", "scales", "zeros", "bias", "residual", "out", "workspace")
 STREAM = matrix_arguments(
     DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
 )  # fmt: skip
-"""Of `linear.kernel.LinearKernel`."""
+"""Of `LinearKernel`."""
+STREAM_KERNEL = Kernel("cute_kernels.gemm.kernel:LinearKernel", STREAM)
 
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
 """Of `WgmmaKernel` and `ResidentKernel`."""
+TILES_KERNEL = Kernel("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
 
 FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
-"""Of `FactoredResidentKernel`."""
+"""Of `ResidentKernel` whose rows meet factors."""
+
+GIVES_NORM = joined(TILES.arguments, arguments("address", "norm", "scaled", "squares"), arguments("float32", "offset"))
+TAKES_NORM = joined(
+    TILES.arguments,
+    arguments("address", "squares"),
+    arguments("int32", "parts"),
+    arguments("float32", "inverse_k", "eps"),
+)
+"""Of products around a deferred norm: weights bf16 [n], n a multiple of 256, on 16 bytes; out bf16 [m, n]; out fp32 [m,
+n / 64]; offset, added to weights. Or of the other side, squares: fp32 [m, parts], on 16 bytes; parts a multiple of 4;
+inverse_k: 1 / k."""
+
 
 LIMB_ROWS = matrix_arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
 INPUT_ROWS = joined(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.arguments import STREAM_KERNEL, Kernel
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
@@ -45,6 +46,10 @@ class Activations(ABC):
         """Its part of a kernel's name, behind all others."""
 
     @abstractmethod
+    def kernel(self) -> Kernel:
+        """What a configuration with them is compiled as."""
+
+    @abstractmethod
     def stage_warps(self, config: LinearConfig[Any]) -> int:
         """Warps that give a stage back."""
 
@@ -60,6 +65,9 @@ class Slices(Activations):
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
     alignment: ClassVar[int] = ALIGNMENT
     name: ClassVar[str] = ""
+
+    def kernel(self) -> Kernel:
+        return STREAM_KERNEL
 
     def stage_warps(self, config: LinearConfig[Any]) -> int:
         """All that multiply."""
@@ -243,6 +251,10 @@ class LinearConfig(Generic[ActivationsT]):
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
         return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}{self.activations.name}"
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return self.activations.kernel()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -32,8 +32,8 @@ from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import NORM_VECTOR, DeferredParts, NormedRows, left_to_next
 from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product, problem_of, tile_product
 from cute_kernels.gemm.served import may_load, schedule_for
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightForm, WeightTensors
-from cute_kernels.gemm.wgmma.deferred_compile import ARGUMENTS, DeferredNormSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.norm.config import MAX_COLUMNS
@@ -68,10 +68,10 @@ def deferred_product_of(m: int, side: Side, dtype: torch.dtype, device: int, kin
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
         return None
-    spec, arch = DeferredNormSpec(config), arch_of(device)
+    spec, arch = GemmSpec(config), arch_of(device)
     if not may_load(spec, arch, problem):  # a norm can be launched
         return None
-    return tile_product(load(spec, arch), ARGUMENTS[kind], schedule, device)
+    return tile_product(load(spec, arch), spec.kernel.arguments, schedule, device)
 
 
 def _aligned(*tensors: torch.Tensor | None) -> bool:

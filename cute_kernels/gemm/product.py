@@ -11,12 +11,12 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
-from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.served import may_load, schedule_for
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.mainloops import (
     FACTOR_ROWS,
@@ -141,7 +141,7 @@ def factored_product_of(problem: LinearProblem, device: int, kind: str) -> Produ
     if problem.m > MOST_ROWS[kind] or (kind == ORDERED and problem.k % LIMB_GROUP):
         return None
     schedule = factored(schedule_for(problem), kind)
-    if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
+    if schedule is None or not may_load(GemmSpec(schedule.config), arch, problem):
         return None
     return make_product(schedule, problem.m, device)
 
@@ -161,7 +161,7 @@ def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule
 
 def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> Product:
     """A schedule's product of ``m`` rows."""
-    function = load(spec_of(schedule.config), arch_of(device_index))
+    function = load(GemmSpec(schedule.config), arch_of(device_index))
     if isinstance(schedule, TileSchedule):
         declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
         return tile_product(function, declared, schedule, device_index)

@@ -1,6 +1,6 @@
 """Lists of kernels as JSON: what a program without the compiler asks for, to be built where there is one.
 
-    {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.gemm.compile:LinearSpec", "config": {...}}]}
+    {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.gemm.spec:GemmSpec", "config": {...}}]}
 
 A configuration is rebuilt field by field by its dataclass's types; only specs of this package are.
 """
@@ -64,7 +64,10 @@ def spec_of(record: dict[str, Any]) -> KernelSpec:
     if not issubclass(spec_class, KernelSpec):
         raise ValueError(f"got {record['spec']!r}, want a KernelSpec")
     make = typing.cast("Callable[[Any], KernelSpec]", spec_class)  # subclasses are dataclasses with a configuration
-    return make(_rebuilt(typing.get_type_hints(spec_class)["config"], record["config"]))
+    config = _rebuilt(typing.get_type_hints(spec_class)["config"], record["config"])
+    if not dataclasses.is_dataclass(config):
+        raise ValueError(f"got {record['config']!r}, want a configuration of {record['spec']}")
+    return make(config)
 
 
 def _class_of(name: str) -> type:

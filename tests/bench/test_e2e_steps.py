@@ -11,7 +11,7 @@ import torch
 from bench import command_line, e2e_steps, steps
 from bench.e2e_steps import kind_of
 from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
-from cute_kernels.gemm.layer.compile import LayerProductsSpec
+from cute_kernels.gemm.layer.config import LayerProductsConfig
 
 SMALL = StepModel("small", 3, 128, 128, 4, 2, head_dim=64)
 
@@ -70,7 +70,9 @@ def test_products_are_one_launch_where_that_was_measured_to_be_faster(model, cas
     config = steps.launch_of_a_layer(MODELS[model], case, batch)
     assert (config is not None) == at_once
     needed = steps.specs(MODELS[model], case, batch)
-    assert [spec.config for spec in needed if isinstance(spec, LayerProductsSpec)] == ([config] if at_once else [])
+    assert [spec.config for spec in needed if isinstance(spec.config, LayerProductsConfig)] == (
+        [config] if at_once else []
+    )
 
 
 def test_a_step_takes_the_launch_of_a_layer_by_itself_and_is_near_the_step_without():

@@ -27,14 +27,12 @@ from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
-from cute_kernels.gemm.layer.compile import LayerProductsSpec
 from cute_kernels.gemm.layer.config import config_for
 from cute_kernels.gemm.product import MOST_ROWS, factored, make_product
 from cute_kernels.gemm.reference import activate
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
@@ -217,7 +215,7 @@ class LinearCase:
 
     def specs(self) -> list[KernelSpec]:
         problem = self.form.problem(self.m, self.n, self.k)
-        return specs_of(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant)).config)
+        return [GemmSpec(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant)).config)]
 
     def run(self, device: str = "cuda") -> str:
         weights = make_weights(self.n, self.k, self.form, device)
@@ -246,7 +244,7 @@ class RangesCase:
         return [one for one in found if one is not None]
 
     def specs(self) -> list[KernelSpec]:
-        return [spec_of(schedule.config) for schedule in self.schedules()]
+        return [GemmSpec(schedule.config) for schedule in self.schedules()]
 
     def run(self, device: str = "cuda") -> str:
         weights = make_weights(self.n, self.k, W4, device)
@@ -282,7 +280,7 @@ class FactoredCase:
         assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
         schedule = factored(plain, self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
-        return specs_of(schedule.config)
+        return [GemmSpec(schedule.config)]
 
     def run(self, device: str = "cuda") -> str:
         weights = make_weights(self.n, self.k, W4, device)
@@ -319,7 +317,7 @@ class DeferredNormCase:
             problem = W4.problem(self.m, *size)
             config = config_beside_a_norm(problem, chosen(problem), kind)
             assert config is not None, "the product's kernel is on no side of a norm"
-            found.append(DeferredNormSpec(config))
+            found.append(GemmSpec(config))
         return found
 
     def run(self, device: str = "cuda") -> str:
@@ -351,7 +349,7 @@ class LayerProductsCase:
     def specs(self) -> list[KernelSpec]:
         config = config_for(self.m, max(self.hidden, self.heads, self.inner))
         assert config is not None, "no launch serves so many rows"
-        return [LayerProductsSpec(config)]
+        return [GemmSpec(config)]
 
     def run(self, device: str = "cuda") -> str:
         hidden, inner = self.hidden, self.inner

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer import operator
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import test_linear_layer as layers
@@ -88,9 +89,9 @@ def test_a_traced_one_has_the_same_bits():
 
 def test_the_kernel_that_ships_has_the_same_bits_for_fewer_inputs():
     layer = Layer(SMALL, 1)
-    want, (own, shipped) = layers.results(layer.run()), layer_call.specs_for(1, SMALL.inner)
-    assert own.config.num_stages > shipped.config.num_stages
-    plan = layer_call.make_plan(layer.call(), shipped.config, load(shipped, ARCH), layer_call.GPU.num_sms(0))
+    want, (own, shipped) = layers.results(layer.run()), layer_call.configs_for(1, SMALL.inner)
+    assert own.num_stages > shipped.num_stages
+    plan = layer_call.make_plan(layer.call(), shipped, load(GemmSpec(shipped), ARCH), layer_call.GPU.num_sms(0))
     for _ in range(3):
         layers.poison(layer)
         assert all(torch.equal(a, b) for a, b in zip(layers.results(plan.launch(layer.call())), want, strict=True))

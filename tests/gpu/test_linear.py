@@ -13,15 +13,13 @@ import torch
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import LinearSpec
-from cute_kernels.gemm.compile import spec_of as spec_of_config
-from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.schedule import FEW_ROWS, make_schedule, schedules
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
@@ -69,7 +67,7 @@ SUMS = [
 
 def spec_of(problem: LinearProblem) -> KernelSpec:
     """The kernel that `cute_kernels.quantized_linear` takes for a product on an H200."""
-    return spec_of_config(chosen(problem).config)
+    return GemmSpec(chosen(problem).config)
 
 
 def specs() -> list[KernelSpec]:
@@ -81,9 +79,9 @@ def specs() -> list[KernelSpec]:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     chains = [(m, 1024, 1024) for m in (1, 8, 16, 64, 300)]
     found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
-    few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= FEW_ROWS]
+    few: list[KernelSpec] = [GemmSpec(make_schedule(one).config) for one in found if one.m <= FEW_ROWS]
     few += [
-        InputRowsSpec(InputRowsConfig(dtype, room, scaled))
+        GemmSpec(InputRowsConfig(dtype, room, scaled))
         for dtype in ("bf16", "fp16")
         for room in (0, *ROOMS)
         for scaled in (False, True)

@@ -14,11 +14,10 @@ import torch
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.gemm import deferred_ops
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.deferred import DeferredParts, leaves_norm
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.reference import activate
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, is_rounded
@@ -53,9 +52,9 @@ def specs() -> list[KernelSpec]:
             problem = problem_of(m, *size, 4, torch.bfloat16, 128, False)
             schedule = chosen(problem)
             config = config_beside_a_norm(problem, schedule, kind)
-            found[spec_of(schedule.config)] = None
+            found[GemmSpec(schedule.config)] = None
             if config is not None:
-                found[DeferredNormSpec(config)] = None
+                found[GemmSpec(config)] = None
     return list(found | dict.fromkeys(specs_of_others()))
 
 
@@ -68,9 +67,9 @@ def specs_of_others() -> list[KernelSpec]:
                 problem = problem_of(m, *size, bits, torch.bfloat16, group_size, zero_point)
                 schedule = chosen(problem)
                 config = config_beside_a_norm(problem, schedule, kind)
-                found |= dict.fromkeys(specs_of(schedule.config))
+                found |= {GemmSpec(schedule.config): None}
                 if config is not None:
-                    found[DeferredNormSpec(config)] = None
+                    found[GemmSpec(config)] = None
     return list(found)
 
 

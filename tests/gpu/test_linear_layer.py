@@ -13,13 +13,11 @@ import torch
 
 from cute_kernels import PackedWeight, quantized_layer
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer.call import LayerCall, LayerRows
-from cute_kernels.gemm.layer.compile import LayerProductsSpec
 from cute_kernels.gemm.layer.config import config_for
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back
@@ -64,12 +62,12 @@ def specs() -> list[KernelSpec]:
     for sizes, m in CASES:
         config = config_for(m, max(sizes.hidden, sizes.heads, sizes.inner))
         assert config is not None
-        found[LayerProductsSpec(config)] = None
+        found[GemmSpec(config)] = None
     for sizes, m in BESIDE:
         for number, shape in enumerate(sizes.products):
             schedule = chosen(problem_of(m, *shape, 4, torch.bfloat16, 128, False))
             config = deferred(schedule, TAKES if number % 2 else GIVES)
-            found[spec_of(schedule.config) if config is None else DeferredNormSpec(config)] = None
+            found[GemmSpec(schedule.config) if config is None else GemmSpec(config)] = None
     return list(found)
 
 

@@ -13,10 +13,10 @@ import torch
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.gemm import NormedRows, quantize_weight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of, specs_of
 from cute_kernels.gemm.product import factored, factored_product_of
 from cute_kernels.gemm.product import problem_of as problem_on
 from cute_kernels.gemm.reference import activate
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
@@ -39,16 +39,16 @@ def specs() -> list[KernelSpec]:
             for m in (*ROWS, 9):
                 schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False))
                 kinds = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
-                found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+                found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
     found |= dict.fromkeys(specs_of_wide())
     for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
         schedule = chosen(problem_of(1, n, k))
         kinds = [factored(schedule, ORDERED)]
-        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+        found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
     for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
         schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point))
         kinds = [factored(schedule, kind) for kind in (SCALED, ORDERED)]
-        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+        found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
     return list(found)
 
 
@@ -62,7 +62,7 @@ def specs_of_wide() -> list[KernelSpec]:
     for m in MORE_ROWS:
         schedule = chosen(problem_of(m, *WIDE))
         both = (schedule, factored(schedule, SCALED))
-        found += [spec for one in both if one is not None for spec in specs_of(one.config)]
+        found += [GemmSpec(one.config) for one in both if one is not None]
     return list(dict.fromkeys(found))
 
 

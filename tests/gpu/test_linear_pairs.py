@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, tile_schedules
@@ -38,7 +38,7 @@ def specs() -> list[KernelSpec]:
     problems = [problem_of(m, *shape, *form) for form in FORMATS.values() for m in (48, 64) for shape in SHAPES]
     configs = [schedule.config for problem in problems for schedule in in_pairs(problem)]
     configs += [chosen(problem_of(m, *layer)).config for m in (40, 64) for layer in LAYERS]
-    return [spec_of(config) for config in dict.fromkeys(configs)]
+    return [GemmSpec(config) for config in dict.fromkeys(configs)]
 
 
 def in_pairs(case: LinearProblem) -> list[TileSchedule]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.compile import spec_of
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
@@ -98,7 +98,7 @@ def specs() -> list[KernelSpec]:
         for m in TURN_ROWS:
             configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
     configs += [schedule.config for n, k in LARGE_BLOCKS for m in (8, 9) for schedule in resident(problem_of(m, n, k))]
-    return [spec_of(config) for config in dict.fromkeys(configs)]
+    return [GemmSpec(config) for config in dict.fromkeys(configs)]
 
 
 def in_limbs(case: LinearProblem) -> list[TileSchedule]:

@@ -15,15 +15,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
 from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
-from cute_kernels.gemm.experts.compile import (
-    CombineSpec,
-    GatherSpec,
-    GroupedWgmmaSpec,
-    RoutingSpec,
-    grouped_spec,
-    layer_specs,
-    spec_of,
-)
+from cute_kernels.gemm.experts.compile import layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import assigned_products, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import make_product
@@ -32,12 +24,13 @@ from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import DTYPES
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
@@ -103,30 +96,30 @@ def problem(
 
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
-    found: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
-    found += [GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")]
-    found += [LimbRowsSpec(LimbRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
-    found += [CombineSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
-    found += [CombineSpec(CombineConfig("fp32", "bf16"))]
-    found += [CombineSpec(CombineConfig("bf16", id_bits=64, shares=dtype)) for dtype in ("bf16", "fp16")]
-    found += [CombineSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
+    found: list[KernelSpec] = [ExpertSpec(RoutingConfig(bits)) for bits in (32, 64)]
+    found += [ExpertSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [GemmSpec(LimbRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [ExpertSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
+    found += [ExpertSpec(CombineConfig("fp32", "bf16"))]
+    found += [ExpertSpec(CombineConfig("bf16", id_bits=64, shares=dtype)) for dtype in ("bf16", "fp16")]
+    found += [ExpertSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
     formats: list[Any] = [param.values for param in FORMATS]
     for dtype, (n, k) in itertools.product(TOLERANCE, SHAPES):
-        found.append(grouped_spec(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)))
+        found.append(ExpertSpec(chosen(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)).config))
     for counts in COUNTS.values():
         places = sum(counts) + SPARE
-        found += [grouped_spec(problem(places, len(counts), *SHAPES[0], *form)) for form in formats]
-        found += [grouped_spec(problem(places, len(counts), n, k)) for n, k in SHAPES]
+        found += [ExpertSpec(chosen(problem(places, len(counts), *SHAPES[0], *form)).config) for form in formats]
+        found += [ExpertSpec(chosen(problem(places, len(counts), n, k)).config) for n, k in SHAPES]
     for tokens, zero in (*((tokens, False) for tokens in TOKENS), *itertools.product(EARLY_TOKENS, (False, True))):
         products = layer_problems(tokens, zero)
         found += layer_specs(2 * tokens, products, [chosen(product) for product in products])
-    found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
+    found += [ExpertSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
-        found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
+        found += [ExpertSpec(layout.config) for layout in tiles_of_few_rows(*form)]
     for counts, (n, k), dtype in RUN_CASES:
-        found += [spec_of(layout.config) for layout in run_layouts(counts, n, k, dtype)]
+        found += [ExpertSpec(layout.config) for layout in run_layouts(counts, n, k, dtype)]
     for pair in PAIRS:
-        found += [spec_of(one.config) for one in products_of(pair)]
+        found += [ExpertSpec(one.config) for one in products_of(pair)]
     return list(dict.fromkeys(found))
 
 

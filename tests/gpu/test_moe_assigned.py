@@ -15,12 +15,12 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe
 from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.compile import spec_of
 from cute_kernels.gemm.experts.plan import make_moe_plan, moe_plan_of, sorted_products
 from cute_kernels.gemm.experts.product import AssignedIds, assigned_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, among_assignments
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
@@ -143,7 +143,7 @@ def specs() -> list[KernelSpec]:
     found = dict.fromkeys(products_needed_by(plan_all))
     found |= dict.fromkeys(products_needed_by(plan_in_parts))
     for experts, (n, k), dtype in PRODUCTS:
-        found |= dict.fromkeys(spec_of(layout.config) for layout in layouts_of(experts, n, k, dtype, 1))
+        found |= dict.fromkeys(ExpertSpec(layout.config) for layout in layouts_of(experts, n, k, dtype, 1))
     return list(found)
 
 

@@ -12,10 +12,10 @@ import torch
 
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec
 from cute_kernels.gemm.experts.plan import as_they_are, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import problem_of
 from cute_kernels.gemm.experts.reference import route_reference
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
@@ -81,7 +81,7 @@ def specs() -> list[KernelSpec]:
                     entries_and_sorted(weights, tokens, topk, id_dtype)
 
     found = products_needed_by(work)
-    found += [GroupedWgmmaSpec(tiles.config) for form in FORMS.values() for tiles in tiles_of(form)]
+    found += [ExpertSpec(tiles.config) for form in FORMS.values() for tiles in tiles_of(form)]
     return list(dict.fromkeys(found))
 
 

@@ -76,14 +76,14 @@ def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
 
 @pytest.mark.parametrize("form", layers.CHECKPOINTS[:3], ids=str)
 def test_rows_in_between_run_kernels_that_are_ready(form):
-    from cute_kernels.gemm.compile import specs_of
     from cute_kernels.gemm.served import schedule_for
+    from cute_kernels.gemm.spec import GemmSpec
     from cute_kernels.runtime import arch_of, default_cache
 
     layer = layers.make(form, "cuda")
     problem = layer.kernel.form.problem(torch.cuda.get_device_properties(0).multi_processor_count)
     for rows in (3, 17, 33, 41):
-        asked = specs_of(schedule_for(dataclasses.replace(problem, m=rows)).config)
+        asked = [GemmSpec(schedule_for(dataclasses.replace(problem, m=rows)).config)]
         assert all(default_cache().has(spec, arch_of()) for spec in asked)
         x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
         expected = x.double() @ layer.weight.cuda().T

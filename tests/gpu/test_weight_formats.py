@@ -16,9 +16,9 @@ from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quan
 from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP8, WeightFormat, registered_formats, weight_format
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
@@ -58,10 +58,10 @@ def specs() -> list[KernelSpec]:
     for form, dtype in CASES:
         problems = [problem_of(form, dtype, m) for m in ROWS]
         problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
-        found += [spec for problem in problems for spec in specs_of(chosen(problem).config)]
+        found += [GemmSpec(chosen(problem).config) for problem in problems]
         for places in PLACES:
             found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
-    found += [spec for m in ROWS for spec in specs_of(chosen(problem_of(*HALF, m)).config)]
+    found += [GemmSpec(chosen(problem_of(*HALF, m)).config) for m in ROWS]
     return list(dict.fromkeys(found))
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.compile import LinearSpec, compile_linear, spec_of
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.wgmma.compile import WgmmaSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
@@ -48,19 +47,19 @@ CONFIGS = [
     LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
     LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
 ]
-COMPILED = golden.worth_compiling(CONFIGS, LinearSpec)
+COMPILED = golden.worth_compiling(CONFIGS, GemmSpec)
 
 
 @pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
 def test_it_compiles_without_spills(config: LinearConfig):
-    spec = LinearSpec(config)
+    spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
 
 
 def test_mma_and_additions_are_as_many_as_the_codes_need():
     """A k block of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
-    spec = LinearSpec(LinearConfig(integers(4), "bf16"))
+    spec = GemmSpec(LinearConfig(integers(4), "bf16"))
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["opcodes"]["HMMA"] == 8
     assert 32 <= kernel["opcodes"]["HADD2"] <= 36
@@ -68,7 +67,7 @@ def test_mma_and_additions_are_as_many_as_the_codes_need():
 
 def test_what_cannot_be_implemented_is_refused():
     with pytest.raises(ValueError, match="config: dtype 'fp32' is not one of bf16, fp16"):
-        compile_linear(LinearConfig(integers(4), "fp32"), ARCH)
+        GemmSpec(LinearConfig(integers(4), "fp32")).compile(ARCH)
 
 
 STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK(), store=TmaStore())
@@ -139,13 +138,13 @@ FEW_FEATURES = [LinearProblem(rows, 1024, 8192, 8192, *form) for form in DSMEM_F
 WIDE = [config for one in FEW_FEATURES for config in wide_configs(one)]
 INTERLEAVED |= dict.fromkeys(config for config in WIDE if config.k_warpgroups > 1)
 WGMMA_CONFIGS += [config for config in WIDE if config.k_warpgroups == 1]
-MULTIPLIED, IN_TURN = (golden.worth_compiling(of, WgmmaSpec) for of in (WGMMA_CONFIGS, INTERLEAVED))
+MULTIPLIED, IN_TURN = (golden.worth_compiling(of, GemmSpec) for of in (WGMMA_CONFIGS, INTERLEAVED))
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
     replace(SQUARE, format=integers(8), store=StagedStore(32)): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
     replace(SQUARE, format=integers(4, zero_points=True)): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
-COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, WgmmaSpec)}
+COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, GemmSpec)}
 
 
 MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
@@ -169,11 +168,11 @@ PREFETCHING_RESIDENT = [
 ]
 
 
-ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of)
+ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], GemmSpec)
 
 MULTICAST = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)
-STORING = golden.worth_compiling([STORED, IN_ROWS], WgmmaSpec)
-COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec)
+STORING = golden.worth_compiling([STORED, IN_ROWS], GemmSpec)
+COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], GemmSpec)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +180,7 @@ def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     products = (*MULTIPLIED, *STORING, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST)
     streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
-    default_cache().artifacts([*map(LinearSpec, streams), *map(spec_of, products)], ARCH)
+    default_cache().artifacts([*map(GemmSpec, streams), *map(GemmSpec, products)], ARCH)
 
 
 def compiled_apart(spec: KernelSpec) -> Artifact:
@@ -194,7 +193,7 @@ def compiled_apart(spec: KernelSpec) -> Artifact:
 @pytest.mark.parametrize("config", MULTIPLIED, ids=lambda config: config.name)
 def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     """No spills, and no more waits and fences than are written: the compiler has not put MMAs one after the other."""
-    spec = WgmmaSpec(config)
+    spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     groups = config.k_block_steps // config.mainloop.group_steps
@@ -205,7 +204,7 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
 @pytest.mark.parametrize("config", IN_TURN, ids=lambda config: config.name)
 def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
     """As above, a loop for each number of parts of rows."""
-    spec = WgmmaSpec(config)
+    spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     loops, groups = len(config.loop_parts), config.k_block_steps // config.mainloop.group_steps
@@ -223,7 +222,7 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
 
     13.3 does so with those of accumulators where it knows that no MMA to come reads them.
     """
-    artifact = compiled_apart(WgmmaSpec(config))
+    artifact = compiled_apart(GemmSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     assert sum(opcode.startswith("HGMMA") for _, opcode, _ in loop) == config.k_block_steps * config.n_tiles
     assert machine_code.early_writes(loop) == []
@@ -232,7 +231,7 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
 @pytest.mark.parametrize("config, per_step", COUNTED.items(), ids=lambda value: getattr(value, "name", ""))
 def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: dict[str, int], tmp_path):
     """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
-    artifact = compiled_apart(WgmmaSpec(config))
+    artifact = compiled_apart(GemmSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     steps = config.k_block_steps
     for name, count in per_step.items():
@@ -245,7 +244,7 @@ def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step
 def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_path):
     """Integer division goes by way of floats. The code of the first copies is at the front: a launch waits for it."""
     opcodes = [
-        opcode for _, opcode, _ in machine_code.instructions(compiled_apart(WgmmaSpec(config)).object_code, tmp_path)
+        opcode for _, opcode, _ in machine_code.instructions(compiled_apart(GemmSpec(config)).object_code, tmp_path)
     ]
     copies = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("UBLKCP.S.G", "UTMALDG"))]
     assert copies and copies[0] < 200 and copies[-1] < 300
@@ -255,7 +254,7 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
 @pytest.mark.parametrize("config", ASKING, ids=lambda config: config.name)
 def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
     """One instruction a tile, before the first copy and most barriers."""
-    code = machine_code.instructions(compiled_apart(spec_of(config)).object_code, tmp_path)
+    code = machine_code.instructions(compiled_apart(GemmSpec(config)).object_code, tmp_path)
     opcodes = [opcode for _, opcode, _ in code]
     asks = [place for place, opcode in enumerate(opcodes) if opcode == "UBLKPF.L2"]
     assert len(asks) == config.block_tiles
@@ -267,7 +266,7 @@ def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaCon
 
 def test_shared_activations_are_multicast(tmp_path):
     """One copy of a TMA tile in the code, and two barriers of the cluster: before the first of them, after the last."""
-    artifact = compiled_apart(spec_of(MULTICAST))
+    artifact = compiled_apart(GemmSpec(MULTICAST))
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
     copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
     assert len(copies) == 1 and "MULTICAST" in copies[0]
@@ -280,7 +279,7 @@ def test_shared_activations_are_multicast(tmp_path):
 def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
     """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each
     number of a tile's parts of rows, none of them spilling."""
-    spec = WgmmaSpec(config)
+    spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.row_parts

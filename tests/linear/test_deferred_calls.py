@@ -14,10 +14,10 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import deferred as host
+from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import deferred
-from cute_kernels.gemm.wgmma.deferred_compile import ARGUMENTS
-from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
+from cute_kernels.gemm.wgmma.deferred_config import TAKES
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from tests.launchers import LOWEST_ADDRESS, given_to, recording
 from tests.linear.cases import known, problem_of, random_weight, with_parts
@@ -112,7 +112,7 @@ def test_no_launch_lies_between_the_two_products():
         found = [quantized_linear(rows, weight(n, N), activation="swiglu") for n in (128, 64)]
     assert kinds(cache.launches) == ["gives", "takes", "takes"]
     assert rows.rows.shape == (2, M // 2, N) and [one.shape for one in found] == [(2, M // 2, 64), (2, M // 2, 32)]
-    first, second = (given_to(ARGUMENTS[kind], *cache.launches[i].arguments) for i, kind in ((0, GIVES), (1, TAKES)))
+    first, second = (given_to(kind, *cache.launches[i].arguments) for i, kind in ((0, GIVES_NORM), (1, TAKES_NORM)))
     parts = rows.deferred
     assert parts is not None and parts.scaled.shape == (M, N) and parts.squares.shape == (M, N // 64)
     assert first.x.shape == (M, K) and first.norm == given["norm"].data_ptr() and first.out == rows.rows.data_ptr()

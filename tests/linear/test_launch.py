@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cute_kernels.gemm import NormedRows, PackedWeight, call, ops, quantized_linear
-from cute_kernels.gemm.inputs.compile import InputRowsSpec
-from cute_kernels.norm.compile import NormSpec
+from cute_kernels.gemm.inputs.config import InputRowsConfig
+from cute_kernels.norm.config import NormConfig
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
 from tests.linear.cases import known
@@ -162,10 +162,10 @@ made = functools.cache(lambda name: CALLS[name]())
 def launches():
     from tests.host_functions import input_rows_function, norm_function, product_function
 
-    makers = {InputRowsSpec: input_rows_function, NormSpec: norm_function}
+    makers = {InputRowsConfig: input_rows_function, NormConfig: norm_function}
 
     def function_of(spec: Any) -> Any:
-        return makers.get(type(spec), product_function)(spec.config)
+        return makers.get(type(spec.config), product_function)(spec.config)
 
     with recording(function_of) as recorded:
         yield recorded.launches

@@ -15,6 +15,7 @@ from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer import operator
 from cute_kernels.gemm.layer.compile import SHIPPED_K
 from cute_kernels.gemm.product import problem_of
+from cute_kernels.gemm.spec import GemmSpec
 from tests.launchers import recording
 from tests.linear.test_layer_products import layer_call as call_of
 
@@ -99,19 +100,19 @@ def test_weights_that_no_launch_serves_are_known_before_there_are_rows():
 
 
 def test_the_kernel_that_ships_serves_fewer_inputs_where_nothing_can_be_compiled(monkeypatch):
-    (own, shipped), (only,) = layer_call.specs_for(1, INNER), layer_call.specs_for(1, SHIPPED_K)
-    assert only == shipped != own and layer_call.specs_for(9, INNER) == []
-    assert [spec.config.groups for spec in layer_call.specs_for(1, 28672)] == [224]
+    (own, shipped), (only,) = layer_call.configs_for(1, INNER), layer_call.configs_for(1, SHIPPED_K)
+    assert only == shipped != own and layer_call.configs_for(9, INNER) == []
+    assert [config.groups for config in layer_call.configs_for(1, 28672)] == [224]
 
     class Shipped:
         def has(self, spec: Any, _: str) -> bool:
-            return spec == shipped
+            return spec == GemmSpec(shipped)
 
     with recording() as cache, monkeypatch.context() as patch:
         patch.setattr(layer_call, "compiler_version", lambda: None)
         patch.setattr(layer_call, "default_cache", lambda: Shipped())
         run(call_of(1))
-    assert [one.symbol for one in cache.launches] == [shipped.symbol]
+    assert [one.symbol for one in cache.launches] == [shipped.name]
 
 
 # -- whether a call is one launch --------------------------------------------------------------------------------------

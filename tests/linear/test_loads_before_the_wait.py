@@ -8,10 +8,9 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.compile import spec_of
-from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.norm.compile import NormSpec
@@ -39,7 +38,7 @@ def loads(code: list[str]) -> int:
 def factored(kind: str) -> KernelSpec:
     config = with_factors(CONFIG, kind)
     assert config is not None and config.mainloop.loads
-    return spec_of(config)
+    return GemmSpec(config)
 
 
 @pytest.mark.parametrize("kind", golden.worth_compiling(FACTOR_LOADS, factored))
@@ -58,5 +57,5 @@ def test_what_a_norm_does_to_a_layers_inputs_is(tmp_path):
 
 @pytest.mark.parametrize(("room", "scaled", "count"), [(ROOMS[0], False, 2), (0, True, 1)])
 def test_the_order_and_the_factors_of_prepared_rows_are(room: int, scaled: bool, count: int, tmp_path):
-    code = opcodes(InputRowsSpec(InputRowsConfig("bf16", room, scaled)), tmp_path)
+    code = opcodes(GemmSpec(InputRowsConfig("bf16", room, scaled)), tmp_path)
     assert loads(code[: code.index(WAIT)]) == count

@@ -10,9 +10,9 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import served
 from cute_kernels.gemm.choice import candidates, chosen
-from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.schedule import StreamSchedule
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.invariant import parts_of_k
 
 GPU = "NVIDIA H200"
@@ -40,11 +40,11 @@ def nothing_noted() -> Iterator[None]:
 def test_numbers_of_rows_in_between_have_kernels_that_are_ready(one: LinearProblem, invariant: bool):
     one = replace(one, batch_invariant=invariant)
     served.note_ready(one, READY)
-    ready = {spec for m in READY for spec in specs_of(chosen(replace(one, m=m)).config)}
+    ready = {GemmSpec(chosen(replace(one, m=m)).config) for m in READY}
     for m in BETWEEN:
         asked = replace(one, m=m)
         schedule = served.schedule_for(asked)
-        assert set(specs_of(schedule.config)) <= ready, m
+        assert {GemmSpec(schedule.config)} <= ready, m
         if not isinstance(schedule, StreamSchedule):
             assert schedule.m_tiles == -(-m // schedule.config.tile_m)
             assert not invariant or schedule.splits == parts_of_k(one)

@@ -15,10 +15,11 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel
+from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
 from cute_kernels.gemm.wgmma.results import RowExchange
 from simulator import Altered, Lanes
@@ -98,7 +99,7 @@ class Stages:
             ):
                 run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
                 self.shared[start + tile * run.size : start + (tile + 1) * run.size] = run
-        subject = grouped_tiles_kernel(config).activations  # whose limbs come in parts
+        subject = WgmmaKernel(config, ExpertTiles(config)).activations  # whose limbs come in parts
         for limb in range(2):
             for part in range(self.present):
                 rows = self.found[part * config.part_m : (part + 1) * config.part_m, k_block, limb]
@@ -114,7 +115,7 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
     run_on(Altered(gpu, arch={"mbarrier_wait": state.wait}))
-    subject: Any = grouped_tiles_kernel(config).consumers
+    subject: Any = WgmmaKernel(config, ExpertTiles(config)).consumers
     subject.stages.release = state.release
     pipeline = Pipeline(0, STAGES, STAGES)
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, pipeline=pipeline)

@@ -14,10 +14,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel, x_scale_shift
+from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Limbs
 from cute_kernels.gemm.wgmma.results import RowExchange
 from layouts import banks
@@ -67,7 +68,7 @@ def load_stage(
             place = start + STAGE * stage_bytes + tile * run.size
             shared[place : place + run.size] = run
     found, scales = limbs_of(x)
-    subject = grouped_tiles_kernel(config).activations  # whose limbs come in parts
+    subject = WgmmaKernel(config, ExpertTiles(config)).activations  # whose limbs come in parts
     part_bytes = 2 * TMA_TILE_K * config.part_m
     for limb in range(2):
         for part in range(present):

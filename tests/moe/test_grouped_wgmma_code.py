@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.compile import GroupedWgmmaSpec, compile_grouped_wgmma
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import layouts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -24,7 +24,7 @@ from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
 ALL = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, integers(4), "bf16"))]
-TILES = golden.worth_compiling(ALL, GroupedWgmmaSpec)
+TILES = golden.worth_compiling(ALL, ExpertSpec)
 CONFIGS = [config for config in TILES if not isinstance(config.mainloop, MmaSync) and not config.limbs]
 LIMBS = [config for config in TILES if config.limbs]
 SYNCHRONOUS = [config for config in TILES if isinstance(config.mainloop, MmaSync)]
@@ -37,7 +37,7 @@ def artifacts() -> dict[WgmmaConfig, Artifact]:
         find_tool("nvdisasm")
     except ToolMissingError as error:
         pytest.skip(str(error))
-    found = default_cache().artifacts([GroupedWgmmaSpec(config) for config in TILES], "sm_90a")
+    found = default_cache().artifacts([ExpertSpec(config) for config in TILES], "sm_90a")
     return dict(zip(TILES, found, strict=True))
 
 
@@ -106,4 +106,4 @@ def test_synchronous_tiles_multiply_each_warp_for_itself(config, artifacts):
 def test_what_a_grouped_product_has_no_kernel_for_is_refused(changes, message):
     config = next(config for config in ALL if not isinstance(config.mainloop, MmaSync) and not config.limbs)
     with pytest.raises(ValueError, match=message):
-        compile_grouped_wgmma(replace(config, **changes), "sm_90a")
+        ExpertSpec(replace(config, **changes)).compile("sm_90a")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from cute_kernels.gemm.experts.ranges.config import EntryLimbs
+
 pytest.importorskip("cutlass")
 
-from cute_kernels.gemm.experts.compile import RangeSpec, shipped_specs
+from cute_kernels.gemm.experts.compile import shipped_specs
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.wgmma.limbs import MMA_K
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
@@ -15,8 +18,8 @@ from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource
 from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions, main_loop
 
-SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, RangeSpec)]
-CONFIGS = golden.worth_compiling(SHIPPED, RangeSpec)
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(getattr(spec.config, "activations", None), EntryLimbs)]
+CONFIGS = golden.worth_compiling(SHIPPED, ExpertSpec)
 INSTRUCTION_BYTES = 16
 # Before the first weights each instruction comes from memory itself, a line after the other.
 MOST_CODE_BEFORE = 6 * 1024
@@ -31,7 +34,7 @@ def artifacts() -> dict[RangeConfig, Artifact]:
         find_tool("nvdisasm")
     except ToolMissingError as error:
         pytest.skip(str(error))
-    found = default_cache().artifacts([RangeSpec(config) for config in CONFIGS], "sm_90a")
+    found = default_cache().artifacts([ExpertSpec(config) for config in CONFIGS], "sm_90a")
     return dict(zip(CONFIGS, found, strict=True))
 
 

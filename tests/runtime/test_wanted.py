@@ -39,7 +39,7 @@ def test_a_list_grows(tmp_path: Path):
         ({"kernels": [{"spec": "os:system", "config": {}}]}, "got .os:system., want a class of cute_kernels"),
         ({"kernels": [{"spec": "cute_kernels.runtime.wanted:Path", "config": {}}]}, "want a KernelSpec"),
         (
-            {"kernels": [{"spec": "cute_kernels.gemm.experts.compile:CombineSpec", "config": {"no": 1}}]},
+            {"kernels": [{"spec": "cute_kernels.gemm.experts.spec:ExpertSpec", "config": {"no": 1}}]},
             "no list of kernels",
         ),
         ({"kernels": None}, "got no list of kernels"),
@@ -53,10 +53,10 @@ def test_what_is_no_list_is_refused(tmp_path: Path, change: dict, words: str):
 
 
 def test_a_bundle_is_built_from_a_list(tmp_path: Path):
-    from cute_kernels.gemm.experts.compile import CombineSpec
     from cute_kernels.gemm.experts.config import CombineConfig
+    from cute_kernels.gemm.experts.spec import ExpertSpec
 
-    specs = [CombineSpec(CombineConfig("bf16")), CombineSpec(CombineConfig("fp16"))]
+    specs = [ExpertSpec(CombineConfig("bf16")), ExpertSpec(CombineConfig("fp16"))]
     wanted.write(tmp_path / "list.json", specs, ARCH)
     bundle = tmp_path / "bundle"
     command = ["aot", "build", "--arch", ARCH, "--list", str(tmp_path / "list.json"), "-o", str(bundle)]

@@ -31,12 +31,12 @@ from cute_kernels.formats.weights import (
 )
 from cute_kernels.formats.weights import weight_format as format_of
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.experts import choice as moe_choice
 from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.slices import slice_inputs, slice_outputs
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers
 from cute_kernels.runtime import KernelSpec, default_cache
@@ -222,10 +222,9 @@ def test_layers_of_a_model_take_it_and_say_so(form):
 
 @every_format
 def test_a_configuration_is_a_format_as_json(form):
-    from cute_kernels.gemm.compile import spec_of
 
     problem = LinearProblem(16, 4096, 4096, 4096, form, form.dtypes[0])
-    spec = spec_of(chosen(problem).config)
+    spec = GemmSpec(chosen(problem).config)
     assert json.loads(spec.config_json())["format"]["group_size"] == form.group_size
     assert form.symbol_name(form.dtypes[0]) in spec.symbol
     assert Path(str(sys.modules[type(form).__module__].__file__)).resolve() in reached(spec).files
@@ -325,7 +324,7 @@ def kernels_of(form: WeightFormat) -> list[KernelSpec]:
     """Dense and of experts, of few rows and of many."""
     problems = [LinearProblem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
     grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
-    specs = [spec for problem in problems for spec in specs_of(chosen(problem).config)]
+    specs = [GemmSpec(chosen(problem).config) for problem in problems]
     specs += [spec for problem in grouped for spec in grouped_specs_of(moe_choice.chosen(problem).config)]
     return list(dict.fromkeys(specs))
 

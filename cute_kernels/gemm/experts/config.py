@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.experts.arguments import COMBINE, GATHER, ROUTING
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 
 ROUTING_WARPS = 32
@@ -36,6 +38,12 @@ class RoutingConfig:
         """A count for each warp and expert, and one for each expert."""
         return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
 
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel(
+            "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
+        )
+
     @property
     def name(self) -> str:
         return f"moe_routing_i{self.id_bits}{'_pdl' if self.use_pdl else ''}"
@@ -66,6 +74,11 @@ class CombineConfig:
     @property
     def num_threads(self) -> int:
         return COMBINE_THREADS
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        align = 4 if self.dtype == "fp32" else 2
+        return Kernel("cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align)
 
     @property
     def name(self) -> str:
@@ -111,6 +124,10 @@ class GatherConfig:
     def block_places(self) -> int:
         """Places of a CTA."""
         return self.thread_rows * self.batch
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel("cute_kernels.gemm.experts.gather:GatherKernel", GATHER)
 
     @property
     def name(self) -> str:

@@ -22,24 +22,16 @@ from cute_kernels.gemm.experts.arguments import (
     TILES,
 )
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
-from cute_kernels.gemm.experts.compile import (
-    CombineSpec,
-    EntrySpec,
-    GatherSpec,
-    GroupedSpec,
-    GroupedWgmmaSpec,
-    RangeSpec,
-    RoutingSpec,
-)
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT
 from cute_kernels.runtime.cache import load
@@ -119,14 +111,14 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
         return of_kernel(function, declared, sizes | more, SORTED, device_index, words)
 
     if isinstance(layout, RangeLayout):
-        bind = one(load(RangeSpec(layout.config), arch), RANGES, places=places)
+        bind = one(load(ExpertSpec(layout.config), arch), RANGES, places=places)
         return GroupedProduct(layout, device_index, bind, stores_fp32=places <= FEW_PLACES, waits=True)
     if isinstance(layout, GroupedSchedule):
-        function, words = load(GroupedSpec(layout.config), arch), layout.workspace_words
+        function, words = load(ExpertSpec(layout.config), arch), layout.workspace_words
         firsts = (number * layout.max_entries for number in range(layout.num_launches))
         launches = [one(function, GROUPED, words, first_entry=first) for first in firsts]
         return GroupedProduct(layout, device_index, _in_turn(launches), waits=True)
-    function = load(GroupedWgmmaSpec(layout.config), arch)
+    function = load(ExpertSpec(layout.config), arch)
     if not layout.config.limbs:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
     rows = limb_rows(layout.config.dtype, places, layout.k_blocks, arch)
@@ -213,7 +205,7 @@ class LimbRows:
 
 def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
     """What makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
-    function = LIMB_ROWS.bound(load(LimbRowsSpec(LimbRowsConfig(dtype)), arch), {})
+    function = LIMB_ROWS.bound(load(GemmSpec(LimbRowsConfig(dtype)), arch), {})
     return LimbRows(function, dtype, places, groups)
 
 
@@ -244,9 +236,9 @@ def assigned_product(
     of entries, whose results are stored as those of tiles are."""
     sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
     if isinstance(layout, GroupedTiles):
-        bind = of_kernel(load(EntrySpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)
+        bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)
         return GroupedProduct(layout, device_index, bind, stores_fp32=False, waits=ids.waits, finds_ids=True)
-    function = load(RangeSpec(layout.config), arch)
+    function = load(ExpertSpec(layout.config), arch)
     bind = of_kernel(function, ASSIGNED, sizes | {"part_bits": layout.part_bits}, AS_THEY_ARE, device_index)
     return GroupedProduct(layout, device_index, bind, waits=ids.waits, finds_ids=True)
 
@@ -258,7 +250,7 @@ def assigned_product(
 @lru_cache(maxsize=64)
 def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
     """The kernel that sorts assignments, by arguments' names."""
-    return ROUTING.bound(load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
+    return ROUTING.bound(load(ExpertSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
 
 
 @per_gpu
@@ -267,7 +259,7 @@ def combine_function(
     dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
 ) -> Callable[..., Any]:
     """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
-    spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
+    spec = ExpertSpec(CombineConfig(dtype, source, id_bits, shares=shares))
     return COMBINE.bound(load(spec, arch_of(device_index)), {})
 
 
@@ -275,4 +267,4 @@ def combine_function(
 @lru_cache(maxsize=64)
 def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
     """The kernel that lays rows in the order of their places, by arguments' names."""
-    return GATHER.bound(load(GatherSpec(GatherConfig(dtype)), arch_of(device_index)), {})
+    return GATHER.bound(load(ExpertSpec(GatherConfig(dtype)), arch_of(device_index)), {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.gemm.arguments import INPUT_ROWS, Kernel
+
 DTYPES = ("bf16", "fp16")
 VECTOR = 8  # elements of 16 bytes
 THREADS = 256
@@ -27,6 +29,10 @@ class InputRowsConfig:
     @property
     def num_threads(self) -> int:
         return THREADS
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
 
     @property
     def name(self) -> str:

@@ -11,8 +11,8 @@ import torch
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.gemm.arguments import INPUT_ROWS
-from cute_kernels.gemm.inputs.compile import InputRowsSpec
 from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
@@ -64,7 +64,7 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
 def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
     """What makes rows of ``size`` [m, k] that lie so far apart. room, scaled: as of `InputRowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
-    spec = InputRowsSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
+    spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
     return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
 
 

@@ -14,9 +14,9 @@ launched. eps, offset: of the norms.
 
 from __future__ import annotations
 
-from cute_kernels.gemm.layer.config import MOST_PRODUCTS
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
+MOST_PRODUCTS = 4
 ADDRESSES = ("codes", "scales", "norm", "out")
 NUMBERS = ("n", "k", "gated", "adds")
 PRODUCTS = [{field: f"{field}_{i}" for field in (*ADDRESSES, *NUMBERS)} for i in range(MOST_PRODUCTS)]

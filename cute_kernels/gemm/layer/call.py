@@ -14,7 +14,7 @@ import torch
 from cute_kernels.gemm.call import LinearCall, check_norm
 from cute_kernels.gemm.deferred import GivingCall, check_giving, give, take
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
-from cute_kernels.gemm.layer.compile import SHIPPED_K, LayerProductsSpec
+from cute_kernels.gemm.layer.compile import SHIPPED_K
 from cute_kernels.gemm.layer.config import (
     EXCHANGE_WORDS,
     FORMAT,
@@ -25,6 +25,7 @@ from cute_kernels.gemm.layer.config import (
     config_for,
 )
 from cute_kernels.gemm.normed import NormedRows, left_to_next
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
@@ -153,11 +154,11 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def specs_for(rows: int, most_k: int) -> list[LayerProductsSpec]:
+def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
     """The kernels of so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room for
     more."""
-    configs = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
-    return [LayerProductsSpec(config) for config in configs if config is not None]
+    found = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+    return [config for config in found if config is not None]
 
 
 @per_gpu
@@ -168,9 +169,9 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None
-    for spec in specs_for(rows, most_k):
-        if can_compile or default_cache().has(spec, arch):
-            return spec.config, load(spec, arch)
+    for config in configs_for(rows, most_k):
+        if can_compile or default_cache().has(GemmSpec(config), arch):
+            return config, load(GemmSpec(config), arch)
     return None
 
 

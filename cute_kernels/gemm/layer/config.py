@@ -9,8 +9,9 @@ from typing import ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, MOST_PRODUCTS
 
-MOST_PRODUCTS = 4
 TILE_N = 32  # output features of a work tile: half a tile of codes
 STAGE_K = 256  # inputs of a stage
 GROUP = 128  # inputs that share a scale of weights, and one of x
@@ -92,6 +93,10 @@ class LayerProductsConfig:
     @property
     def shared_bytes(self) -> int:
         return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
 
     @property
     def name(self) -> str:

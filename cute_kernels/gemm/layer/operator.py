@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.gemm.deferred_ops import give_plain, take_plain
-from cute_kernels.gemm.layer.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
+from cute_kernels.gemm.layer.call import LayerCall, configs_for, is_one_launch, layer, serves_rows, serves_shape
 from cute_kernels.gemm.layer.config import FORMAT, config_for
 from cute_kernels.gemm.ops import plain, weight_of
 from cute_kernels.gemm.product import problem_of
 from cute_kernels.gemm.served import is_noted
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -34,7 +35,7 @@ def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):
         return True
-    return any(default_cache().has(spec, arch_of(device)) for spec in specs_for(rows, most_k))
+    return any(default_cache().has(GemmSpec(config), arch_of(device)) for config in configs_for(rows, most_k))
 
 
 def _apply(

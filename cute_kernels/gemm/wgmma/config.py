@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.arguments import LIMB_ROWS, Kernel
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, REGISTER_WGMMA, TMA_TILE_K, WARPGROUP_THREADS, Mainloop
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, Store, one_of
@@ -312,6 +313,10 @@ class WgmmaConfig(Generic[M]):
     def smem_bytes(self) -> int:
         return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return self.mainloop.kernel()
+
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
@@ -385,6 +390,10 @@ class LimbRowsConfig:
     @property
     def num_threads(self) -> int:
         return LIMB_ROWS_THREADS
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel("cute_kernels.gemm.wgmma.limb_rows:LimbRowsKernel", LIMB_ROWS)
 
     @property
     def name(self) -> str:

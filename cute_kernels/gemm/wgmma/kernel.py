@@ -264,10 +264,12 @@ class TileScheduling(Protocol):
 class DenseTiles:
     """One product: `TileScheduling`. Of a reduction by ranges work ranges of all tiles, else tiles in rounds."""
 
-    is_dense, masks_by_lane, x_scale_shift, table_bytes = True, True, None, 0
+    is_dense, masks_by_lane, table_bytes = True, True, 0
 
     def __init__(self, config: WgmmaConfig):
-        self.config, self.places, self.asks_first = config, DensePlaces(config), config.one_m_tile
+        self.config, self.asks_first = config, config.one_m_tile
+        self.places: Places = DensePlaces(config)
+        self.x_scale_shift: Shift | None = None
         self.in_ranges = isinstance(config.reduction, results.RangeSplitK)
 
     def sizes(self, given) -> TileSizes:

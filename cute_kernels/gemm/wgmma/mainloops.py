@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.arguments import FACTORED_TILES, TILES, TILES_KERNEL, Kernel
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
@@ -102,6 +103,10 @@ class Mainloop(ABC):
     @abstractmethod
     def name(self) -> str:
         """Its part of a kernel's name, before the stages."""
+
+    def kernel(self) -> Kernel:
+        """What a configuration with it is compiled as."""
+        return TILES_KERNEL
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         """The name of a configuration with this mainloop."""
@@ -297,6 +302,10 @@ class ResidentLimbs(Mainloop):
     block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
 
     name: ClassVar[str] = "s2limbs"
+
+    def kernel(self) -> Kernel:
+        arguments = FACTORED_TILES if self.factors else TILES
+        return Kernel("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", arguments)
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare = f"less{self.spare}" if self.spare else ""

@@ -7,21 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from cute_kernels.gemm.experts.choice import GroupedLayout, assigned
-from cute_kernels.gemm.experts.compile import (
-    CombineSpec,
-    GatherSpec,
-    GroupedSpec,
-    GroupedWgmmaSpec,
-    RangeSpec,
-    RoutingSpec,
-)
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import DTYPE_NAMES
 from cute_kernels.gemm.experts.product import layout_of, problem_of
-from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm
-from cute_kernels.gemm.wgmma.compile import LimbRowsSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -51,22 +43,17 @@ def _specs_of(
     layouts = [layout_of(count, form, invariant) for form in forms]
     few = None if invariant else assigned(count, [problem_of(count, form) for form in forms], layouts)
     if few is not None:
-        yield from (RangeSpec(layout.config) for layout in few)
-        yield CombineSpec(CombineConfig(name, "fp32", ID_BITS))
+        yield from (ExpertSpec(layout.config) for layout in few)
+        yield ExpertSpec(CombineConfig(name, "fp32", ID_BITS))
         return
     for layout in layouts:
         yield from _product_specs(layout)
-    yield RoutingSpec(RoutingConfig(ID_BITS))
-    yield GatherSpec(GatherConfig(name))
-    yield from (CombineSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))
+    yield ExpertSpec(RoutingConfig(ID_BITS))
+    yield ExpertSpec(GatherConfig(name))
+    yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))
 
 
 def _product_specs(layout: GroupedLayout) -> Iterator[KernelSpec]:
-    if isinstance(layout, GroupedTiles):
-        yield GroupedWgmmaSpec(layout.config)
-        if layout.config.limbs:
-            yield LimbRowsSpec(LimbRowsConfig(layout.config.dtype))
-    elif isinstance(layout, RangeLayout):
-        yield RangeSpec(layout.config)
-    else:
-        yield GroupedSpec(layout.config)
+    yield ExpertSpec(layout.config)
+    if isinstance(layout, GroupedTiles) and layout.config.limbs:
+        yield GemmSpec(LimbRowsConfig(layout.config.dtype))

@@ -18,7 +18,7 @@ from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.layer.call import kernel_of, serves_rows
 from cute_kernels.gemm.layer.operator import may_serve
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations.vllm import plugin, prepare
 from cute_kernels.norm.call import DTYPES
@@ -140,7 +140,7 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     device, arch = torch.device("cuda", index), arch_of(index)
     problems = [replace(problem, m=m) for m in rows.all()]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
-    specs = dict.fromkeys(DeferredNormSpec(config) for config in found if config is not None)
+    specs = dict.fromkeys(GemmSpec(config) for config in found if config is not None)
     can_compile = compiler_version() is not None
     prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.compile import specs_of
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.served import note_ready
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
 from cute_kernels.runtime import wanted
@@ -146,7 +146,7 @@ def index_of(device: torch.device) -> int:
 
 def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
     """The kernels that serve ``m`` rows of a layer."""
-    return specs_of(chosen(replace(problem, m=m)).config)
+    return [GemmSpec(chosen(replace(problem, m=m)).config)]
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec]) -> str | None:

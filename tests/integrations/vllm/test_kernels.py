@@ -235,8 +235,8 @@ def test_experts_of_few_and_of_many_tokens_are_ready():
     gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 0)
     down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 0)
     specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
-    kinds = {type(spec).__name__ for spec in specs}
-    assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds
+    kinds = {type(spec.config).__name__ for spec in specs}
+    assert {"LinearConfig", "WgmmaConfig", "RoutingConfig", "CombineConfig"} <= kinds
     assert len(specs) == len(set(specs))
 
 

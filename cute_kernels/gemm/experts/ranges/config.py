@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.arguments import Kernel
 from cute_kernels.gemm.config import MMA_N, ROW_WARPS, Activations, LinearConfig
+from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 
@@ -40,6 +42,12 @@ class EntryLimbs(Activations):
     @property
     def name(self) -> str:
         return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
+
+    def kernel(self) -> Kernel:
+        room = "cute_kernels.gemm.experts.ranges"
+        if self.lane_assignments:
+            return Kernel(f"{room}.assigned:AssignedRangeKernel", ASSIGNED)
+        return Kernel(f"{room}.kernel:RangeKernel", RANGES)
 
     def stage_warps(self, config: LinearConfig[Any]) -> int:
         return ROW_WARPS

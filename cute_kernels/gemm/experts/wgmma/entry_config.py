@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.experts.arguments import ENTRIES
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
@@ -42,6 +44,9 @@ class EntryWgmma(RegisterWgmma):
     tile_m_sizes: ClassVar[tuple[int, ...]] = tuple(ROW_COLUMNS * rows for rows in ENTRY_ROWS)
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1,)
     block_k_sizes: ClassVar[tuple[int, ...]] = LONG_BLOCK_K
+
+    def kernel(self) -> Kernel:
+        return Kernel("cute_kernels.gemm.experts.wgmma.entry_kernel:EntryKernel", ENTRIES)
 
     @property
     def name(self) -> str:

@@ -19,9 +19,10 @@ from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, T
 from cute_kernels.gemm.experts.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import NOBODY, TileRoles, WgmmaKernel
+from cute_kernels.gemm.wgmma.limbs import Shift
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
 from cute_kernels.gemm.wgmma.memory import init_barriers
-from cute_kernels.gemm.wgmma.places import tile_of_block
+from cute_kernels.gemm.wgmma.places import Places, tile_of_block
 from cute_kernels.gemm.wgmma.tiles import dense_sizes
 
 
@@ -55,15 +56,16 @@ class ExpertTiles:
     is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES
 
     def __init__(self, config: WgmmaConfig):
-        self.config, self.places = config, ExpertPlaces(config)
-        self.x_scale_shift = x_scale_shift
+        self.config = config
+        self.places: Places = ExpertPlaces(config)
+        self.x_scale_shift: Shift | None = x_scale_shift
 
     def sizes(self, given) -> GroupedTileSizes:
         """An expert's tiles are counted on the device."""
         dense = dense_sizes(self.config, given, whole=Int32(0), splits=Int32(1))
         blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
         divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
-        sizes = (*dense, None, given.num_experts, blocks, *divisors, given.offsets)
+        sizes: list[Any] = [*dense, None, given.num_experts, blocks, *divisors, given.offsets]
         if self.config.limbs:
             return GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
         return GroupedTileSizes(*sizes)
@@ -97,5 +99,14 @@ class ExpertTiles:
 
 
 def grouped_tiles_kernel(config: WgmmaConfig) -> WgmmaKernel:
-    """Takes `TILES` of `cute_kernels.gemm.experts.arguments`, or `LIMB_TILES` of x in limbs."""
+    """Takes `TILES` of `cute_kernels.gemm.experts.arguments`, or `LIMB_TILES` of x in limbs.
+
+    Raises ValueError if the configuration is one of dense products only.
+    """
+    if config.reduction.splits_k:
+        raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
+    if config.consumer_warps < TABLE_WARPS:
+        raise ValueError(
+            f"config: got {config.consumer_warps} consumer warps, want {TABLE_WARPS}, which write the table"
+        )
     return WgmmaKernel(config, ExpertTiles(config), waits=NOBODY)

@@ -1,0 +1,47 @@
+"""One kernel of experts, as the runtime sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, compile_kernel
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
+from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSpec(KernelSpec):
+    """One kernel of experts' products, or of what stands around them.
+
+    It takes what `kernel` says, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that says no other is a
+    dense product's, and its work tiles are those of all experts.
+    """
+
+    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
+    family: ClassVar[str] = "moe"
+
+    @property
+    def symbol(self) -> str:
+        product = isinstance(self.config, LinearConfig | WgmmaConfig)
+        return f"grouped_{self.config.name}" if product else self.config.name
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the configuration is compiled as."""
+        room, config = "cute_kernels.gemm.experts", self.config
+        kernel = config.kernel()
+        if kernel == STREAM_KERNEL:
+            return Kernel(f"{room}.kernel:GroupedKernel", GROUPED)
+        if kernel == TILES_KERNEL and isinstance(config, WgmmaConfig):
+            return Kernel(f"{room}.wgmma.kernel:grouped_tiles_kernel", LIMB_TILES if config.limbs else TILES)
+        return kernel
+
+    def policies(self) -> tuple[object, ...]:
+        return (self.kernel.made_by,)
+
+    def compile(self, arch: str) -> Any:
+        return compile_kernel(self.config, self.kernel, arch)

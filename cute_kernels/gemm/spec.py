@@ -1,0 +1,36 @@
+"""One kernel of this room, as the runtime sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.gemm.arguments import Kernel, compile_kernel
+from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.inputs.config import InputRowsConfig
+from cute_kernels.gemm.layer.config import LayerProductsConfig
+from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.deferred_config import DeferredNormConfig
+from cute_kernels.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class GemmSpec(KernelSpec):
+    """One kernel of weight-only products, or of what stands before them.
+
+    It takes what `kernel` says: x as a torch tensor, then addresses and numbers. It runs on torch's current stream.
+    """
+
+    config: LinearConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the configuration is compiled as."""
+        return self.config.kernel()
+
+    def policies(self) -> tuple[object, ...]:
+        return (self.kernel.made_by,)
+
+    def compile(self, arch: str) -> Any:
+        return compile_kernel(self.config, self.kernel, arch)
