@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 4
-NAME = 140  # characters of a kernel's name that are kept
+NAME = 200  # characters of a kernel's name that are kept
 PARTS = (
     ("attention", r"FlashAttnFwd|attentionkernel"),
     ("sums and norms", r"triton_red_.*rms_norm|cute_kernelsnorm"),
     ("gate", r"silu"),
     ("RoPE", r"triton_poi_fused_\d+$"),
-    ("experts", r"fused_moe|moe"),
-    ("products", r"machete|marlin|cute_kernelslinear"),
+    ("experts", r"fused_moe|moe|cute_kernelsgemmexperts|Grouped(Limb|Tile)Size"),
+    ("products", r"machete|marlin|cute_kernels(linear|gemm)"),
     ("LM head and router", r"nvjet|gemm"),
     ("append", r"reshape_and_cache|kv_cachekernel"),
 )
