@@ -244,7 +244,8 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
     if pair.keys() != {"gate_up", "down"}:
         raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
     experts = {}
-    weights, biases = block if alone else block.experts, []
+    weights = block if alone else block.experts
+    biases: dict[str, torch.Tensor] = {}
     count, hidden, inner = experts_sizes(weights)
     for own, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
         form = pair[own]
@@ -256,9 +257,9 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
             if name in ("codes", "scales", "zeros")
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
-        biases.append(meta_tensor((count, n), form["dtype"]))
+        biases[own] = meta_tensor((count, n), form["dtype"])
     if alone:
-        kept: Any = tuple(biases) if has_biases(weights) else None
+        kept = (biases["gate_up"], biases["down"]) if has_biases(weights) else None
         layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation_of(weights))
     else:
         layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))

@@ -45,9 +45,9 @@ def is_experts(module: object) -> bool:
     return shapes == wanted and activation_of(module) is not None
 
 
-def experts_sizes(experts: Any) -> tuple[int, int, int]:
+def experts_sizes(experts: nn.Module) -> tuple[int, int, int]:
     """(experts, hidden, inner) of a module of experts."""
-    count, *sizes = experts.down_proj.shape
+    count, *sizes = cast("torch.Tensor", experts.down_proj).shape
     hidden, inner = reversed(sizes) if has_biases(experts) else sizes
     return count, hidden, inner
 
@@ -61,9 +61,9 @@ def activation_of(experts: object) -> ClampedSwiglu | None:
     """Of experts with biases, as their attributes say it; None of others."""
     if not has_biases(experts):
         return None
-    said: Any = experts
-    numbers = [getattr(said, name, None) for name in ("alpha", "limit")]
-    return ClampedSwiglu(said.alpha, said.limit) if all(isinstance(each, (int, float)) for each in numbers) else None
+    numbers = [getattr(experts, name, None) for name in ("alpha", "limit")]
+    known = [each for each in numbers if isinstance(each, (int, float))]
+    return ClampedSwiglu(*known) if len(known) == len(numbers) else None
 
 
 def is_moe_block(module: object) -> bool:

@@ -427,7 +427,7 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
     """Raises ValueError for a layer that is quantised in a way nobody reads, rather than pass it over."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
-        if rest not in ([], ["scale"]) and "weight" not in owned and owned.issuperset(rest):
+        if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):
             raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
     found = sorted(own for own in owned if own in FOREIGN or own.startswith(_FOREIGN_PARTS))
     stored = entries[join(name, "weight")].dtype if "weight" in owned else ""

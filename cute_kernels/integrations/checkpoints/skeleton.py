@@ -148,7 +148,7 @@ class Import(CuteKernelsConfig):
             raise ValueError(f"{key}: got a tensor of another shape than the model's")
 
 
-def _part(handle: Any, entry: Entry) -> Any:
+def _part(handle: safe_open, entry: Entry) -> object:
     """What is read of a tensor, or those of its rows that are meant."""
     found = handle.get_slice(entry.key)
     return found if entry.rows is None else found[entry.rows[0] : entry.rows[1]]

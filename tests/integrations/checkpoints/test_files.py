@@ -647,7 +647,7 @@ def test_directories_without_layers_are_refused(tmp_path):
         load_safetensors(tmp_path)
     write(tmp_path, {"norm.weight": torch.zeros(4)})
     with pytest.raises(
-        ValueError, match="^path: got no tensor named W_q, _weight_qdata, codes, qweight, weight, weight_packed"
+        ValueError, match="^path: got no tensor named W_q, _weight_qdata, blocks, codes, qweight, weight, weight_packed"
     ):
         load_safetensors(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from cute_kernels import quantize_model
 from cute_kernels.gemm.experts import QuantizedRoutedExperts
+from cute_kernels.gemm.experts.blocks import experts_refusal
 from cute_kernels.gemm.experts.clamped import ClampedSwiglu
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.checkpoints import load_model, load_safetensors
@@ -204,14 +206,19 @@ def test_original_files_with_a_tensor_more_are_refused(tmp_path):
             load_model(tmp_path / "original")
 
 
-def test_experts_that_mean_something_else_are_refused(tmp_path, monkeypatch):
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+Experts: Any = GptOssExperts  # which a decorator makes, of no type
 
-    hugging_face(tmp_path)
 
-    def without_a_shift(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        return ClampedSwiglu(self.alpha, self.limit)(gate_up) - gate_up[..., ::2]
+class WithoutAShift(Experts):
+    """Experts whose activation is another one."""
 
-    monkeypatch.setattr(GptOssExperts, "_apply_gate", without_a_shift)
-    with pytest.raises(ValueError, match=r"that is not served: .* compute something else than ClampedSwiglu"):
-        load_model(tmp_path)
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * up
+
+
+def test_experts_that_mean_something_else_are_refused():
+    config = GptOssConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=TOPK)
+    assert experts_refusal(GptOssExperts(config)) is None
+    reason = experts_refusal(WithoutAShift(config))
+    assert reason is not None and "compute something else than ClampedSwiglu(alpha=1.702, limit=7.0)" in reason
