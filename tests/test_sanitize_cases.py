@@ -30,7 +30,6 @@ from tests.gpu.sanitize_cases import (
     LayerProductsCase,
     LinearCase,
     NormCase,
-    SharesCase,
     StepCase,
 )
 
@@ -106,7 +105,6 @@ def test_every_kind_of_kernel_is_run(pattern: str):
 
 SMALL = {
     "linear": LinearCase(200, 256, 3),
-    "shares": SharesCase(200, 2048, 100),
     "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
     "norm in a product": FactoredCase(200, 256, 1, NORMED),
