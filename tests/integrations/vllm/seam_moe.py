@@ -125,3 +125,43 @@ def all2all_utils() -> Any:
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     return all2all_utils
+
+
+@check
+def experts_have_the_parameters_that_vllm_makes() -> None:
+    """Those that these checks pack are of the shapes that vLLM's methods load checkpoints into."""
+    import importlib
+
+    import vllm
+
+    from cute_kernels.integrations.vllm import versions
+    from tests.integrations.vllm import layers
+
+    interface = versions.interface_of(vllm.__version__)
+    assert interface is not None
+    methods = dict(zip(layers.EXPERT_METHODS, interface.expert_methods, strict=True))
+    for checkpoint, bits, group_size, zero_point, dtype in layers.EXPERTS:
+        form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
+        module, name = methods[checkpoint]
+        there = importlib.import_module(module)
+        method: Any = object.__new__(getattr(there, name))
+        pack = 32 // bits
+        fields = {"num_bits": bits, "packed_factor": pack, "symmetric": not zero_point, "group_size": group_size or -1}
+        fields |= {"strategy": "group" if group_size else "channel", "actorder": None, "input_dtype": None}
+        fields["wna16_backend"] = mock.MagicMock(value=layers.expert_source(form).backends[-1])
+        fields["experts_cls"] = None
+        fields["moe"] = mock.MagicMock(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
+        config = {"group_size": group_size or -1, "pack_factor": pack, "desc_act": False, "weight_bits": bits}
+        fields["quant_config"] = SimpleNamespace(**config, is_sym=not zero_point, zero_point=zero_point)
+        for field, value in fields.items():
+            setattr(method, field, value)
+        layer = torch.nn.Module()
+        more = {} if checkpoint == "ct" and not layers.has_act_order() else {"intermediate_size_full": form.n}
+        with mock.patch.object(there, "marlin_make_workspace_new", create=True):  # of a GPU's SMs, up to 0.26
+            method.create_weights(layer, layers.NUM_EXPERTS, form.k, form.n, dtype, **more)
+        made = {name: (tuple(each.shape), each.dtype) for name, each in layer.named_parameters()}
+        ours = dict(layers.make_experts(form, "cpu").layer.named_parameters())
+        source = layers.expert_source(form)
+        wanted = (source.words, source.scales, *([source.zeros] if zero_point else []))
+        for each in (text.format(part) for text in wanted for part in ("w13", "w2")):
+            assert made[each] == (tuple(ours[each].shape), ours[each].dtype), (str(form), each, made[each])
