@@ -60,10 +60,10 @@ typecheck: setup
 # Modules side by side where pytest-xdist is installed; tests/conftest.py says how many.
 PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope')" 2>/dev/null)
 
-# vLLM's Python (a wheel of 300 MB, once) is for the plugin's interface tests, a small model's weights (93 MB) for that of
-# `bench accuracy --model`; they are skipped without.
+# The engines' Python (wheels of up to 300 MB, once) is for the plug-ins' interface tests, a small model's weights (93 MB)
+# for that of `bench accuracy --model`; they are skipped without.
 pytest: setup
-	$(PY) tools/fetch_vllm.py
+	$(PY) tools/fetch_engine.py
 	$(PY) tools/fetch_smollm2.py
 	$(PY) -m pytest $(PARALLEL)
 

@@ -36,7 +36,10 @@ def test_the_compiler_extra_is_what_the_package_compiles_with(project: dict[str,
     assert set(pinned) <= set(project["optional-dependencies"]["dev"])
 
 
-def test_the_plugin_is_an_entry_point(project: dict[str, Any]):
+def test_the_plugins_are_entry_points(project: dict[str, Any]):
+    assert project["entry-points"]["sglang.srt.plugins"] == {
+        "cute_kernels": "cute_kernels.integrations.sglang:register"
+    }
     assert project["entry-points"]["vllm.general_plugins"] == {
         "cute_kernels": "cute_kernels.integrations.vllm:register"
     }

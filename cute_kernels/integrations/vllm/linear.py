@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from cute_kernels.formats.weights import WeightFormat, integers
-from cute_kernels.gemm import PackedWeight, interleave_weights, slice_outputs
+from cute_kernels.gemm import interleave_weights, slice_outputs
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.integrations import engine_linear
+from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_layers, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
@@ -42,57 +40,14 @@ WEIGHT_TYPES = {
 """What vLLM calls the weights: (bits, whether they have zero points)."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """A layer's weight [n, k] as the operator takes it; group_size 0 for one scale per row."""
-
-    bits: int
-    group_size: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    zero_point: bool
-
-    @property
-    def format(self) -> WeightFormat:
-        return integers(self.bits, self.group_size, self.zero_point)
-
-    def problem(self, num_sms: int) -> LinearProblem:
-        """The layer as the schedules know it, for one row."""
-        return LinearProblem(
-            m=1,
-            n=self.n,
-            k=self.k,
-            k_pad=padded_shape((self.n, self.k), self.group_size or None)[1],
-            format=self.format,
-            dtype=DTYPES[self.dtype],
-            num_sms=num_sms,
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-        )
-
-
 def form_of(c: MPLinearLayerConfig) -> Form:
     """The form of a layer; ValueError says why it has none."""
     if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
         wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
         raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")
-    if c.act_type not in DTYPES:
-        raise ValueError(f"activations in {c.act_type}; supported: {', '.join(map(str, DTYPES))}")
     if c.out_type not in (None, c.act_type):
         raise ValueError(f"results in {c.out_type} of activations in {c.act_type}; supported: the same")
-    k, n = c.partition_weight_shape
-    whole = k == c.full_weight_shape[0]
-    if in_act_order(c) and not whole:
-        raise ValueError("act-order with the inputs shared out among GPUs")
-    group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
-    if group_size and (group_size not in GROUP_SIZES or k % group_size):
-        raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {GROUP_SIZES}, and -1")
-    return Form(WEIGHT_TYPES[c.weight_type][0], group_size, n, k, c.act_type, c.zero_points)
-
-
-def in_act_order(c: MPLinearLayerConfig) -> bool:
-    """Whether a layer's inputs are shared out to groups in any order, which vLLM refuses from 0.30 on."""
-    return bool(getattr(c, "has_g_idx", False))
+    return engine_linear.checked_form(c, WEIGHT_TYPES[c.weight_type][0])
 
 
 class CuteKernelsLinearKernel(MPLinearKernel):
@@ -113,7 +68,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if (left := prepare.why_left("linear")) is not None:
             return False, left
         index = torch.cuda.current_device()
-        reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
+        reason = prepare.linear_reason(_problem(form), prepare.engine_rows(), index)
         return reason is None, reason
 
     def __init__(self, c: MPLinearLayerConfig, *names: object, **more_names: object) -> None:
@@ -123,7 +78,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         self.fused = fused_layers.wanted()
         self.is_interleaved = False  # until the layer is known
         note_served(f"linear {self.form}")
-        prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), prepare.engine_rows())
+        prepare.note(_problem(self.form), prepare.engine_rows())
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         prepare.load_noted(torch.device("cuda", torch.cuda.current_device()))
@@ -142,44 +97,23 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             fused_layers.settle_norms(form.n, form.dtype)
         if self.fused.sums and fused_layers.reads_norm(layer):
             fused_layers.settle_norms(form.k, form.dtype)
-        side = fused_layers.side_of_norm(layer) if self.fused.sums and not in_act_order(self.config) else None
+        side = fused_layers.side_of_norm(layer) if self.fused.sums and not form.act_order else None
         if side is not None and form.dtype == torch.bfloat16:
-            problem = form.problem(_num_sms(torch.cuda.current_device()))
+            problem = _problem(form)
             fused_layers.make_ready(problem, prepare.engine_rows(), side)
             if fused_layers.ends_layer(layer):
                 fused_layers.make_whole_ready(problem, prepare.engine_rows())
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of the packed weight, by the names of the parameters that they replace.
-
-        Zero points that are all symmetric, and inputs in their own order, are kept where the configuration has such
-        things: what is traced may not depend on them.
-        """
+        """The tensors of the packed weight, by the names of the parameters that they replace."""
         form = self.form
-        codes, scales, zeros, group_of = self._tensors(layer)
-        weight = PackedWeight.from_compressed_tensors(
-            rows_first(codes),
-            rows_first(scales),
-            weight_zero_point=rows_first(zeros) if form.zero_point else None,
-            weight_shape=torch.tensor([form.n, form.k]),
-            weight_g_idx=group_of.data if in_act_order(self.config) else None,
-            bits=form.bits,
-            group_size=form.group_size or -1,
-            dtype=form.dtype,
-        )
+        weight = engine_linear.packed(form, *self._tensors(layer))
         if self.is_interleaved:
             gate, up = (slice_outputs(weight, start, start + form.n // 2) for start in (0, form.n // 2))
             weight = interleave_weights(gate, up)
-        fields = {self.w_q_name: weight.codes, self.w_s_name: weight.scales}
-        if form.zero_point:
-            assert self.w_zp_name is not None
-            middle = torch.full_like(weight.scales, symmetric_zero(form.bits), dtype=torch.uint8)
-            fields[self.w_zp_name] = middle if weight.zeros is None else weight.zeros
-        if in_act_order(self.config):
-            assert self.w_gidx_name is not None
-            in_order = torch.arange(form.k, dtype=torch.int32, device=weight.device)
-            fields[self.w_gidx_name] = in_order if weight.perm is None else weight.perm
-        return fields
+        names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
+        tensors = engine_linear.tensors_of(form, weight)
+        return {name: one for name, one in zip(names, tensors, strict=True) if name is not None and one is not None}
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
         """Codes, scales, zero points and the order of inputs; None for what the layer has not."""
@@ -187,35 +121,10 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         return [getattr(layer, name or "", None) for name in names]
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        form = self.form
-        if x.dtype != form.dtype or (bias is not None and bias.dtype != form.dtype):
-            raise TypeError(f"x, bias: got {x.dtype}, {bias.dtype if bias is not None else None}, want {form.dtype}")
-        codes, scales, zeros, perm = self._tensors(layer)
-        rows = x.reshape(-1, form.k)
-        if in_act_order(self.config):
-            rows = rows.index_select(1, perm)
-        out = torch.ops.cute_kernels.weight_only_linear(
-            rows.contiguous(),
-            codes,
-            scales,
-            zeros if form.zero_point else None,
-            bias,
-            None,
-            form.format.key,
-            form.n,
-            form.k,
-            None,
-            form.dtype,
-            self.batch_invariant,
-        )
+        out = engine_linear.product(self.form, x, LayerTensors(*self._tensors(layer)), bias, self.batch_invariant)
         if self.is_interleaved:
             out = fused_layers.in_order(out)
-        return out.reshape(*x.shape[:-1], form.n)
-
-
-def rows_first(parameter: Foreign) -> torch.Tensor:
-    """A parameter's tensor with a row for each output; the parameter keeps the order in which it is loaded again."""
-    return parameter.data if parameter.output_dim == 0 else parameter.data.t()
+        return out.reshape(*x.shape[:-1], self.form.n)
 
 
 def replace(interface: Interface) -> str:
@@ -256,3 +165,7 @@ def _choose_for_invariance(scheme: Foreign) -> None:
 
 def _num_sms(device_index: int) -> int:
     return GPU.num_sms(device_index)
+
+
+def _problem(form: Form) -> LinearProblem:
+    return form.problem(_num_sms(torch.cuda.current_device()), bool(envs.VLLM_BATCH_INVARIANT))

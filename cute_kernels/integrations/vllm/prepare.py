@@ -1,75 +1,25 @@
-"""Kernels that a served model will ask for, compiled or loaded before its first step.
-
-Inside a CUDA graph capture nothing may be compiled, and in a step that a user waits for nothing should be. The layers
-say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
-"""
+"""What `ready` has to know of the vLLM of this process: its rows, its log, and whether a seam may serve its layers."""
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 
 import torch
 
-from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.served import note_ready
-from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.integrations import ready
+from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, specs_for
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
-from cute_kernels.runtime import wanted
-from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
-from cute_kernels.runtime.cache import default_cache
-from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.runtime.store import default_directory
-from cute_kernels.runtime.workspace import POOL
 
-GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
-"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
-
-Steps of other numbers of rows run these kernels too (`cute_kernels.gemm.served`).
-"""
+__all__ = ["RowCounts", "index_of", "note", "specs_for"]
 
 WANTED = "wanted_by_vllm.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
 
-
-@dataclass(frozen=True)
-class RowCounts:
-    """Numbers of rows that an engine runs.
-
-    captured: batch sizes of its CUDA graphs. most: tokens of a step, at most.
-    """
-
-    captured: tuple[int, ...]
-    most: int
-
-    def all(self) -> list[int]:
-        """Captured ones, and a grid of those beyond, up to the first that is not below ``most``.
-
-        The grid is the same for every engine, so that compiled kernels can be there for all of them.
-        """
-        last, found = max(self.captured, default=0), {1, *self.captured}
-        for m in _grid():
-            found.update([m] if m > last else [])
-            if m >= self.most:
-                break
-        return sorted(found)
-
-
-def _grid() -> Iterator[int]:
-    begin = 0
-    for end, step in GRID:
-        yield from range(begin + step, end + 1, step)
-        begin = end
-
-
-DEFAULT_ROWS = RowCounts((), 2048)
-"""Where no engine says what it will run."""
+why_not_ready = functools.partial(ready.why_not_ready, file_name=WANTED)
+linear_reason = functools.partial(ready.linear_reason, file_name=WANTED)
 
 
 def engine_rows() -> RowCounts:
@@ -102,81 +52,11 @@ def why_left(seam: str) -> str | None:
     return "sleep mode not supported" if may_sleep() else None
 
 
-_noted: dict[LinearProblem, RowCounts] = {}
-
-
-def note(problem: LinearProblem, rows: RowCounts) -> None:
-    """Remembers a layer (a problem of one row) for `load_noted`."""
-    _noted[problem] = rows
-
-
-def load_noted(
-    device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None] | None = None
-) -> None:
-    """Loads the kernels of every layer that was noted since the last call, by :func:`load` or ``load_all``."""
-    if not _noted:
-        return
-    problems = dict(_noted)
-    _noted.clear()
-    (load_all or load)(
-        device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m)]
-    )
-    for problem, rows in problems.items():
-        note_ready(problem, rows.all())
-
-
 def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
-    """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
-    index = index_of(device)
-    arch = arch_of(index)
-    asked = list(dict.fromkeys(specs))
-    missing = [spec for spec in asked if not default_cache().has(spec, arch)]
-    start = time.perf_counter()
-    POOL.prepare(index)
-    if missing:
-        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
-    default_cache().load_many(asked, arch)
-    logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
+    """Loads kernels, and compiles those that are nowhere yet; vLLM's log says so."""
+    ready.load(device, specs, logger)
 
 
-def index_of(device: torch.device) -> int:
-    """A CUDA device's number."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
-    """The kernels that serve ``m`` rows of a layer."""
-    return [GemmSpec(chosen(replace(problem, m=m)).config)]
-
-
-def why_not_ready(device: torch.device, specs: Iterable[KernelSpec]) -> str | None:
-    """What keeps kernels from being ready before the first capture; None where nothing does.
-
-    Those that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from.
-    """
-    if compiler_version() is not None:
-        return None
-    arch = arch_of(index_of(device))
-    missing = [spec for spec in dict.fromkeys(specs) if not default_cache().has(spec, arch)]
-    if not missing:
-        return None
-    path = default_directory() / WANTED
-    try:
-        wanted.write(path, missing, arch)
-    except OSError as error:
-        return (
-            f"{len(missing)} kernels are in no bundle, and their list cannot be written ({error}); {compiler_remedy()}"
-        )
-    return (
-        f"{len(missing)} kernels are in no bundle. Build one where the compiler is: "
-        f"cute-kernels aot build --arch {arch} --list {path} -o DIR, and set {BUNDLES_VARIABLE}=DIR"
-    )
-
-
-@functools.cache
-def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int) -> str | None:
-    """`why_not_ready` of a linear layer, found once for all that are alike."""
-    if compiler_version() is not None:
-        return None
-    specs = [spec for m in rows.all() for spec in specs_for(problem, m)]
-    return why_not_ready(torch.device("cuda", device_index), specs)
+def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None] = load) -> None:
+    """Loads the kernels of every layer that was noted since the last call."""
+    ready.load_noted(device, load_all)

@@ -1,6 +1,6 @@
 """Checks the plugin against vLLM's Python, without a GPU: `python -m tests.integrations.vllm.interface FOLDER [WHICH]`.
 
-FOLDER holds the package vllm, as tools/fetch_vllm.py leaves it. A process of its own, as it stands in for what vLLM
+FOLDER holds the package vllm, as tools/fetch_engine.py leaves it. A process of its own, as it stands in for what vLLM
 needs and is not here. Prints a JSON object: of each check "ok" or what went wrong. WHICH: "short" leaves out what sees
 hardly anything of vLLM; "any" tries a version that is not supported as if it were.
 """

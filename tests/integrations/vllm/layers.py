@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -95,8 +95,22 @@ class Layer:
     layer: torch.nn.Module
 
 
-def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Layer:
-    """The layer of a checkpoint, made and processed by vLLM's method for it. attributes: what vLLM's layer has."""
+class Drawn(NamedTuple):
+    """A random weight: codes [n, k], zeros and scales [n, groups], group_of [k]."""
+
+    codes: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    group_of: torch.Tensor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What it stands for: fp64 [n, k]."""
+        zeros, scales = self.zeros[:, self.group_of], self.scales.double()[:, self.group_of]
+        return (self.codes - zeros).double() * scales
+
+
+def draw(form: Checkpoint, seed: int = 0) -> Drawn:
     generator = torch.Generator().manual_seed(seed)
     groups = form.k // (form.group_size or form.k)
     top = 1 << form.bits
@@ -108,19 +122,24 @@ def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Lay
     group_of = torch.arange(form.k) // (form.group_size or form.k)
     if form.act_order:
         group_of = group_of[torch.randperm(form.k, generator=generator)]
-    weight = (codes - zeros[:, group_of]).double() * scales.double()[:, group_of]
+    return Drawn(codes, zeros, scales, group_of)
+
+
+def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Layer:
+    """The layer of a checkpoint, made and processed by vLLM's method for it. attributes: what vLLM's layer has."""
+    drawn = draw(form, seed)
     layer = torch.nn.Module()
     for name, value in attributes.items():
         setattr(layer, name, value)
     parameters = "vllm.model_executor.parameter.get_tensor_model_parallel"
     with mock.patch(f"{parameters}_rank", lambda: 0), mock.patch(f"{parameters}_world_size", lambda: 1):
         method = _METHODS[form.checkpoint](form, layer, device)
-        tensors = _tensors(form, codes, zeros, scales, group_of)
+        tensors = tensors_of(form, drawn, has_act_order())
         for name, tensor in tensors.items():
             getattr(layer, name).data.copy_(tensor)
         method.process_weights_after_loading(layer)
     apply = getattr(method, "apply_weights", None) or method.apply
-    return Layer(lambda x: apply(layer, x, None), method.kernel, weight, layer)
+    return Layer(lambda x: apply(layer, x, None), method.kernel, drawn.weight, layer)
 
 
 def _parts(form: Checkpoint, layer: Any) -> list[int]:
@@ -176,10 +195,9 @@ def _no_loader(*_: Any, **__: Any) -> None:
     """Parameters are filled by hand."""
 
 
-def _tensors(
-    form: Checkpoint, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_of: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors by the names of the layer's parameters."""
+def tensors_of(form: Checkpoint, drawn: Drawn, has_g_idx: bool) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by the names of the layer's parameters. has_g_idx: whether GPTQ's layers have one."""
+    codes, zeros, scales, group_of = drawn
     order = tuple(range(32 // form.bits))
     if form.checkpoint == "ct":
         tensors = {"weight_packed": words(codes, form.bits, order), "weight_scale": scales}
@@ -189,7 +207,7 @@ def _tensors(
             tensors["weight_g_idx"] = group_of
         return tensors
     if form.checkpoint == "gptq":
-        order_of_inputs = {"g_idx": group_of} if has_act_order() else {}
+        order_of_inputs = {"g_idx": group_of} if has_g_idx else {}
         return {"qweight": words(codes, form.bits, order).T, "scales": scales.T, **order_of_inputs}
     return {
         "qweight": words(codes.T, form.bits, AWQ_ORDER),

@@ -477,6 +477,7 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
     import tempfile
     from pathlib import Path
 
+    from cute_kernels.integrations import ready
     from cute_kernels.integrations.vllm import attention, prepare
     from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel
     from cute_kernels.runtime import gpu, wanted
@@ -503,10 +504,10 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
     )
     with (
         tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(prepare, "linear_reason", prepare.original_linear_reason),
         mock.patch.multiple(
-            prepare,
+            ready,
             compiler_version=lambda: None,
-            linear_reason=prepare.original_linear_reason,
             arch_of=lambda index: "sm_90a",
             default_directory=lambda: Path(folder),
             default_cache=lambda: SimpleNamespace(has=lambda spec, arch: False),

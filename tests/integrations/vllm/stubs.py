@@ -1,4 +1,4 @@
-"""Lets vLLM's Python be imported without its extensions and without most of what it needs."""
+"""Lets an engine's Python be imported without its extensions and without most of what it needs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] in self.names:
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.names):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -86,7 +86,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to run."""
 
 
-def install() -> None:
-    """Stands in for what of WANTED is not installed, in this process."""
-    missing = frozenset(name for name in WANTED if importlib.util.find_spec(name) is None)
+def install(wanted: Sequence[str] = WANTED, parts: Sequence[str] = ()) -> None:
+    """Stands in for what of ``wanted`` is not installed, and for ``parts`` of packages that are, in this process."""
+    missing = frozenset(name for name in wanted if importlib.util.find_spec(name) is None)
     sys.meta_path.append(_Finder(missing))
+    sys.meta_path.insert(0, _Finder(frozenset(parts)))

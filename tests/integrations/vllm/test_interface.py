@@ -1,6 +1,6 @@
 """The plugin fits vLLM: its Python, imported without a GPU and without its extensions; `interface` has the checks.
 
-CUTE_KERNELS_VLLM_SOURCE names another folder than those of the versions that `tools/fetch_vllm.py` fetches.
+CUTE_KERNELS_VLLM_SOURCE names another folder than those of the versions that `tools/fetch_engine.py` fetches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import pytest
 
 from cute_kernels.integrations.vllm.versions import interface_of
 from tests.integrations.vllm.interface import CHECKS, ONCE
-from tools.fetch_vllm import FOLDER, REFERENCE, TESTED
+from tools import fetch_engine
 
 ROOT = Path(__file__).resolve().parents[3]
+TESTED = fetch_engine.TESTED["vllm"]
+REFERENCE = TESTED[0]
 SOURCE = os.environ.get("CUTE_KERNELS_VLLM_SOURCE")
-FOLDERS = {"given": Path(SOURCE)} if SOURCE else {version: FOLDER / version for version in TESTED}
+FOLDERS = {"given": Path(SOURCE)} if SOURCE else {each: fetch_engine.folder_of("vllm", each) for each in TESTED}
 
 
 @functools.cache
@@ -40,7 +42,7 @@ def processes() -> dict[str, subprocess.Popen[str]]:
             text=True,
         )
         for version, folder in FOLDERS.items()
-        if (folder / "vllm" / "__init__.py").is_file()
+        if fetch_engine.is_there("vllm", folder)
     }
 
 
@@ -49,7 +51,7 @@ def outcomes(version: str) -> dict[str, str]:
     """Of each check."""
     process = processes().get(version)
     if process is None:
-        pytest.skip(f"vLLM's Python is not in {FOLDERS[version]}: python tools/fetch_vllm.py")
+        pytest.skip(f"vLLM's Python is not in {FOLDERS[version]}: python tools/fetch_engine.py")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-4000:]
     return json.loads(out.splitlines()[-1])
@@ -65,4 +67,4 @@ def test_interface(version: str, name: str):
 
 
 def test_versions_that_are_tested_are_supported():
-    assert all(interface_of(version) for version in TESTED) and TESTED[0] == REFERENCE
+    assert all(interface_of(version) for version in TESTED)

@@ -1,6 +1,6 @@
 """How far the plugin fits other versions of vLLM: `python -m tests.integrations.vllm.versions [VERSION ...]`.
 
-Fetches their Python (tools/fetch_vllm.py), runs every seam's checks as if the version were supported, and prints a
+Fetches their Python (tools/fetch_engine.py), runs every seam's checks as if the version were supported, and prints a
 table: checks that pass, of all. What does not fit follows it. `cute_kernels.integrations.vllm.versions` names those
 that are supported, and what each was seen to do: in any other version everything is left to vLLM, with a line.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cute_kernels.integrations.vllm.versions import interface_of
 from tests.integrations.vllm.interface import CHECKS
-from tools.fetch_vllm import TESTED, fetch
+from tools.fetch_engine import TESTED, fetch
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHERS = ("0.32.0", "0.31.0", "0.30.0")
@@ -55,9 +55,9 @@ def table(found: dict[str, dict[str, str]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[*TESTED, *OTHERS])
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[*TESTED["vllm"], *OTHERS])
     versions = parser.parse_args(arguments).versions
-    found = {version: outcomes(fetch(version)) for version in versions}
+    found = {version: outcomes(fetch("vllm", version)) for version in versions}
     print(table(found))
     for version, results in found.items():
         for check, outcome in results.items():

@@ -1,0 +1,138 @@
+"""Weight-only linear layers as engines have them: what they may be, how their tensors are packed, and the product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.integrations.objects import Foreign
+
+
+@dataclass(frozen=True)
+class Form:
+    """A layer's weight [n, k] as the operator takes it; group_size 0 for one scale per row."""
+
+    bits: int
+    group_size: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    zero_point: bool
+    act_order: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        return integers(self.bits, self.group_size, self.zero_point)
+
+    def problem(self, num_sms: int, batch_invariant: bool = False) -> LinearProblem:
+        """The layer as the schedules know it, for one row."""
+        return LinearProblem(
+            m=1,
+            n=self.n,
+            k=self.k,
+            k_pad=padded_shape((self.n, self.k), self.group_size or None)[1],
+            format=self.format,
+            dtype=DTYPES[self.dtype],
+            num_sms=num_sms,
+            batch_invariant=batch_invariant,
+        )
+
+
+def checked_form(c: Foreign, bits: int) -> Form:
+    """The form of a layer by an engine's configuration of it, which vLLM and SGLang write alike.
+
+    c: partition_weight_shape and full_weight_shape [inputs, outputs], act_type, group_size, zero_points, has_g_idx.
+
+    Raises:
+        ValueError: the layer has none; the message says why.
+    """
+    if c.act_type not in DTYPES:
+        raise ValueError(f"activations in {c.act_type}; supported: {', '.join(map(str, DTYPES))}")
+    k, n = c.partition_weight_shape
+    whole = k == c.full_weight_shape[0]
+    act_order = bool(getattr(c, "has_g_idx", False))  # vLLM refuses it from 0.30 on
+    if act_order and not whole:
+        raise ValueError("act-order with the inputs shared out among GPUs")
+    group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
+    if group_size and (group_size not in GROUP_SIZES or k % group_size):
+        raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {GROUP_SIZES}, and -1")
+    return Form(bits, group_size, n, k, c.act_type, c.zero_points, act_order)
+
+
+def rows_first(parameter: Foreign) -> torch.Tensor:
+    """A parameter's tensor with a row for each output; the parameter keeps the order in which it is loaded again."""
+    return parameter.data if parameter.output_dim == 0 else parameter.data.t()
+
+
+def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of: Foreign) -> PackedWeight:
+    """The weight of an engine's parameters; zero points and groups of inputs are looked at where the form has them."""
+    return PackedWeight.from_compressed_tensors(
+        rows_first(codes),
+        rows_first(scales),
+        weight_zero_point=rows_first(zeros) if form.zero_point else None,
+        weight_shape=torch.tensor([form.n, form.k]),
+        weight_g_idx=group_of.data if form.act_order else None,
+        bits=form.bits,
+        group_size=form.group_size or -1,
+        dtype=form.dtype,
+    )
+
+
+class LayerTensors(NamedTuple):
+    """What a layer keeps of its weight: zeros and perm are there where its form has such things, None elsewhere."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+
+
+def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
+    """A weight's tensors.
+
+    Zero points that are all symmetric, and inputs in their own order, are kept where the configuration has such
+    things: what is traced may not depend on them.
+    """
+    zeros, perm = weight.zeros, weight.perm
+    if form.zero_point and zeros is None:
+        zeros = torch.full_like(weight.scales, symmetric_zero(form.bits), dtype=torch.uint8)
+    if form.act_order and perm is None:
+        perm = torch.arange(form.k, dtype=torch.int32, device=weight.device)
+    return LayerTensors(weight.codes, weight.scales, zeros, perm)
+
+
+def product(
+    form: Form, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None, batch_invariant: bool
+) -> torch.Tensor:
+    """The layer's result [rows, n] of x [..., k], by one registered operator, opaque to torch.compile.
+
+    Raises:
+        TypeError: x or bias is of another dtype than the form's.
+    """
+    if x.dtype != form.dtype or (bias is not None and bias.dtype != form.dtype):
+        raise TypeError(f"x, bias: got {x.dtype}, {bias.dtype if bias is not None else None}, want {form.dtype}")
+    rows = x.reshape(-1, form.k)
+    if form.act_order:
+        assert tensors.perm is not None
+        rows = rows.index_select(1, tensors.perm)
+    return torch.ops.cute_kernels.weight_only_linear(
+        rows.contiguous(),
+        tensors.codes,
+        tensors.scales,
+        tensors.zeros if form.zero_point else None,
+        bias,
+        None,
+        form.format.key,
+        form.n,
+        form.k,
+        None,
+        form.dtype,
+        batch_invariant,
+    )

@@ -1,0 +1,145 @@
+"""Kernels that a served model will ask for, compiled or loaded before its first step.
+
+Inside a CUDA graph capture nothing may be compiled, and in a step that a user waits for nothing should be. The layers
+say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.served import note_ready
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.runtime import wanted
+from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.native import compiler_remedy, compiler_version
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import default_directory
+from cute_kernels.runtime.workspace import POOL
+
+GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
+"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
+
+Steps of other numbers of rows run these kernels too (`cute_kernels.gemm.served`).
+"""
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows that an engine runs.
+
+    captured: batch sizes of its CUDA graphs. most: tokens of a step, at most.
+    """
+
+    captured: tuple[int, ...]
+    most: int
+
+    def all(self) -> list[int]:
+        """Captured ones, and a grid of those beyond, up to the first that is not below ``most``.
+
+        The grid is the same for every engine, so that compiled kernels can be there for all of them.
+        """
+        last, found = max(self.captured, default=0), {1, *self.captured}
+        for m in _grid():
+            found.update([m] if m > last else [])
+            if m >= self.most:
+                break
+        return sorted(found)
+
+
+def _grid() -> Iterator[int]:
+    begin = 0
+    for end, step in GRID:
+        yield from range(begin + step, end + 1, step)
+        begin = end
+
+
+DEFAULT_ROWS = RowCounts((), 2048)
+"""Where no engine says what it will run."""
+
+
+_noted: dict[LinearProblem, RowCounts] = {}
+
+
+def note(problem: LinearProblem, rows: RowCounts) -> None:
+    """Remembers a layer (a problem of one row) for `load_noted`."""
+    _noted[problem] = rows
+
+
+def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None]) -> None:
+    """Loads the kernels of every layer that was noted since the last call, by ``load_all``."""
+    if not _noted:
+        return
+    problems = dict(_noted)
+    _noted.clear()
+    load_all(device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m)])
+    for problem, rows in problems.items():
+        note_ready(problem, rows.all())
+
+
+def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logger) -> None:
+    """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
+    index = index_of(device)
+    arch = arch_of(index)
+    asked = list(dict.fromkeys(specs))
+    missing = [spec for spec in asked if not default_cache().has(spec, arch)]
+    start = time.perf_counter()
+    POOL.prepare(index)
+    if missing:
+        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
+    default_cache().load_many(asked, arch)
+    logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
+
+
+def index_of(device: torch.device) -> int:
+    """A CUDA device's number."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
+    """The kernels that serve ``m`` rows of a layer."""
+    return [GemmSpec(chosen(replace(problem, m=m)).config)]
+
+
+def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:
+    """What keeps kernels from being ready before the first capture; None where nothing does.
+
+    Those that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from: the
+    file ``file_name`` in the directory of the kernel cache.
+    """
+    if compiler_version() is not None:
+        return None
+    arch = arch_of(index_of(device))
+    missing = [spec for spec in dict.fromkeys(specs) if not default_cache().has(spec, arch)]
+    if not missing:
+        return None
+    path = default_directory() / file_name
+    try:
+        wanted.write(path, missing, arch)
+    except OSError as error:
+        return (
+            f"{len(missing)} kernels are in no bundle, and their list cannot be written ({error}); {compiler_remedy()}"
+        )
+    return (
+        f"{len(missing)} kernels are in no bundle. Build one where the compiler is: "
+        f"cute-kernels aot build --arch {arch} --list {path} -o DIR, and set {BUNDLES_VARIABLE}=DIR"
+    )
+
+
+@functools.cache
+def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int, file_name: str) -> str | None:
+    """`why_not_ready` of a linear layer, found once for all that are alike."""
+    if compiler_version() is not None:
+        return None
+    specs = [spec for m in rows.all() for spec in specs_for(problem, m)]
+    return why_not_ready(torch.device("cuda", device_index), specs, file_name)

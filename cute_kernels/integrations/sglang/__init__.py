@@ -1,0 +1,12 @@
+"""SGLang plug-in: the same command line, with weight-only linear layers on these kernels.
+
+SGLang finds :func:`register` as an entry point of the group ``sglang.srt.plugins`` and calls it in each of its
+processes. `versions` has what each supported SGLang calls things, `linear` the layers, `rows` what the server runs.
+CUTE_KERNELS_SGLANG=0 replaces nothing. What cannot be served here is left to SGLang, and one line of its log says why.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.integrations.sglang.plugin import register
+
+__all__ = ["register"]

@@ -1,0 +1,182 @@
+"""Weight-only linear layers of SGLang: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
+
+Hooks stand around the two methods of the owners of such layers: one that brings loaded weights into Marlin's order, and
+one that multiplies. A layer that is served here has its packed tensors under the names of its parameters, as Marlin's
+are, and :data:`SERVED` says what they are. Any other goes on to SGLang's own methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gemm import PackedWeight
+from cute_kernels.integrations import engine_linear, ready
+from cute_kernels.integrations.engine_linear import Form, LayerTensors
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.sglang import rows
+from cute_kernels.integrations.sglang.log import logger, say_once
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.workspace import COUNTERS, POOL
+
+CAPABILITY = (9, 0)
+SERVED = "cute_kernels_served"
+"""Attribute of a layer that is served here."""
+WANTED = "wanted_by_sglang.json"
+"""In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
+
+in_place = False
+"""Whether every hook was seen to take effect in this process."""
+
+
+class Hook(NamedTuple):
+    """A function to put around a method with these parameters."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+
+class Served(NamedTuple):
+    """What a layer's tensors are; names of its parameters in the order of `LayerTensors`."""
+
+    form: Form
+    names: tuple[str, str, str, str]
+    batch_invariant: bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of a kind of checkpoint.
+
+    Attributes:
+        checkpoint: the field of `versions.Interface` that names their owner.
+        product: the owner's method that multiplies.
+        names: parameters of codes, scales, zero points and groups of inputs.
+        form: (owner, layer) to the layer's form; ValueError says why it has none.
+        pack: (form, codes, scales, zeros, groups of inputs) to the weight.
+    """
+
+    checkpoint: str
+    product: str
+    names: tuple[str, str, str, str]
+    form: Callable[[Foreign, torch.nn.Module], Form]
+    pack: Callable[..., PackedWeight] = engine_linear.packed
+
+    def hooks(self, owner: str) -> dict[str, Hook]:
+        """What is put around the methods of an owner, by their full names."""
+        load = functools.partial(_load, self)
+        return {
+            f"{owner}.process_weights_after_loading": Hook(load, ("self", "layer")),
+            f"{owner}.{self.product}": Hook(_multiply, ("self", "layer", "x", "bias")),
+        }
+
+
+def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
+    """Packs a loaded layer, or leaves it to SGLang and says why."""
+    if getattr(layer, SERVED, None) is not None:
+        return  # nothing was loaded since: parameters that are packed have no loader
+    old: list[Any] = [getattr(layer, name, None) for name in kind.names]
+    device = old[0].device
+    batch_invariant = rows.is_deterministic()
+    try:
+        form = kind.form(owner, layer)
+        reason = why_left(form, device, batch_invariant)
+        tensors = None if reason else engine_linear.tensors_of(form, kind.pack(form, *old))
+    except (AttributeError, TypeError, ValueError) as error:
+        form, reason, tensors = None, str(error), None
+    if form is None or tensors is None:
+        say_once(f"linear layers are left to SGLang: {kind.checkpoint}: {reason}", logging.WARNING)
+        original(owner, layer)
+        return
+    if device.type == "cuda":
+        for pool in (POOL, COUNTERS):
+            pool.share_among_captures()  # SGLang replays its graphs one at a time: they share one memory pool
+        ready.note(form.problem(GPU.num_sms(ready.index_of(device)), batch_invariant), rows.engine_rows())
+        ready.load_noted(device, functools.partial(ready.load, logger=logger))
+    for name, before, tensor in zip(kind.names, old, tensors, strict=True):
+        if before is not None:  # what has no meaning here is emptied: a GPTQ layer has zero points that are not read
+            new = before.data.new_empty(0) if tensor is None else tensor
+            setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
+    setattr(layer, SERVED, Served(form, kind.names, batch_invariant))
+    say_once("weight-only linear layers run here")
+
+
+def why_left(form: Form, device: torch.device, batch_invariant: bool) -> str | None:
+    """Why a layer is left to SGLang; None if it is served."""
+    if not in_place:
+        return "its hooks were not seen to take effect"
+    if (capability := capability_of(device)) != CAPABILITY:
+        return f"compute capability {capability}; supported: {CAPABILITY} (Hopper)"
+    if rows.saves_memory():
+        return "--enable-memory-saver is not supported"
+    if device.type != "cuda":
+        return None
+    index = ready.index_of(device)
+    return ready.linear_reason(form.problem(GPU.num_sms(index), batch_invariant), rows.engine_rows(), index, WANTED)
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """A CUDA device's compute capability; None for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
+
+
+def _multiply(
+    original: Callable[..., torch.Tensor],
+    owner: Foreign,
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    served = getattr(layer, SERVED, None)
+    if served is None:
+        return original(owner, layer, x, bias)
+    tensors: list[Any] = [getattr(layer, name, None) for name in served.names]
+    out = engine_linear.product(served.form, x, LayerTensors(*tensors), bias, served.batch_invariant)
+    return out.reshape(*x.shape[:-1], served.form.n)
+
+
+def _compressed_tensors_form(scheme: Foreign, layer: torch.nn.Module) -> Form:
+    return engine_linear.checked_form(scheme.kernel_config, int(32 // scheme.pack_factor))
+
+
+def _gptq_form(kernel: Foreign, layer: torch.nn.Module) -> Form:
+    return engine_linear.checked_form(kernel.kernel_config, int(32 // kernel.quant_config.pack_factor))
+
+
+def _awq_form(kernel: Foreign, layer: Foreign) -> Form:
+    """SGLang keeps no configuration of such a layer: its parameters say what it is."""
+    config = kernel.quant_config
+    if config.pack_factor != 8:
+        raise ValueError(f"codes of {32 // config.pack_factor} bits; supported: 4")
+    shape = layer.input_size_per_partition, layer.output_size_per_partition
+    described = SimpleNamespace(
+        partition_weight_shape=shape,
+        full_weight_shape=shape,
+        act_type=layer.scales.dtype,
+        group_size=config.group_size,
+        zero_points=True,
+    )
+    return engine_linear.checked_form(described, 4)
+
+
+def _awq_pack(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of: object) -> PackedWeight:
+    group_size = form.group_size or -1
+    return PackedWeight.from_awq(codes.data, zeros.data, scales.data, group_size=group_size, dtype=form.dtype)
+
+
+KINDS = (
+    Kind(
+        "compressed_tensors",
+        "apply_weights",
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        _compressed_tensors_form,
+    ),
+    Kind("gptq", "apply", ("qweight", "scales", "qzeros", "g_idx"), _gptq_form),
+    Kind("awq", "apply", ("qweight", "scales", "qzeros", "g_idx"), _awq_form, _awq_pack),
+)

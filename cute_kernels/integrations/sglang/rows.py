@@ -1,0 +1,43 @@
+"""What the server of this process runs, as SGLang's resolved configuration has it."""
+
+from __future__ import annotations
+
+from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
+
+
+def engine_rows() -> RowCounts:
+    """Numbers of rows of a step: of captured graphs, where drafts multiply requests, and of prompts up to a chunk."""
+    from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
+
+    try:
+        graphs, schedule = get_exec().graph.cuda_graph_config, get_schedule()
+        width = get_spec().speculative_num_draft_tokens or 1
+    except ValueError:  # no server has published it
+        return DEFAULT_ROWS
+    requests, chunk = graphs.decode.bs or (), schedule.chunked_prefill_size
+    captured = {*requests, *(width * each for each in requests), *(graphs.prefill.bs or ())}
+    most = chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
+    return RowCounts(tuple(sorted(captured)), max(most, *captured) if captured else most)
+
+
+def is_deterministic() -> bool:
+    """Whether a row may not depend on the rows beside it (`--enable-deterministic-inference`)."""
+    from sglang.srt.runtime_context import get_exec
+
+    try:
+        return bool(get_exec().deterministic.enable_deterministic_inference)
+    except ValueError:
+        return False
+
+
+def saves_memory() -> bool:
+    """Whether memory may be released and mapped again (`--enable-memory-saver`), which no layer here outlives.
+
+    Workspaces hold words that launches wait to see changed: other contents are wrong results.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    try:
+        return bool(get_exec().features.enable_memory_saver)
+    except ValueError:
+        return False
