@@ -17,9 +17,9 @@ help:
 	@echo "make test        lint, types, all tests, notebooks, site"
 	@echo "make docs        the site, in build/site"
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
-	@echo "make bundle      the wheel of compiled kernels, into dist (an hour on two cores, once)"
+	@echo "make bundle      the wheel of compiled kernels, into dist (two hours on two cores, once)"
 	@echo "make format      apply the formatter and the linter's fixes"
-	@echo "make golden      compile and check every kernel of the tests (an hour on two cores)"
+	@echo "make golden      compile and check every kernel of the tests (two hours on two cores)"
 	@echo "make versions    the quick tests under the oldest and newest torch, transformers and Python (half an hour)"
 	@echo "make doctor      what works on this machine, and why not"
 
