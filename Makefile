@@ -19,7 +19,7 @@ help:
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
 	@echo "make bundle      the wheel of compiled kernels, into dist (two hours on two cores, once)"
 	@echo "make format      apply the formatter and the linter's fixes"
-	@echo "make golden      compile and check every kernel of the tests (two hours on two cores)"
+	@echo "make golden      compile and check every kernel of the tests (an hour on two cores)"
 	@echo "make versions    the quick tests under the oldest and newest torch, transformers and Python (half an hour)"
 	@echo "make doctor      what works on this machine, and why not"
 
