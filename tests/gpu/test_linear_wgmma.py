@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
-from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
@@ -401,7 +401,7 @@ def test_epilogues(activation, out_dtype, n, k, m):
 def test_epilogues_of_batch_invariant_products(activation, out_dtype, m, reduction):
     n, k = SHAPES[0]
     case = replace(problem_of(m, n, k), batch_invariant=True)
-    assert isinstance(invariant.make_schedule(case).config.reduction, reduction)
+    assert isinstance(chosen(case).config.reduction, reduction)
     check_epilogues(known(n, k, group_size=128), m, activation, out_dtype, batch_invariant=True)
 
 
