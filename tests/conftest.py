@@ -57,6 +57,14 @@ def run_on() -> Iterator[Callable[[Backend], None]]:
         yield change
 
 
+@pytest.fixture
+def compiler_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `tests.golden.collect.trace` replaces in the compiler is put back when the test ends."""
+    from cutlass.base_dsl import dsl
+
+    monkeypatch.setattr(dsl.BaseDSL, "compile_and_cache", dsl.BaseDSL.compile_and_cache)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilers_wait_for_the_next_kernels() -> Iterator[None]:
     """A worker that compiles kernels takes longer to start than a kernel to compile; a dozen files want some."""

@@ -63,9 +63,11 @@ def fetch(engine: str, version: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [f"{engine}=={version}" for engine, versions in TESTED.items() for version in versions]
-    parser.add_argument("engines", nargs="*", metavar="ENGINE==VERSION", default=usual)
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE==VERSION", help="default: those that plug-ins are tested with"
+    )
     engines = parser.parse_args(arguments).engines
+    engines = engines or [f"{engine}=={version}" for engine, versions in TESTED.items() for version in versions]
     if os.environ.get("OFFLINE"):
         return 0
     for asked in engines:

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import EMPTY_WORD
@@ -33,10 +33,10 @@ class Published:
         wanted: a condition; where it does not hold nothing is waited for, and the words are 0. None: always.
     """
 
-    address: Any
+    address: Int64
     offset: int = 0
     words: int = VECTOR_WORDS
-    wanted: Any = None
+    wanted: object = None
 
     def load(self) -> list[Any]:
         """The words as some CTA has last written them."""

@@ -25,14 +25,15 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import numbers
+from cute_kernels.device.types import Index
 
 
 @dataclass(frozen=True)
 class PipelineState:
     """Where a role stands; run-time integers. stage: of its next use; phase: parity of the barrier it waits for."""
 
-    stage: Any
-    phase: Any
+    stage: Index
+    phase: Index
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Pipeline:
         multicast: CTAs of a cluster that fill each other's stages.
     """
 
-    full: Any
-    empty: Any
+    full: cute.Pointer
+    empty: cute.Pointer
     num_stages: cutlass.Constexpr[int]
     fills: cutlass.Constexpr[int] = 1
     releases: cutlass.Constexpr[int] = 1
@@ -141,7 +142,7 @@ class Barrier:
         arrivals: that end a phase.
     """
 
-    pointer: Any
+    pointer: cute.Pointer
     arrivals: cutlass.Constexpr[int] = 1
 
     def init(self) -> None:
@@ -157,7 +158,7 @@ class Barrier:
         """Arrives; the calling thread."""
         cute.arch.mbarrier_arrive(self.pointer)
 
-    def wait(self, phase: Any = 0) -> None:
+    def wait(self, phase: Index = 0) -> None:
         """Waits until the phase of a parity has ended."""
         cute.arch.mbarrier_wait(self.pointer, phase)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,9 +30,9 @@ def dense_weight(
 
 
 @dense_weight.register_fake
-def _(codes: torch.Tensor, *others: Any) -> torch.Tensor:
+def _(codes: torch.Tensor, *others: object) -> torch.Tensor:
     *_, shape, dtype = others
-    return codes.new_empty(shape, dtype=dtype)
+    return codes.new_empty(cast("tuple[int, int]", shape), dtype=cast(torch.dtype, dtype))
 
 
 def differentiable(
@@ -44,15 +44,15 @@ def differentiable(
 
     gradients: of the result's gradient, one for each tensor.
     """
-    return _Function.apply(forward, gradients, *tensors)  # type: ignore[return-value]
+    return cast(torch.Tensor, _Function.apply(forward, gradients, *tensors))
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Any, gradients: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, forward, gradients, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
         return forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor) -> Any:
+    def backward(ctx, *given: torch.Tensor) -> Any:
         return None, None, *ctx.gradients(*given)

@@ -108,10 +108,16 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
     return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
 
 
+def _given(tensor: torch.Tensor | None) -> torch.Tensor:
+    """What a plan was made for that has it."""
+    assert tensor is not None
+    return tensor
+
+
 FACTORS: dict[str, TensorOf] = {
-    SCALED: lambda call: call.weight.input_scale,  # pyright: ignore[reportAssignmentType]
-    NORMED: lambda call: call.norm,  # pyright: ignore[reportAssignmentType]
-    ORDERED: lambda call: call.weight.perm,  # pyright: ignore[reportAssignmentType]
+    SCALED: lambda call: _given(call.weight.input_scale),
+    NORMED: lambda call: _given(call.norm),
+    ORDERED: lambda call: _given(call.weight.perm),
 }
 
 

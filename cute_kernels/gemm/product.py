@@ -60,7 +60,7 @@ class Product:
     device_index: int
     bind: Bind
 
-    def bound(self, n: int, activation: int, out_kind: int, **added: Any) -> Callable[..., Any]:
+    def bound(self, n: int, activation: int, out_kind: int, **added: object) -> Callable[..., Any]:
         """What launches calls that have these numbers in common, on the current stream of the current device.
 
         It takes x [m, k], on 16 bytes, k a multiple of 8, and addresses by name.

@@ -109,7 +109,7 @@ def _file_of(kind: type) -> Path:
     return module.file
 
 
-def _is_others(value: Any) -> bool:
+def _is_others(value: object) -> bool:
     top = value.__module__.partition(".")[0]
     return top in sys.stdlib_module_names or top in ("torch", "numpy")
 

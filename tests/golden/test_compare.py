@@ -114,10 +114,8 @@ def test_the_inventory_is_what_ships():
     assert {arch for _, arch in symbols} == {ARCH}
 
 
-def test_ir_differs_by_code_and_not_by_names(monkeypatch: pytest.MonkeyPatch):
-    from cutlass.base_dsl import dsl
-
-    monkeypatch.setattr(dsl.BaseDSL, "compile_and_cache", dsl.BaseDSL.compile_and_cache)  # what `trace` replaces
+@pytest.mark.usefixtures("compiler_kept")
+def test_ir_differs_by_code_and_not_by_names():
     digests = {version: collect.trace((ToySpec(ToyConfig(version, "toy")), ARCH)) for version in VERSIONS}
     assert digests["Before"] == digests["AfterAnotherName"]
     assert len(set(digests.values())) == len(VERSIONS) - 1

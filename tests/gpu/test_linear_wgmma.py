@@ -18,6 +18,7 @@ from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
+from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (

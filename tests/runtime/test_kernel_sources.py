@@ -132,11 +132,8 @@ def forget_results() -> None:
 @pytest.mark.skipif(native.dsl_version() is None, reason="runs kernels' programs")
 @pytest.mark.parametrize("spec", TO_TRACE, ids=str)
 def test_no_function_outside_the_key_runs_while_a_kernel_is_made(
-    spec: KernelSpec, everything_imported: None, monkeypatch: pytest.MonkeyPatch
+    spec: KernelSpec, everything_imported: None, compiler_kept: None
 ):
-    from cutlass.base_dsl import dsl
-
-    monkeypatch.setattr(dsl.BaseDSL, "compile_and_cache", dsl.BaseDSL.compile_and_cache)  # what `trace` replaces
     lines: defaultdict[str, set[int]] = defaultdict(set)
     for place in sources.reached(spec).places:
         lines[str(place.file)].update(range(place.first, place.last + 1))

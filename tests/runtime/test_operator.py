@@ -110,9 +110,9 @@ def test_in_debug_mode_every_call_is_checked():
 
 
 def test_in_debug_mode_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for captures, checked in ((True, [5]), (False, [5, 5])):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        for name, answer in (("is_initialized", True), ("is_current_stream_capturing", captures)):
+            monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
         family = Family()
         family.launcher(5)
         with arguments.checking_values():

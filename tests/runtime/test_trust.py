@@ -123,6 +123,11 @@ def found_by(user: int) -> str:
         return file.read()
 
 
+def scratch_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the temporary directory be ``place`` until the test ends."""
+    monkeypatch.setattr(store.tempfile, "tempdir", str(place))
+
+
 @as_root
 @pytest.mark.parametrize("home", ["none", "read-only", "another's", "of a cache"])
 def test_a_user_whom_nobody_knows_has_a_cache(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,7 +142,7 @@ def test_a_user_whom_nobody_knows_has_a_cache(home: str, tmp_path: Path, monkeyp
     (tmp_path / "scratch").chmod(0o1777)
     for above in (tmp_path, *tmp_path.parents[:2]):  # pytest's
         above.chmod(above.stat().st_mode | 0o111)
-    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    scratch_is(tmp_path / "scratch", monkeypatch)
     monkeypatch.delenv(store.DIRECTORY_VARIABLE, raising=False)
     monkeypatch.delenv("HOME") if home == "none" else monkeypatch.setenv("HOME", str(place))
     want = place / ".cache/cute_kernels" if home == "of a cache" else tmp_path / "scratch" / f"cute_kernels-{user}"
@@ -146,10 +151,10 @@ def test_a_user_whom_nobody_knows_has_a_cache(home: str, tmp_path: Path, monkeyp
 
 def test_what_another_user_put_at_a_caches_place_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(store.DIRECTORY_VARIABLE, raising=False)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert store.default_directory() == tmp_path / "home" / ".cache" / "cute_kernels"
     monkeypatch.setattr(os, "access", lambda place, mode: False)
-    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path))
+    scratch_is(tmp_path, monkeypatch)
     place = store.default_directory()
     assert place == tmp_path / f"cute_kernels-{os.geteuid()}"
     place.mkdir()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
 
 
 class Alibi(ScoreOption):
@@ -14,7 +12,7 @@ class Alibi(ScoreOption):
 
     name, term = "alibi", f"{TERMS}:AlibiTerm"
 
-    def is_in(self, features: Any) -> bool:
+    def is_in(self, features: FeatureSet) -> bool:
         return features.alibi
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

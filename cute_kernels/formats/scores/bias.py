@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
 
 
 class Bias(ScoreOption):
@@ -14,7 +12,7 @@ class Bias(ScoreOption):
 
     name, term = "bias", f"{TERMS}:BiasTerm"
 
-    def is_in(self, features: Any) -> bool:
+    def is_in(self, features: FeatureSet) -> bool:
         return features.bias is not None
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

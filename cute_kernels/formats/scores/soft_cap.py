@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
 
 
 class SoftCap(ScoreOption):
@@ -15,7 +13,7 @@ class SoftCap(ScoreOption):
     name, term = "soft_cap", f"{TERMS}:SoftCapTerm"
     fits_four_blocks = True
 
-    def is_in(self, features: Any) -> bool:
+    def is_in(self, features: FeatureSet) -> bool:
         return features.soft_cap
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

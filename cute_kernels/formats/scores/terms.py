@@ -19,6 +19,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import load_code
+from cute_kernels.formats.scores.base import FeatureSet
 from cute_kernels.formats.scores.registry import options_in
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
@@ -63,13 +64,13 @@ class ScoreTerm:
     needs_positions = False
     """Whether it needs ``state.positions``, where the columns' queries stand in their requests."""
 
-    def __init__(self, features: Any, columns: int, rows: int = BLOCK_ROWS):
+    def __init__(self, features: FeatureSet, columns: int, rows: int = BLOCK_ROWS):
         self.features, self.columns, self.rows = features, columns, rows
 
     def start(self, state: ScoreState) -> None:
         """Before any column is opened."""
 
-    def open(self, state: ScoreState, work: Any, query: QueryColumn, softmax_scale: Float32) -> Any:
+    def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
         """What is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
         return None
 
@@ -81,7 +82,7 @@ class ScoreTerm:
         """Starts loading what `change` wants of the keys at ``tokens``; ``kept`` by column. Decode attention calls it a
         block ahead, extend attention before the block's first `change`."""
 
-    def reach(self, values: Any, queries: Int32 | int) -> Any:
+    def reach(self, values, queries: Int32 | int) -> Any:
         """Of the tokens up to a query, how many that one and the ``queries`` - 1 before it see at most; None for all.
 
         Tiles before those are left out, and rows before those may hold anything. values: of the launch, its numbers: in
@@ -210,7 +211,7 @@ def load_shift(base, row):
 class ScoreTerms:
     """The terms of a variant, in the order in which scores meet them; arguments as `ScoreTerm` has them."""
 
-    def __init__(self, features: Any, columns: int, rows: int = BLOCK_ROWS):
+    def __init__(self, features: FeatureSet, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {
             option.name: load_code(option.term)(features, columns, rows) for option in options_in(features)
         }
@@ -221,7 +222,7 @@ class ScoreTerms:
         # Whether something is loaded for each block ahead of it.
         self.load = any(type(term).ask is not ScoreTerm.ask for term in terms)
 
-    def open(self, state: ScoreState, work: Any, queries: list[QueryColumn], softmax_scale: Float32) -> None:
+    def open(self, state: ScoreState, work, queries: list[QueryColumn], softmax_scale: Float32) -> None:
         """Has ``state`` keep what they want of the lane's queries."""
         state.kept = {name: [] for name in self.terms}
         for term in self.terms.values():

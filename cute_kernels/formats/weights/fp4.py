@@ -134,7 +134,7 @@ class Fp4Decoder(CodeDecoder):
         super().__init__(bits=4)
         self.math = math
 
-    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         math, found = self.math, []
         for place in range(12, -1, -4):
             pair = words[step] << place
@@ -146,14 +146,14 @@ class Fp4Decoder(CodeDecoder):
 class MxFp4Decoder(Fp4Decoder):
     """With E8M0 scales."""
 
-    def scale_word(self, word: Any) -> Any:
+    def scale_word(self, word) -> Any:
         return power_word(self.math, word)
 
 
 class NvFp4Decoder(Fp4Decoder):
     """With E4M3 scales: the same as their codes, four bits further up, times 2**120."""
 
-    def scale_word(self, word: Any) -> Any:
+    def scale_word(self, word) -> Any:
         return self.math.multiply(word << 4, self.math.word(TWO_TO_120))
 
 
@@ -163,11 +163,11 @@ class Fp4Bytes(ByteDecoder):
     def __init__(self, math: PackedMath) -> None:
         self.math = math
 
-    def fragment(self, word: Any, masks: Any) -> list[Any]:
+    def fragment(self, word, masks) -> list[Any]:
         first, second = self._four(word), self._four(word >> 16)
         return [self.math.prmt(first, second, self.math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
 
-    def _four(self, word: Any) -> Any:
+    def _four(self, word) -> Any:
         """Bytes of the four codes in the lower half of a word."""
         math = self.math
         places = word & math.word(0x7777)

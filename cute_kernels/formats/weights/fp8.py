@@ -167,18 +167,18 @@ class Fp8Decoder(CodeDecoder):
         super().__init__(bits=8)
         self.dtype, self.math = dtype, math
 
-    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         power = self.math.word(POWERS[self.dtype])
         return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
 
-    def placed(self, words: Any, step: int) -> list[Any]:
+    def placed(self, words, step: int) -> list[Any]:
         """Pairs of the four registers, times two to minus `EXPONENTS`."""
         first, found = step * self.words_per_step, []
         for word in words[first : first + self.words_per_step]:
             found += [self._placed(word << 8), self._placed(word)]
         return found
 
-    def _placed(self, pair: Any) -> Any:
+    def _placed(self, pair) -> Any:
         shift, mask = PLACES[self.dtype]
         return (pair & self.math.word(BOTH_SIGNS)) | ((pair >> shift) & self.math.word(mask))
 
@@ -186,7 +186,7 @@ class Fp8Decoder(CodeDecoder):
 class PowerFp8Decoder(Fp8Decoder):
     """With E8M0 scales, in bf16."""
 
-    def scale_word(self, word: Any) -> Any:
+    def scale_word(self, word) -> Any:
         math = self.math
         nan = (word + math.word(1)) >> 8  # 255 is infinity so far: a bit of the mantissa makes it NaN
         return power_word(math, word) | nan << 6
@@ -202,12 +202,12 @@ class ScaledFp8Decoder(Fp8Decoder):
         super().__init__(dtype, math)
         self.unit = 2.0 ** UNIT_EXPONENTS[dtype]
 
-    def row_numbers(self, scales: Any, points: Any) -> Any:
+    def row_numbers(self, scales, points) -> Any:
         """Factors of placed codes. scales: fp32."""
         exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
         return [self.math.scaled(scale, 2.0**exponent) for scale in scales]
 
-    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         return [self.math.scaled_pair(pair, rows[i % 2]) for i, pair in enumerate(self.placed(words, step))]
 
 

@@ -66,7 +66,7 @@ class GroupedProduct(Product):
     waits: bool | None = None
     finds_ids: bool = False
 
-    def bound(self, n: int, activation: int, out_kind: int, **added: Any) -> Callable[..., Any]:
+    def bound(self, n: int, activation: int, out_kind: int, **added: object) -> Callable[..., Any]:
         """As of `Product`; with addresses `SORTED`, or `AS_THEY_ARE`."""
         waits = {} if self.waits is None else {"waits": self.waits}
         return super().bound(n, activation, out_kind, **waits, **added)
@@ -134,7 +134,7 @@ def _in_turn(launches: list[Bind]) -> Bind:
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         sends = [bind_one(numbers) for bind_one in launches]
 
-        def send(**given: Any) -> None:
+        def send(**given: object) -> None:
             for one in sends:
                 one(**given)
 

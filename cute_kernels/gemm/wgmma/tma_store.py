@@ -32,8 +32,8 @@ class StoredOperands(Operands):
     """`Operands`, and what stores a TMA tile of the output: a TMA copy and the output [m, n] as it takes TMA tiles from
     it."""
 
-    copy_out: Any
-    out_view: Any
+    copy_out: cute.CopyAtom
+    out_view: cute.Tensor
 
 
 class TmaTileStore:

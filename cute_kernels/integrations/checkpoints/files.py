@@ -242,7 +242,7 @@ class Filling:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, that of the model's layer")
 
 
-def _unused(model: Any, keys: Iterable[str]) -> Callable[[str], bool]:
+def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
     """Which tensors a model passes over: those that it says so of, such as DeepSeek-V3's layers that predict further
     tokens, and, if it has no head of its own, those of a head."""
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]

@@ -23,6 +23,7 @@ from cute_kernels.integrations.checkpoints.gpt_oss import common_settings, is_or
 from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_json
 from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, join
 from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.saved_names import list_experts
 from cute_kernels.model_config import record_layers, untie_quantised
 
@@ -57,7 +58,7 @@ def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
     return settings, found
 
 
-def dtype_of(settings: Any, dtype: torch.dtype | None) -> torch.dtype:
+def dtype_of(settings: Foreign, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
         said = getattr(settings, "dtype", None) or getattr(settings.get_text_config(), "dtype", None)
         said = getattr(torch, said, None) if isinstance(said, str) else said
@@ -108,7 +109,7 @@ class Import(CuteKernelsConfig):
         assert self.filling is not None
         self.filling.fill(model, self.config, self.layer_options, self.progress)
 
-    def model(self, model_class: Any, settings: Any, ignored: set[str], options: dict[str, Any]) -> Any:
+    def model(self, model_class: Any, settings: Foreign, ignored: set[str], options: dict[str, Any]) -> Any:
         """The model, but for what is said of generation. ignored: tensors that are none of its."""
         register()
         quantised = {
@@ -154,7 +155,7 @@ def _part(handle: safe_open, entry: Entry) -> object:
     return found if entry.rows is None else found[entry.rows[0] : entry.rows[1]]
 
 
-def generate_as_said(model: Any, path: Path) -> None:
+def generate_as_said(model: Foreign, path: Path) -> None:
     """Gives a model that generates the directory's generation_config.json, or what its config.json says of it."""
     if not model.can_generate():
         return

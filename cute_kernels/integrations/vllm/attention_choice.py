@@ -33,7 +33,7 @@ def replace(interface: Interface) -> None:
     replace_once(module, f"{name}.__init__", _notes_alibi)
 
 
-def _asks_first(original: Any) -> Any:
+def _asks_first(original: Callable[..., Any]) -> Any:
     """Puts the backend before those that vLLM tries; MLA's are left alone."""
 
     def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
@@ -43,7 +43,7 @@ def _asks_first(original: Any) -> Any:
     return priorities
 
 
-def _chooses_anew(original: Any) -> Any:
+def _chooses_anew(original: Callable[..., Any]) -> Any:
     of_engine: Callable[[], Any] = lambda: None  # noqa: E731
     of: tuple[Any, ...] = ()
 
@@ -77,7 +77,7 @@ def _noting_alibi(slopes: object) -> Iterator[None]:
         _alibi = False
 
 
-def _notes_alibi(original: Any) -> Any:
+def _notes_alibi(original: Callable[..., Any]) -> Any:
     parameters = inspect.signature(original)
 
     def __init__(self: Foreign, *arguments: object, **named: object) -> None:
@@ -88,7 +88,7 @@ def _notes_alibi(original: Any) -> Any:
     return __init__
 
 
-def _counts_bytes(original: Any) -> Any:
+def _counts_bytes(original: Callable[..., Any]) -> Any:
     """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype.
 
     Others are refused while the environment names a format: their caches would be in another one.

@@ -49,7 +49,7 @@ class Pages(AttentionBackend):
         return (1, 0, 2) if include_num_layers_dimension else (0, 1)
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
+    def customize_spec(cls, spec: Foreign) -> Any:
         """A layer's specification with the bytes of its pages, in any layout: a page's bytes lie together in all."""
         if spec.state_content_bytes is not None:
             return spec
@@ -64,7 +64,7 @@ def _cache_dtype_of(spec: Foreign) -> str:
     return next(same, kv_formats.OWN[0])
 
 
-def counted(layer: Foreign, spec: Any) -> Any:
+def counted(layer: Foreign, spec: Foreign) -> Any:
     """A layer's specification where vLLM does not ask the backend; of formats that it does not know, with the bytes of
     rows for head sizes."""
     if BACKENDS_PACK or not kv_formats.is_own(layer.kv_cache_dtype):

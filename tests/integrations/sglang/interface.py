@@ -9,6 +9,7 @@ SGLang needs and is not here. Prints a JSON object: of each check "ok" or what w
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,10 +252,13 @@ def rows_are_those_of_the_servers_graphs_drafts_and_chunks() -> None:
         assert rows.is_deterministic() and rows.saves_memory()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="the folder that holds SGLang's Python")
+    source = parser.parse_args(arguments).source
     outcomes: dict[str, str] = {}
     try:
-        set_up(Path(sys.argv[1]))
+        set_up(source)
     except Exception:
         print(json.dumps({name: f"set_up: {traceback.format_exc()}" for name in CHECKS}))
         return 0
