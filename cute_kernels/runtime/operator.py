@@ -60,7 +60,7 @@ class Plan(Generic[P, ResultT]):
     products: tuple[Any, ...] = ()
 
 
-class Launcher(Protocol[P, ResultT_co]):
+class Launcher(Protocol[P, ResultT]):
     """A function that launches calls on CUDA tensors.
 
     Attributes:
@@ -69,10 +69,10 @@ class Launcher(Protocol[P, ResultT_co]):
     """
 
     plans: dict[Hashable, Any]
-    launch: Callable[P, ResultT_co]
+    launch: Callable[P, ResultT]
     __module__: str
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT: ...
 
 
 _LAUNCHER = """

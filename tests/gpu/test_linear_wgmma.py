@@ -402,7 +402,8 @@ def test_epilogues(activation, out_dtype, n, k, m):
 def test_epilogues_of_batch_invariant_products(activation, out_dtype, m, reduction):
     n, k = SHAPES[0]
     case = replace(problem_of(m, n, k), batch_invariant=True)
-    assert isinstance(chosen(case).config.reduction, reduction)
+    config: Any = chosen(case).config
+    assert isinstance(config.reduction, reduction)
     check_epilogues(known(n, k, group_size=128), m, activation, out_dtype, batch_invariant=True)
 
 

@@ -8,7 +8,7 @@ caches come as views [pages, heads, tokens, content] of it. Here a page is one h
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
@@ -55,7 +55,7 @@ class Pages(AttentionBackend):
             return spec
         formats = kv_formats.formats_for(_cache_dtype_of(spec))
         content = spec.num_kv_heads * sum(kv_formats.row_bytes(formats, spec.head_size))
-        return dataclasses.replace(spec, num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
+        return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
 
 
 def _cache_dtype_of(spec: Foreign) -> str:
@@ -71,5 +71,5 @@ def counted(layer: Foreign, spec: Foreign) -> Any:
         return spec
     k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
     return dataclasses.replace(
-        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
+        cast(Any, spec), head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
     )

@@ -677,4 +677,4 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path, config, message):
 
 def test_the_formats_that_share_a_mark_are_those_that_shapes_or_a_configuration_tell_apart():
     told = [(form.mark, form.dtypes, form.required) for form in layer_formats.LAYER_FORMATS]  # by the tensors alone
-    assert {mark for mark, *rest in told if told.count((mark, *rest)) > 1} == {"qweight"}
+    assert {each[0] for each in told if told.count(each) > 1} == {"qweight"}

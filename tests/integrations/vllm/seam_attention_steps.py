@@ -145,8 +145,7 @@ def metadata_of_drafting_steps_follow_vllms_buffers() -> None:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     common = step([1, 1], [9, 40])
-    for caches in ({}, {"invariant": True}, {"drafts_on": 2}):
-        make = builder(**caches)
+    for make in (builder(), builder(invariant=True), builder(drafts_on=2)):
         metadata = make.build(0, common)
         if hasattr(AttentionMetadataBuilder, "supports_draft_decode_metadata_update"):
             assert make.supports_draft_decode_metadata_update

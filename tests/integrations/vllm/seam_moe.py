@@ -139,7 +139,7 @@ def experts_have_the_parameters_that_vllm_makes() -> None:
 
     interface = versions.interface_of(vllm.__version__)
     assert interface is not None
-    methods = dict(zip(layers.EXPERT_METHODS, interface.expert_methods, strict=True))
+    methods: dict[str, tuple[str, str]] = dict(zip(layers.EXPERT_METHODS, interface.expert_methods, strict=True))
     for checkpoint, bits, group_size, zero_point, dtype in layers.EXPERTS:
         form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
         module, name = methods[checkpoint]
