@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional
@@ -108,16 +108,10 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
     return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
 
 
-def _given(tensor: torch.Tensor | None) -> torch.Tensor:
-    """What a plan was made for that has it."""
-    assert tensor is not None
-    return tensor
-
-
 FACTORS: dict[str, TensorOf] = {
-    SCALED: lambda call: _given(call.weight.input_scale),
-    NORMED: lambda call: _given(call.norm),
-    ORDERED: lambda call: _given(call.weight.perm),
+    SCALED: lambda call: cast(torch.Tensor, call.weight.input_scale),
+    NORMED: lambda call: cast(torch.Tensor, call.norm),
+    ORDERED: lambda call: cast(torch.Tensor, call.weight.perm),
 }
 
 

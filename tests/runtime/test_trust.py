@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import tiny_specs
 
 SPEC = tiny_specs(1)[0]
+PYTESTS = Path(tempfile.gettempdir())
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
@@ -140,8 +142,9 @@ def test_a_user_whom_nobody_knows_has_a_cache(home: str, tmp_path: Path, monkeyp
     (place / (".cache/cute_kernels" if home == "of a cache" else ".")).mkdir(parents=True, exist_ok=True)
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch").chmod(0o1777)
-    for above in (tmp_path, *tmp_path.parents[:2]):  # pytest's
-        above.chmod(above.stat().st_mode | 0o111)
+    for above in (tmp_path, *tmp_path.parents):  # pytest's: two, and one more of a process of several
+        if above.is_relative_to(PYTESTS) and above != PYTESTS:
+            above.chmod(above.stat().st_mode | 0o111)
     scratch_is(tmp_path / "scratch", monkeypatch)
     monkeypatch.delenv(store.DIRECTORY_VARIABLE, raising=False)
     monkeypatch.delenv("HOME") if home == "none" else monkeypatch.setenv("HOME", str(place))
