@@ -111,7 +111,7 @@ class Cta:
         self.warp = LayerWarp(np.full(1 << 18, 0xAA, np.uint8), memory)
         run_on(self.warp)
         places = {"stages": STAGES, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES}
-        weights = Pipeline(Barriers(), Barriers(), 16)
+        weights = Pipeline(stand_in(Barriers()), stand_in(Barriers()), 16)
         self.memory: Any = SimpleNamespace(**places, weights=weights)
         self.k, self.n = k, n
 

@@ -175,7 +175,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         x_scales=X_SCALES,
         zeros=ZEROS,
         x_sums=X_SUMS if config.format.has_zeros else None,
-        pipeline=Pipeline(0, STAGES, STAGES),
+        pipeline=Pipeline(stand_in(0), stand_in(STAGES), STAGES),
         x_barrier=X_BARRIER,
     )
     begin, end = int(work_tile.begin), int(work_tile.end)

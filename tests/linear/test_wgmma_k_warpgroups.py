@@ -16,7 +16,7 @@ from cute_kernels.gemm.wgmma import reading, register_mainloop
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
 from cute_kernels.gemm.wgmma.results import dsmem
-from simulator import PlainThread
+from simulator import PlainThread, stand_in
 
 DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=dsmem(2, 2))
 
@@ -45,7 +45,8 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
         )
         k_rank = stages.k_rank(group)
         work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)
-        place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(pipeline=Pipeline(0, num_stages, num_stages))
+        pipeline = Pipeline(stand_in(0), stand_in(num_stages), num_stages)
+        place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(pipeline=pipeline)
         stepping.clear()
         state = memory.pipeline.consumer_state(k_rank), memory.pipeline.consumer_state()
         _, last = subject.multiply(None, memory, work_tile, place, [], state, True, config.tile_m)

@@ -22,7 +22,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
 from cute_kernels.gemm.wgmma.results import RowExchange
-from simulator import Altered, Lanes
+from simulator import Altered, Lanes, stand_in
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.test_wgmma_limbs import X_SCALES
@@ -117,7 +117,7 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     run_on(Altered(gpu, arch={"mbarrier_wait": state.wait}))
     subject: Any = WgmmaKernel(config, ExpertTiles(config)).consumers
     subject.stages.release = state.release
-    pipeline = Pipeline(0, STAGES, STAGES)
+    pipeline = Pipeline(stand_in(0), stand_in(STAGES), STAGES)
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, pipeline=pipeline)
     work_tile = SimpleNamespace(begin=begin, end=state.end, token=0)
     place = subject.lane(SimpleNamespace(m=config.tile_m), warp, machine.LANES)

@@ -130,7 +130,7 @@ def test_each_row_is_the_first_of_eight(ids, rows, topk, block_k, run_on):
     ring, k = ring_config(config), K_BLOCKS * block_k
     x = torch.randn(-(-len(ids) // topk), k).bfloat16()
     operands, shape = SimpleNamespace(x=machine.put(x)), sizes(ids, k=k, topk=topk)
-    pipeline = Pipeline(Pointer(0), Pointer(64), ring.num_stages)
+    pipeline = Pipeline(stand_in(Pointer(0)), stand_in(Pointer(64)), ring.num_stages)
     where = SimpleNamespace(x_address=4096, pipeline=pipeline)
     found: list[tuple[Any, list[torch.Tensor]]] = []
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.exchange import EMPTY_WORD, Poll, Published, publish, reset
-from simulator import PlainThread
+from simulator import PlainThread, stand_in
 
 
 class Memory(PlainThread):
@@ -41,7 +41,11 @@ def test_words_are_loaded_until_none_is_missing(together: bool, run_on):
     memory = Memory({16: 1, 20: 2, 64: 5, 28: 4, 24: 3})
     run_on(memory)
     words: list[Any] = [None] * 7
-    sources = [Published(0, offset=16), Published(64, words=1), Published(4096, words=2, wanted=False)]
+    sources = [
+        Published(stand_in(0), offset=16),
+        Published(stand_in(64), words=1),
+        Published(stand_in(4096), words=2, wanted=False),
+    ]
     poll = Poll(sources, together=together)
     assert poll.num_words == 7
     poll.load(words)
@@ -54,7 +58,7 @@ def test_what_is_published_is_loaded_and_reset_for_the_next_launch(run_on):
     run_on(memory)
     publish(32, [7, 8, 9, 10], offset=16)
     words: list[Any] = [None] * 4
-    Poll([Published(48)]).load(words)
+    Poll([Published(stand_in(48))]).load(words)
     assert words == [7, 8, 9, 10] and memory.loads == 1
     reset(32, offset=16)
     assert set(memory.words.values()) == {EMPTY_WORD}

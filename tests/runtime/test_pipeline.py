@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Barrier, Pipeline, PipelineState
-from simulator import PlainThread, Scheduler
+from simulator import PlainThread, Scheduler, stand_in
 from simulator.mbarriers import Mbarriers
 
 
@@ -46,7 +46,7 @@ def test_no_order_of_warps_breaks_the_pipeline(stages: int, seed: int, run_on):
     """Two producers, one of them by bytes of copies, and warps of which each releases what it has read."""
     uses, warps = 5 * stages + 3, 4
     cta = Cta(seed, run_on)
-    pipeline = Pipeline(Pointer(0), Pointer(stages), stages, fills=2, releases=warps)
+    pipeline = Pipeline(stand_in(Pointer(0)), stand_in(Pointer(stages)), stages, fills=2, releases=warps)
     pipeline.init()
     filled: list[tuple[str, int]] = []
 
@@ -78,7 +78,7 @@ def test_no_order_of_warps_breaks_the_pipeline(stages: int, seed: int, run_on):
 @pytest.mark.parametrize("step, stages", [(2, 4), (3, 6), (3, 12), (4, 8)])
 def test_roles_that_interleave_uses_have_every_one_once(step: int, stages: int, run_on):
     run_on(PlainThread())
-    pipeline = Pipeline(0, stages, stages)
+    pipeline = Pipeline(stand_in(0), stand_in(stages), stages)
     for first in range(step):
         state = pipeline.consumer_state(first)
         for use in range(first, 5 * stages, step):
@@ -88,7 +88,7 @@ def test_roles_that_interleave_uses_have_every_one_once(step: int, stages: int, 
 
 def test_a_barrier_of_its_own_waits_for_arrivals_and_bytes(run_on):
     cta = Cta(0, run_on)
-    barrier = Barrier(Pointer(7), arrivals=2)
+    barrier = Barrier(stand_in(Pointer(7)), arrivals=2)
     barrier.init()
     events: list[str] = []
 

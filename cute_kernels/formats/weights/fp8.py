@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -205,7 +205,7 @@ class ScaledFp8Decoder(Fp8Decoder):
     def row_numbers(self, scales, points) -> Any:
         """Factors of placed codes. scales: fp32."""
         exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
-        return [self.math.scaled(scale, 2.0**exponent) for scale in scales]
+        return [self.math.scaled(scale, 2.0**exponent) for scale in cast(Any, scales)]
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         return [self.math.scaled_pair(pair, rows[i % 2]) for i, pair in enumerate(self.placed(words, step))]
