@@ -54,6 +54,8 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Parts of one tensor that take turns, such as K and V of each page, do not.
     """
+    if torch.compiler.is_compiling():  # traced tensors have no address
+        return False
     if any(each.is_meta or each.is_nested or each.layout != torch.strided for each in (a, b)):
         return False
     if a.device != b.device or not a.numel() or not b.numel():
