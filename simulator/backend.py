@@ -11,16 +11,20 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
 PACKAGE = "cute_kernels"
 SCALARS = ("Int16", "Int32", "Int64", "Uint16", "Uint32", "Uint64", "Float16", "BFloat16", "Float32", "const_expr")
+
+
+Patch: TypeAlias = tuple[Any, str, Any]
+"""A module or class, a name, a value."""
 
 
 class MissingInstruction(NotImplementedError):
@@ -74,18 +78,20 @@ class Altered:
 def running(backend: Backend) -> Iterator[None]:
     """Device code that is called in this block runs on ``backend``; not for two threads with different ones.
 
-    So is that of formats and score options from elsewhere. Modules that are imported for the first
-    time inside the block keep the compiler's meanings of scalar types. Numbers overflow and become NaN as on a GPU,
-    without NumPy's warnings.
+    So is that of formats and score options from elsewhere. Modules that are imported for the first time inside the
+    block take the backend's scalar types with them: they are given the compiler's when it ends. Numbers overflow and
+    become NaN as on a GPU, without NumPy's warnings.
     """
-    saved: list[tuple[Any, str, Any]] = []
+    saved: list[Patch] = []
+    meanings, loaded = backend.meanings(), frozenset(sys.modules)
     try:
-        for owner, name, value in patches(backend.meanings()):
+        for owner, name, value in patches(meanings):
             saved.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, value)
         with np.errstate(all="ignore"):
             yield
     finally:
+        saved += _taken(meanings.scalars, sys.modules.keys() - loaded, saved)
         for owner, name, value in reversed(saved):
             if value is _ABSENT:
                 delattr(owner, name)
@@ -96,7 +102,16 @@ def running(backend: Backend) -> Iterator[None]:
 _ABSENT = object()
 
 
-def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
+def _taken(scalars: Mapping[str, Any], modules: Iterable[str], saved: list[Patch]) -> list[Patch]:
+    """(module, name, value to put back) of scalar types that newly imported modules have by name."""
+    import cutlass
+
+    own = {name: value for owner, name, value in saved if owner is cutlass and name in scalars}
+    new = [sys.modules[name] for name in modules]
+    return [(module, name, own[name]) for module in new for name in own if vars(module).get(name) is scalars[name]]
+
+
+def patches(meanings: Meanings) -> list[Patch]:
     """(module or class, name, value) of all that :func:`running` sets; later ones win."""
     import cutlass
     import cutlass.cute as cute
@@ -106,7 +121,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     from cute_kernels.formats import scores as score_options
     from cute_kernels.formats.weights import integer_decode  # noqa: F401  # formats import it when they are asked
 
-    found: list[tuple[Any, str, Any]] = []
+    found: list[Patch] = []
     for module in (ptx, numbers):
         for name in _instructions(module):
             value = getattr(meanings.instructions, name, None)

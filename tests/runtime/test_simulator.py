@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from fractions import Fraction
 from types import FunctionType
 
 import numpy as np
 import pytest
 
-from simulator import backend
+from simulator import backend, registers
 from simulator.gpu import exact_fma
+from simulator.warp import Warp
 
 
 def test_a_function_that_was_compiled_in_this_process_runs_as_it_is_written():
@@ -25,6 +27,17 @@ def test_a_function_that_was_compiled_in_this_process_runs_as_it_is_written():
     vars(written)["_original_code"], written.__code__ = written.__code__, rewritten.__code__  # as the compiler does
     assert written(1) == (-1, -2, -3, -4)
     assert backend._as_written(written)(1) == (1, 2, 3, 4)
+
+
+def test_a_module_first_imported_on_the_simulator_is_compiled_behind_it(tmp_path, monkeypatch):
+    """Else a test that imports a reader there breaks whatever its process compiles next."""
+    cutlass = pytest.importorskip("cutlass")
+    (tmp_path / "first_seen_inside.py").write_text("from cutlass import Float32, Int32\nKEPT = bool\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with backend.running(Warp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))):
+        module = importlib.import_module("first_seen_inside")
+        assert module.Int32 is registers.Int32
+    assert (module.Int32, module.Float32, module.KEPT) == (cutlass.Int32, cutlass.Float32, bool)
 
 
 def numbers(kind: str, rng: np.random.Generator) -> np.ndarray:
