@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -154,7 +155,7 @@ def test_a_process_takes_the_library_of_its_tree_alone(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(compare.WORKER), json.dumps(request)],
         cwd=compare.ROOT,
-        env={"PYTHONPATH": str(compare.ROOT), "PATH": ""},
+        env={**os.environ, "PYTHONPATH": str(compare.ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -249,10 +249,9 @@ def transform_of(
     if k_center is k_factor is v_factor is None and k_rotation == v_rotation == 1:
         return None
     made = object.__new__(CacheTransform)
-    made.__dict__.update(
-        k_center=k_center, k_factor=k_factor, k_rotation=k_rotation, v_factor=v_factor, v_rotation=v_rotation
-    )
-    made.__dict__.update(q_factor=q_factor, out_factor=out_factor)
+    parts = (k_center, k_factor, q_factor, v_factor, out_factor, k_rotation, v_rotation)
+    for name, part in zip(PART_NAMES, parts, strict=True):
+        object.__setattr__(made, name, part)  # as torch.compile traces it on PyTorch 2.11 too
     return made
 
 

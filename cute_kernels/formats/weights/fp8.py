@@ -118,8 +118,9 @@ class FloatFp8(Fp8Format):
             raise ValueError(f"scales: got {most:g}, want fp32 scales below 2**27 = {SCALE_LIMIT:.0f}")
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        nan = self.stored_scales(torch.full((), torch.nan, device=scales.device), self.activation_dtype(scales.dtype))
-        return torch.where(is_nan(codes).any(dim=-1), nan, scales)
+        # As fp32: PyTorch 2.11 has no `where` of uint32.
+        numbers = scales.contiguous().view(torch.float32).masked_fill(is_nan(codes).any(dim=-1), torch.nan)
+        return numbers.view(scales.dtype)
 
     def scales_codes(self, dtype: str) -> bool:
         return bool(self.group_size)
