@@ -2,8 +2,9 @@
 
 Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` and `work` say which part of
 the active experts' weights a CTA takes, `choice` which kernel and layout serve a product, `kernel` what a grouped
-product does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after; `module` has
-the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
+product does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after, `router` how
+experts are chosen; `module` has the layer as an nn.Module. Weights are
+`cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
+from cute_kernels.gemm.experts.router import Routing, route
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
 from cute_kernels.names import Activation, GatedActivation
 
@@ -21,12 +23,14 @@ __all__ = [
     "PackedExperts",
     "QuantizedMoE",
     "QuantizedRoutedExperts",
+    "Routing",
     "fused_moe",
     "fused_moe_reference",
     "grouped_linear",
     "grouped_linear_reference",
     "interleave_experts",
     "quantize_experts",
+    "route",
     "stack_experts",
 ]
 

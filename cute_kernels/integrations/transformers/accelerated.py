@@ -33,7 +33,7 @@ from cute_kernels.integrations.transformers.cache_options import (
     formats_of_layer,
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
-from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
+from cute_kernels.integrations.transformers.fuse import Fused, add_routers, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay, owner_of
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
 from cute_kernels.integrations.transformers.known_code import (
@@ -106,6 +106,7 @@ def accelerate(
     max_seq_len: int | None = None,
     cuda_graphs: bool = True,
     fuse_blocks: bool = True,
+    fuse_routers: bool = False,
 ) -> Acceleration:
     """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
 
@@ -130,6 +131,9 @@ def accelerate(
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
             the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
+        fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
+            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3, GLM-4.5. Their logits stay in fp32, so that of experts
+            whose logits round to one number in 16 bits another may be chosen. Not yet measured on a GPU.
 
     Returns:
         What was done, which is logged as well.
@@ -181,6 +185,8 @@ def accelerate(
     if output is not None:
         rows.append(("output layer", "as loaded", _quantise_output(model, *output)))
     fused = fuse(model, kv_format, scales) if fuse_blocks else Fused()
+    if fuse_routers:
+        add_routers(model, fused)
     rows.append(("blocks", "an operator a launch", f"fused: {fused}" if str(fused) else "as before"))
     notes += [f"left: {reason}" for reason in fused.reasons]
     if kv_format is not None and not is_chosen:

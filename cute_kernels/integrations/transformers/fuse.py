@@ -21,6 +21,7 @@ from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise
 from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
+from cute_kernels.integrations.transformers.routers import router_blocks, weights_on_noise
 
 TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.05}
 """Relative error of a block against its module on noise. What is looked for is another function, whose error is near 1:
@@ -35,11 +36,18 @@ class Fused:
     attention: int = 0
     mlp: int = 0
     layers: int = 0
+    routers: int = 0
     reasons: dict[str, None] = field(default_factory=dict)  # in order, once each
 
     def __str__(self) -> str:
-        counts = {"attention": self.attention, "MLP": self.mlp, "layer": self.layers}
+        counts = {"attention": self.attention, "MLP": self.mlp, "layer": self.layers, "router": self.routers}
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def add_routers(model: nn.Module, fused: Fused) -> None:
+    """Does the same for routers of quantised experts."""
+    for block in router_blocks(model):
+        fused.routers += _installed(block, partial(weights_on_noise, block), fused)
 
 
 def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:

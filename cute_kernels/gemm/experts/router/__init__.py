@@ -1,0 +1,45 @@
+"""The router of a mixture of experts: from hidden states to each token's experts and their weights.
+
+Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call`, `ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gemm.experts.router import ops
+from cute_kernels.gemm.experts.router.call import RouteCall
+from cute_kernels.gemm.experts.router.routing import Routing
+
+__all__ = ["Routing", "route"]
+
+
+def route(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    bias: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each token's experts by hidden weight^T + bias; products, sums and scores are in fp32.
+
+    Nothing waits for the device, and `cute_kernels.fused_moe` takes both results as they are. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient.
+
+    Args:
+        hidden: bf16, fp16 or fp32 [T, K]; T may be 0.
+        weight: bf16, fp16 or fp32 [E, K], contiguous, E and K at least 1.
+        routing: how logits become experts and weights.
+        bias: [E], floating, added to the logits.
+        correction: [E], floating, added to the scores that experts are ranked by, and not to their weights (DeepSeek's
+            ``e_score_correction_bias``).
+
+    Returns:
+        (ids int32 [T, top_k], weights fp32 [T, top_k]), the expert that ranks first first. Among equal ones the lower
+        index ranks first. NaN ranks above all numbers, as in `torch.topk`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return ops.route(RouteCall(hidden, weight, routing, bias, correction))

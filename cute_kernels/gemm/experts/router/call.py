@@ -1,0 +1,53 @@
+"""A call of a router as one object, and its checks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.arguments import check_contiguous, check_tensors, check_together, shape_of
+from cute_kernels.gemm.experts.router.routing import Routing
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class RouteCall(NamedTuple):
+    """The arguments of `cute_kernels.gemm.experts.route`."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    routing: Routing
+    bias: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """hidden, weight and those of the others that are given, by name."""
+        optional = {"bias": self.bias, "correction": self.correction}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"hidden": self.hidden, "weight": self.weight, **given}
+
+
+def check_route(call: RouteCall) -> RouteCall:
+    """Raises TypeError or ValueError, which name the argument, unless experts can be chosen."""
+    check_tensors(**call.tensors)
+    if not isinstance(call.routing, Routing):
+        raise TypeError(f"routing: got {type(call.routing).__name__}, want a Routing")
+    for name, tensor in call.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {', '.join(map(str, DTYPES))}")
+    hidden, weight = call.hidden, call.weight
+    if weight.dim() != 2 or not weight.numel():
+        raise ValueError(f"weight: got shape {shape_of(weight)}, want [experts, K]")
+    experts, k = weight.shape
+    if hidden.dim() != 2 or hidden.shape[1] != k:
+        raise ValueError(f"hidden: got shape {shape_of(hidden)}, want [tokens, {k}]")
+    for name in ("bias", "correction"):
+        tensor = getattr(call, name)
+        if tensor is not None and shape_of(tensor) != [experts]:
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{experts}], one of each expert")
+    check_together(**call.tensors)
+    check_contiguous("weight", weight)
+    call.routing.check_experts(experts)
+    return call

@@ -1,0 +1,104 @@
+"""Routers of mixtures of experts in one launch: the ``forward`` of those whose code `ROUTERS` has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cute_kernels.gemm.experts import QuantizedMoE, QuantizedRoutedExperts, Routing, route
+from cute_kernels.gemm.experts.router.routing import Scoring
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.transformers.blocks import Block
+from cute_kernels.integrations.transformers.patterns import Known, recognise
+
+CHECKED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class KnownRouter(Known):
+    """A product with ``weight``, and ``bias`` if there is one; attributes of the module say the rest.
+
+    Attributes:
+        scoring: as of `Routing`.
+        renormalize: the attribute that says whether weights are divided by their sum; None: they are.
+        scale: the attribute with what weights are multiplied with.
+        groups: the attributes with the number of groups and of those that are kept.
+        correction: the buffer of what is added to scores.
+    """
+
+    scoring: Scoring = "softmax"
+    renormalize: str | None = None
+    scale: str | None = None
+    groups: tuple[str, str] | None = None
+    correction: str | None = None
+
+    def routing(self, router: Foreign) -> Routing:
+        """What a module of this code computes."""
+        return Routing(
+            router.top_k,
+            self.scoring,
+            self.renormalize is None or bool(getattr(router, self.renormalize)),
+            1.0 if self.scale is None else float(getattr(router, self.scale)),
+            *((1, 1) if self.groups is None else (getattr(router, name) for name in self.groups)),
+        )
+
+
+ROUTERS = (
+    KnownRouter("mixtral", "MixtralTopKRouter"),
+    KnownRouter("qwen3_moe", "Qwen3MoeTopKRouter", renormalize="norm_topk_prob"),
+    KnownRouter("gpt_oss", "GptOssTopKRouter"),
+    KnownRouter(
+        "deepseek_v3",
+        "DeepseekV3TopkRouter",
+        scoring="sigmoid",
+        renormalize="norm_topk_prob",
+        scale="routed_scaling_factor",
+        groups=("num_group", "topk_group"),
+        correction="e_score_correction_bias",
+    ),
+)
+"""Whose code is another one's is that one, whatever it is called: GLM-4.5's is DeepSeek V3's."""
+
+
+class RouterBlock(Block):
+    """A router's ``forward`` that returns (None, weights fp32, ids int32): `QuantizedMoE` and `QuantizedRoutedExperts`
+    take them as they are, and nobody reads the logits that the module's own returns first."""
+
+    compiles = True
+
+    def __init__(self, module: nn.Module, known: KnownRouter) -> None:
+        super().__init__(module)
+        self.known, self.routing = known, known.routing(self.module)
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        module = self.module
+        if not self._may_pass_by([module]):
+            return self.own(hidden_states)
+        correction = None if self.known.correction is None else getattr(module, self.known.correction)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        bias = getattr(module, "bias", None)
+        ids, weights = route(x, module.weight, self.routing, bias=bias, correction=correction)
+        return None, weights, ids
+
+
+def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
+    """A block for each router that is known, and whose results quantised experts take."""
+    for module in model.modules():
+        children = dict(module.named_children())
+        if isinstance(module, QuantizedMoE) or isinstance(children.get("experts"), QuantizedRoutedExperts):
+            router = children.get("gate", children.get("router"))
+            known = None if router is None else recognise(router, ROUTERS)
+            if router is not None and known is not None:
+                yield RouterBlock(router, known)
+
+
+def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Weights that a ``forward`` of the router gives tokens of noise, sorted: rounding may change whose the last is."""
+    weight = block.module.weight
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn((CHECKED_TOKENS, weight.shape[1]), generator=generator, device="cpu", dtype=torch.float32)
+    noise = noise.to(weight.device, weight.dtype)
+    return [forward(noise)[1].to(weight.dtype).sort(dim=-1).values]
