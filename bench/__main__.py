@@ -323,6 +323,8 @@ def _accuracy(options: argparse.Namespace) -> int:
         if given and not options.model:
             print(f"{option}: got no --model, want it together with --model.", file=sys.stderr)
             return 2
+    if options.beside_fp8:
+        return _beside_fp8(options)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch sees no CUDA GPU here.", file=sys.stderr)
@@ -362,6 +364,21 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
         print(f"--resume: {error}", file=sys.stderr)
         return 2
     return _finish(recorder, model_accuracy_report.text)
+
+
+def _beside_fp8(options: argparse.Namespace) -> int:
+    from bench import beside_fp8, beside_fp8_report, smollm2
+
+    path = options.json or _default_path("beside_fp8", "cpu")
+    recorder = _recorder(path, kind="beside_fp8", command=sys.argv[1:], device="cpu")
+    if recorder is None:
+        return 2
+    try:
+        beside_fp8.run(recorder, beside_fp8.QUICK if options.quick else beside_fp8.FULL, _teller(recorder))
+    except smollm2.MissingModelError as error:
+        print(f"--beside-fp8: {error}", file=sys.stderr)
+        return 2
+    return _finish(recorder, beside_fp8_report.text)
 
 
 def _demo(options: argparse.Namespace) -> int:

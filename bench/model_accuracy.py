@@ -44,11 +44,12 @@ class OtherTextError(ValueError):
 
 
 PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
-BOTH, ON_TEXT = "calibrated with V", "fitted, half on text"
+BOTH, ON_TEXT, SCALED = "calibrated with V", "fitted, half on text", "calibrated scale"
 PARTS: dict[str, dict[str, Any]] = {
     CENTRED: {"factors": False, "rotation": False},
     ROTATED: {"factors": False},
     CALIBRATED: {},
+    SCALED: {"center": False, "factors": False, "rotation": False},
     BOTH: {"values": "factors"},
     FITTED: {"values": "factors"},
     ON_TEXT: {"values": "factors"},
@@ -223,10 +224,11 @@ def store_of(way: Way, constants: CacheConstants | None) -> Store:
 
     def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         transform = None if constants is None else constants.transforms[layer]
+        scales = constants.scales[layer] if constants is not None and constants.scales else (None, None)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if transform is not None:
             k, v = transform.keys(k), transform.values(v)
-        k, v = k_form(k), v_form(v)
+        k, v = k_form(k, scales[0]), v_form(v, scales[1])
         if transform is not None:
             k, v = transform.original_keys(k), transform.restore(v)
         return k.transpose(1, 2), v.transpose(1, 2)
@@ -234,13 +236,13 @@ def store_of(way: Way, constants: CacheConstants | None) -> Store:
     return store
 
 
-def _rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a format's rows [..., columns] are read as."""
+def _rounding(name: str) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """What a format's rows [..., columns] are read as, with the scale beside them."""
     form = format_of(name)
-    return lambda x: form.dequantize(form.quantize(x), x.shape[-1], x.dtype)
+    return lambda x, scale: form.dequantize(form.quantize(x, scale), x.shape[-1], x.dtype, scale)
 
 
-def _kivi(k: torch.Tensor) -> torch.Tensor:
+def _kivi(k: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """K [batch, tokens, heads, columns] as KIVI's blocks are read; tokens that fill no block stay as they are.
 
     A token's own block counts as written, though a cache would keep the newest one in 16 bits until it is full.

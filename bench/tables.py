@@ -9,6 +9,7 @@ from typing import Any
 from bench import (
     accuracy_report,
     append,
+    beside_fp8_report,
     e2e_steps,
     e2e_transformers,
     e2e_vllm,
@@ -38,6 +39,7 @@ OF_KIND: dict[str, Table] = {
     "extend": (extend.markdown, None),
     "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
     "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
+    "beside_fp8": (beside_fp8_report.markdown, beside_fp8_report.MARK),
     "same_tokens": (same_tokens.markdown, same_tokens.MARK),
     "vllm_int4": (vllm_int4.text, None),
     "vllm_rows": (vllm_rows.markdown, vllm_rows.MARK),
