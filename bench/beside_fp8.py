@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -300,29 +301,29 @@ def run(recorder: Recorder, plan: Plan, say: Say) -> None:
             own = answers.setdefault((group, prepared.way.name), [])
             own += answers_of(case, right, found)
             row[group] = figures(own)
-        recorder.save()
+        _judge(recorder, [str(length) for length in plan.texts])
         say(f"{group}: {len(case.text)} tokens, {recorder.seconds():.0f} s")
-    _judge(recorder, [str(length) for length in plan.texts])
 
 
 def _judge(recorder: Recorder, lengths: Sequence[str]) -> None:
     rows = recorder.data["rows"]
     fp8 = next(row for row in rows if row["name"] == FP8.name)
-    for row in rows:
+    for row in rows if all(length in fp8 for length in lengths) else ():
         row["keeps_answers"] = keeps_answers(row, fp8, lengths)
     recorder.save()
 
 
-def _cases(model: Any, tokenizer: Any, rest: torch.Tensor, plan: Plan) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """(group, what makes a case) of all texts, none of them twice, short ones and chats first."""
+def _cases(model: Any, tokenizer: Any, rest: torch.Tensor, plan: Plan) -> list[tuple[str, Callable[[], Case]]]:
+    """(group, what makes a case) of all texts, none of them twice. Groups take turns: a run that is cut has all."""
+    found: list[tuple[float, str, Callable[[], Case]]] = []
     begin = 0
-    for length, count in plan.texts.items():
+    for length, count in (*plan.texts.items(), (plan.page, plan.chats)):
         for i in range(count):
             part = rest[begin : begin + length]
-            yield str(length), lambda part=part, i=i: case_of(tokenizer, part, plan.tokens, plan.needles, i)
             begin += length
-        if begin == length * count:  # after the shortest
-            for _ in range(plan.chats):
-                page = rest[begin : begin + plan.page]
-                yield "turn", lambda page=page: chat_of(model, tokenizer, page, plan.answer)
-                begin += plan.page
+            if length == plan.page:
+                found.append((i / count, "turn", partial(chat_of, model, tokenizer, part, plan.answer)))
+            else:
+                make = partial(case_of, tokenizer, part, plan.tokens, plan.needles, i)
+                found.append((i / count, str(length), make))
+    return [(group, make) for _, group, make in sorted(found, key=lambda one: one[0])]
