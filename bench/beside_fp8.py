@@ -75,11 +75,14 @@ class Plan:
     page: int
     answer: int
     calibration: int
+    window: int
     ways: Sequence[Way]
 
 
-FULL = Plan({2048: 8, 8192: 4}, tokens=512, needles=8, chats=6, page=1024, answer=64, calibration=24, ways=WAYS)
-QUICK = Plan({96: 1}, 16, 2, 1, 32, 4, 2, (WAYS[0], WAYS[1], WAYS[7], WAYS[-1]))
+FULL = Plan(
+    {2048: 8, 8192: 4}, tokens=512, needles=8, chats=6, page=1024, answer=64, calibration=24, window=1024, ways=WAYS
+)
+QUICK = Plan({96: 1}, 16, 2, 1, 32, 4, 2, 64, (REFERENCE, FP8, WAYS[7]))
 
 
 @dataclass(frozen=True)
@@ -277,16 +280,20 @@ def keeps_answers(row: dict[str, Any], fp8: dict[str, Any], lengths: Sequence[st
 
 
 def run(recorder: Recorder, plan: Plan, say: Say) -> None:
-    """Measures every way on every text and records it, text by text.
+    """Measures every way on every text of SmolLM2's.
 
     Raises:
         smollm2.MissingModelError: the weights are not installed.
     """
     model, tokenizer = smollm2.load(smollm2.find(), torch.device("cpu"))
-    text = smollm2.read(tokenizer, 1024, plan.calibration, 1)
+    measure(recorder, plan, model, tokenizer, smollm2.read(tokenizer, plan.window, plan.calibration, 1), say)
+
+
+def measure(recorder: Recorder, plan: Plan, model: Any, tokenizer: Any, text: smollm2.Text, say: Say) -> None:
+    """Measures every way on every text and records it, text by text."""
     ways = prepared_ways(model, text.calibration, plan.ways, say)
     head_dim = model.config.hidden_size // model.config.num_attention_heads
-    about = {"name": smollm2.NAME, "head_dim": head_dim, "calibration_windows": plan.calibration}
+    about = {"name": smollm2.NAME, "head_dim": head_dim, "calibration_windows": plan.calibration, "window": plan.window}
     sizes = {"texts": plan.texts, "continuation": plan.tokens, "needles_each": plan.needles, "chats": plan.chats}
     recorder.set("model", about | sizes | {"page": plan.page, "answer": plan.answer})
     for way in plan.ways:

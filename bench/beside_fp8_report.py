@@ -73,5 +73,5 @@ def about(record: Record) -> str:
         f"{commit_of(environment)}, {str(environment['date'])[:10]}. {model['name']}, head_dim {model['head_dim']}: "
         f"{texts}, each with {model['needles_each']} needles, the last {model['continuation']} tokens predicted; "
         f"{model['chats']} chats over {model['page']} tokens, {model['answer']} tokens of each second answer; "
-        f"constants from {model['calibration_windows']} windows of 1024 tokens of other text."
+        f"constants from {model['calibration_windows']} windows of {model.get('window', 1024)} tokens of other text."
     )
