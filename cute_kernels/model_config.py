@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.gemm.module import QuantizedLinear
-from cute_kernels.gemm.weight import FORMAT_VERSION, SCALE_DTYPES
+from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear
+from cute_kernels.gemm.weight import FORMAT_VERSION, SCALE_DTYPES, TENSOR_NAMES
 
 METHOD = "cute_kernels"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
@@ -25,16 +25,18 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
     """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its mixtures.
 
     "linear" and "experts" are lists of forms (bits and group_size of integers, or format, dtype, the optional tensors
-    that are there, batch_invariant), each with the names of the layers that have it.
+    that are there, batch_invariant, activations where these are rounded), each with the names of its layers.
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
             optional = tuple(
-                each for each in ("zeros", "perm", "input_scale", "bias", "shifts") if getattr(module, each) is not None
+                each for each in (*TENSOR_NAMES[2:], *EXTRA_NAMES) if getattr(module, each, None) is not None
             )
-            linear.setdefault(_form(module, optional, module.batch_invariant), []).append(name)
+            form = _form(module, optional, module.batch_invariant)
+            form += () if module.activations is None else (("activations", module.activations),)
+            linear.setdefault(form, []).append(name)
         elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
             for own in ("gate_up", "down"):
                 part: QuantizedExperts = getattr(module, own)
@@ -144,7 +146,11 @@ def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[s
     for group in groups:
         codes = {"format"} if "format" in group else {"bits", "group_size"}
         wanted = codes | {"dtype", "tensors", "batch_invariant", "names"}
-        if group.keys() != wanted or group["dtype"] not in _DTYPES or not isinstance(group["names"], list):
+        if (
+            group.keys() - {"activations"} != wanted
+            or group["dtype"] not in _DTYPES
+            or not isinstance(group["names"], list)
+        ):
             raise ValueError(f"{kind}: got {dict(group)!r}, want {', '.join(sorted(wanted))}")
         form = {key: value for key, value in group.items() if key != "names"}
         for name in group["names"]:

@@ -15,6 +15,9 @@ Activation = Literal["silu", "gelu", "swiglu"]
 GatedActivation = Literal["swiglu"]
 """Of a mixture of experts: between its two products."""
 
+Activations = Literal["fp8"]
+"""What a product rounds activations to; None in its place leaves them in 16 bits."""
+
 CacheLayout = Literal["NHD", "HND"]
 """Order of a cache's dimensions: tokens before heads, or heads before tokens."""
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.gemm import deferred, ops
+from cute_kernels.gemm import deferred, fp8, ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.normed import NormedRows
+from cute_kernels.gemm.operands.fp8 import quantize_activations
 from cute_kernels.gemm.quantize import interleave_weights, quantize_weight
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
 from cute_kernels.gemm.weight import PackedWeight
-from cute_kernels.names import Activation
+from cute_kernels.names import Activation, Activations
 
 __all__ = [
     "LayerRows",
@@ -31,6 +32,7 @@ __all__ = [
     "linear_reference",
     "pack_experts",
     "pack_weight",
+    "quantize_activations",
     "quantize_weight",
     "quantized_layer",
     "quantized_linear",
@@ -54,6 +56,8 @@ def quantized_linear(
     norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    activations: Activations | None = None,
+    activation_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
@@ -79,6 +83,10 @@ def quantized_linear(
             ``norm_offset`` (its ``weight_offset``). For one row it may be a part of the product's launch, where its
             kernel has the row in registers (4-bit weights in groups of 128, a norm in x's dtype); squares are then
             added up in another order than those of `rms_norm`. Else it is a launch before the product.
+        activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`, with scales of their own
+            (of each 128 inputs where the weight has groups), and the weight is not rounded. Weights are FP8, MXFP8,
+            MXFP4 or 4-bit integers without zero points.
+        activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
 
     Returns:
         [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.
@@ -88,12 +96,16 @@ def quantized_linear(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    in_fp8 = fp8.check_activations(activations, activation_scale, weight.format)
+    if in_fp8 and isinstance(x, NormedRows):
+        x = x.normed()
     if isinstance(x, NormedRows):
         if norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
         return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
     values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset, False
-    return ops.linear(new_call(LinearCall, values))
+    call = new_call(LinearCall, values)
+    return fp8.linear(fp8.Fp8Call(call, activation_scale)) if in_fp8 else ops.linear(call)
 
 
 def quantized_linear_norm(

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm import ops
+from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.packed import OfFormat
@@ -19,8 +19,9 @@ from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.reference import prepare_input
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
+from cute_kernels.names import Activations
 
-EXTRA_NAMES = ("bias", "shifts")  # tensors of a layer that its weight has not
+EXTRA_NAMES = ("bias", "shifts", "activation_scale")  # tensors of a layer that its weight has not
 
 ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
@@ -112,10 +113,10 @@ class QuantizedLinear(OfWeight):
     points that are no integers come to, as HQQ and torchao fit them. The kernel multiplies with the first part; sums of
     x over each group, multiplied with the shifts in fp32, are added before the result is rounded.
 
-    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "shifts". Loading one
-    takes on the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are
-    copied, into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
-    `load_state_dict`, and the layer is then as it was.
+    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias", "shifts" and
+    "activation_scale". Loading one takes on the number of bits, group size and options of what is loaded; only N and K
+    must be the layer's. Tensors are copied, into those that are there where they fit. A weight that lacks a tensor or
+    does not fit is reported by `load_state_dict`, and the layer is then as it was.
 
     Args:
         weight: [out_features, in_features].
@@ -125,6 +126,10 @@ class QuantizedLinear(OfWeight):
     Attributes:
         batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A
             state dict does not have it.
+        activations: as of `cute_kernels.quantized_linear`; None, and may be set to "fp8", but for a layer with shifts.
+            A state dict does not have it. On a GPU such a layer of FP8 codes by rows keeps them twice: as many bytes
+            again, made by its first call.
+        activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.
 
     Raises:
         TypeError, ValueError: weight or bias is not as above; the message names it.
@@ -134,7 +139,9 @@ class QuantizedLinear(OfWeight):
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     shifts: torch.Tensor | None
+    activation_scale: torch.Tensor | None
     batch_invariant: bool = False
+    _activations: Activations | None = None
     tensor_names = (*TENSOR_NAMES, *EXTRA_NAMES)
 
     def __init__(
@@ -179,6 +186,22 @@ class QuantizedLinear(OfWeight):
         tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
         return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
 
+    @property
+    def activations(self) -> Activations | None:
+        """What x is rounded to; see the class."""
+        return self._activations
+
+    @property
+    def products(self) -> str:
+        """What reports say that it multiplies in."""
+        return "16-bit products" if self._activations is None else "FP8 products"
+
+    @activations.setter
+    def activations(self, value: Activations | None) -> None:
+        if fp8.check_activations(value, None, self.weight_format) and self.shifts is not None:
+            raise ValueError(f"activations: got {value!r} of a layer with shifts, want None: its codes are no weights")
+        self._activations = value
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
         if x.requires_grad and torch.is_grad_enabled():
@@ -194,7 +217,10 @@ class QuantizedLinear(OfWeight):
         fields = codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs
         weight, out_dtype = new_call(WeightTensors, fields), None if shifts is None else torch.float32
         options = None, None, out_dtype, self.batch_invariant, None, None, 1e-6, 0.0, False
-        y = ops.linear(new_call(LinearCall, (x, weight, tensors["bias"], *options)))
+        call = new_call(LinearCall, (x, weight, tensors["bias"], *options))
+        if self._activations is not None:
+            return fp8.linear(fp8.Fp8Call(call, tensors["activation_scale"]))
+        y = ops.linear(call)
         if shifts is None:
             return y
         return _add_shifts(y, prepare_input(x, *inputs), shifts, self.group_size or self.in_features).to(x.dtype)
@@ -209,6 +235,10 @@ class QuantizedLinear(OfWeight):
             w = w.float().index_add(1, order, self.shifts.repeat_interleave(self.group_size or k, dim=1)[:, :k])
         return (w if self.input_scale is None else w * self.input_scale).to(dtype)
 
+    def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
+        super()._take(form, tensors, copy)
+        fp8.forget_row_codes(self.codes)
+
     def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
         """Of x, by the weight in 16 bits, unpacked anew each time."""
         return (of_y @ self.dequantize(of_y.dtype),)
@@ -216,6 +246,7 @@ class QuantizedLinear(OfWeight):
     def extra_repr(self) -> str:
         has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]
         has += ["batch_invariant"] if self.batch_invariant else []
+        has += [f"{self.activations} activations"] if self.activations is not None else []
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{describe(self.weight_format)}, {self.scales.dtype}"
@@ -256,6 +287,10 @@ class QuantizedLinear(OfWeight):
             raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
         bias = self.bias if "bias" not in own else own["bias"]
         extra = {"bias": self._checked_bias(bias, weight), "shifts": _checked_shifts(own.get("shifts"), weight)}
+        extra["activation_scale"] = own.get("activation_scale")
+        if extra["activation_scale"] is not None:
+            fp8.check_scale(extra["activation_scale"], weight.device)
+        fp8.check_activations(self.activations, None, weight.format)
         return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
 
 

@@ -23,16 +23,16 @@ ResultT = TypeVar("ResultT")
 
 def _on_cpu(call: LinearCall) -> torch.Tensor:
     check(call)
-    return _of_rows(call, _fields_on_cpu)
+    return of_rows(call, _fields_on_cpu)
 
 
 def _through_operator(call: LinearCall) -> torch.Tensor:
     check(call, places=False)
     with torch.no_grad():  # there is no way back, so nothing may look as if there were
-        return _of_rows(call, operator)
+        return of_rows(call, operator)
 
 
-def _of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
+def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     """A checked call by a function of rows [m, k] that are ready, and of a weight's fields."""
     x, weight, residual = call.x, call.weight, call.residual
     n, k = weight.shape

@@ -228,7 +228,9 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
         groups = -(-shape[1] // (form["group_size"] or shape[1]))
         shifts = torch.empty(shape[0], groups, dtype=torch.float32, device="meta")
     layer = QuantizedLinear(weight, bias, shifts)
-    layer.batch_invariant = form["batch_invariant"]
+    layer.batch_invariant, layer.activations = form["batch_invariant"], form.get("activations")
+    if "activation_scale" in form["tensors"]:
+        layer.activation_scale = torch.empty((), dtype=torch.float32, device="meta")
     _expect_format(layer, weight.state_dict()[_FORMAT])
     return layer
 

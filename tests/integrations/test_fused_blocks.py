@@ -108,6 +108,21 @@ def test_fused_blocks_compute_what_the_model_does(name, padded):
     assert torch.equal(logits_of(_with_norms(model), mask), want)
 
 
+@pytest.mark.parametrize("form", ["fp8", "w4g128"])
+def test_fused_blocks_round_what_their_layers_round(form):
+    model, plain = built("llama, biases", weights=False), built("llama, biases", weights=False)
+    quantize_model(model, format=form, activations="fp8")
+    quantize_model(plain, format=form)
+    mask = torch.ones_like(IDS)
+    want, in_16_bits = logits_of(model, mask), logits_of(plain, mask)
+    summary = ck.accelerate(model, kv_format="bf16")
+    assert any(type(vars(module).get("forward")) is blocks.MlpBlock for module in model.modules()), str(summary)
+    got, other = logits_of(model, mask), relative_error(in_16_bits, want)
+    assert relative_error(got, want) < other / 2
+    with pytest.raises(ValueError, match="activations: got 'fp8' with weights None"):
+        ck.accelerate(model, activations="fp8")
+
+
 def _with_norms(model: Any) -> Any:
     replace_norms(model)
     return model

@@ -97,12 +97,13 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
     return {**config, **_mappings("quantized_layers", config).get(name, {})}  # of ModelOpt's mixed precision
 
 
+STATIC_FP8 = "FP8 (static)"
 _MODELOPT_ACTIVATIONS = {
-    "FP8": "FP8 (static)",
+    "FP8": STATIC_FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": "FP8 (dynamic)",
     "NVFP4": "FP4",
-    "W4A8_NVFP4_FP8": "FP8 (static)",
-    "W4A8_MXFP4_FP8": "FP8 (static)",
+    "W4A8_NVFP4_FP8": STATIC_FP8,
+    "W4A8_MXFP4_FP8": STATIC_FP8,
     "MXFP8": "FP8 (dynamic)",
 }
 

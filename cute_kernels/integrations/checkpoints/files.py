@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.blocks import activation_of, experts_sizes, has_biases
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
+from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
+from cute_kernels.gemm.operands.fp8 import check_scale, fp8_problem
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints.configuration import (
+    STATIC_FP8,
     Config,
     checked,
     config_of,
@@ -39,6 +43,9 @@ from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
 from cute_kernels.model_layers import compiled_from
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
+from cute_kernels.names import Activations
+
+FP8_WEIGHTS = weight_format("fp8")  # whose products may be in FP8
 
 
 def load_safetensors(
@@ -47,6 +54,7 @@ def load_safetensors(
     config: Config | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    activations: Activations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
     """The quantised layers of a checkpoint, one after the other, each read when it is asked for.
 
@@ -63,6 +71,8 @@ def load_safetensors(
             the tensors.
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
+        activations: "fp8" sets that of each `QuantizedLinear` whose format allows it, and takes on the static scale of
+            a checkpoint that declares FP8 activations with one. None: products are in 16 bits, whatever it declares.
 
     Yields:
         (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
@@ -76,8 +86,9 @@ def load_safetensors(
     path = path_of(path)
     entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
+    check_activations(activations, None, FP8_WEIGHTS)
     layers = find_layers(entries, config)
-    return read_layers(entries, layers, config, {"dtype": dtype, "device": device})
+    return read_layers(entries, layers, config, {"dtype": dtype, "device": device}, activations)
 
 
 def load_quantized_linears(
@@ -88,6 +99,7 @@ def load_quantized_linears(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: ModelProgress | None = None,
+    activations: Activations | None = None,
 ) -> nn.Module:
     """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
@@ -98,12 +110,12 @@ def load_quantized_linears(
     Args:
         model: has an nn.Linear under each name and of each shape that `load_safetensors` yields, or, as a model of
             transformers, under what that library renames it to.
-        path, config, dtype, device: as for `load_safetensors`.
+        path, config, dtype, device, activations: as for `load_safetensors`.
         progress: called after each layer with its name, the number of layers done and that of all.
 
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
-        format, that products are in 16 bits, and what else the checkpoint declares of activations.
+        format, whether products are in 16 bits or FP8, and what else the checkpoint declares of activations.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
@@ -114,9 +126,10 @@ def load_quantized_linears(
     path = path_of(path)
     entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
+    check_activations(activations, None, FP8_WEIGHTS)
     found = find_layers(entries, config)
     given, model = model, compiled_from(model)
-    Filling(model, entries, found).fill(model, config, {"dtype": dtype, "device": device}, progress)
+    Filling(model, entries, found).fill(model, config, {"dtype": dtype, "device": device}, progress, activations)
     return given
 
 
@@ -157,14 +170,21 @@ class Filling:
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
 
-    def fill(self, model: nn.Module, config: Config, options: dict[str, Any], progress: ModelProgress | None) -> None:
+    def fill(
+        self,
+        model: nn.Module,
+        config: Config,
+        options: dict[str, Any],
+        progress: ModelProgress | None,
+        activations: Activations | None = None,
+    ) -> None:
         """Reads the layers and puts them into the model."""
-        layers = read_layers(self._entries, self.found, config, options)
+        layers = read_layers(self._entries, self.found, config, options, activations)
         for done, (name, layer) in enumerate(layers, start=1):
             self._take(name, layer)
             declared = declared_activations(config_of(config, name))
             self._notes[self._modules[self.places[name].module]] = (
-                f"{layer.weight_format.title}, 16-bit products"
+                f"{layer.weight_format.title}, {getattr(layer, 'products', '16-bit products')}"
                 f"{f', declared {declared} activations' if declared else ''}"
             )
             if progress is not None:
@@ -259,7 +279,11 @@ def path_of(path: object) -> Path:
 
 
 def read_layers(
-    entries: Mapping[str, Entry], layers: Mapping[str, LayerFormat], config: Config, options: dict[str, Any]
+    entries: Mapping[str, Entry],
+    layers: Mapping[str, LayerFormat],
+    config: Config,
+    options: dict[str, Any],
+    activations: Activations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
     """As `load_safetensors`, of layers that were found."""
     try:
@@ -288,10 +312,38 @@ def read_layers(
             try:
                 converted = form.convert(tensors, config_of(config, name) | said_of(entries, name), **options)
                 layer = _layer_of(converted, bias)
+                if activations is not None and isinstance(layer, QuantizedLinear):
+                    scale = _static_scale(entries, name, config_of(config, name), read)
+                    _round_activations(layer, activations, scale)
             except (TypeError, ValueError) as error:
                 raise type(error)(join(name, str(error))) from error
             del tensors, bias  # what was read is not kept while the caller works
             yield name, layer
+
+
+def _static_scale(
+    entries: Mapping[str, Entry], name: str, config: Config, read: Callable[[str], torch.Tensor]
+) -> torch.Tensor | None:
+    """The scale of all of a layer's inputs, of a checkpoint that declares FP8 activations with one; else None."""
+    if declared_activations(config) != STATIC_FP8:
+        return None
+    keys = [key for own in ("input_scale", "activation_scale") if (key := join(name, own)) in entries]
+    if not keys:
+        raise ValueError("input_scale: got no such tensor, want it: the configuration declares static FP8 activations")
+    return read(keys[0])
+
+
+def _round_activations(layer: QuantizedLinear, activations: Activations, scale: torch.Tensor | None) -> None:
+    """Has a layer's products in FP8, where its format and its shifts allow that."""
+    if fp8_problem(layer.weight_format) is not None or layer.shifts is not None:
+        return
+    layer.activations = activations
+    if scale is not None:
+        if scale.numel() != 1:
+            raise ValueError(f"input_scale: got shape {list(scale.shape)}, want one number")
+        scale = scale.float().reshape(()).to(layer.codes.device)
+        check_scale(scale, scale.device, "input_scale")
+        layer.activation_scale = scale
 
 
 def _layer_of(converted: Converted, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:

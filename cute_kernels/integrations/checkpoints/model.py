@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import device_of
+from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, read_config
-from cute_kernels.integrations.checkpoints.files import path_of
+from cute_kernels.integrations.checkpoints.files import FP8_WEIGHTS, path_of
 from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import read_headers
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
 from cute_kernels.integrations.checkpoints.layer_formats import OWN, find_layers
 from cute_kernels.model_config import METHOD
+from cute_kernels.names import Activations
 
 
 def load_model(
@@ -31,6 +33,7 @@ def load_model(
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
     progress: ModelProgress | None = None,
+    activations: Activations | None = None,
 ) -> Any:
     """The transformers model of a directory with config.json and safetensors files, with its quantised layers packed.
 
@@ -44,6 +47,7 @@ def load_model(
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
         progress: called after each quantised layer with its name, the number of layers done and that of all.
+        activations: as for `load_safetensors`; of what `save_pretrained` wrote of a model of ours it has its own.
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
@@ -60,6 +64,7 @@ def load_model(
     if not path.is_dir() or not (path / "config.json").exists():
         raise FileNotFoundError(f"path: got {path}, want a directory with config.json and safetensors files")
     device = device_of(device)
+    check_activations(activations, None, FP8_WEIGHTS)
     entries = with_common_names(read_headers(path))
     quantization = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, quantization)
@@ -76,7 +81,7 @@ def load_model(
     if quantization.get("quant_method") == METHOD and all(form is OWN for form in found.values()):
         model = model_class.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
     else:
-        task = Import(entries, found, quantization, {"dtype": dtype, "device": device}, progress)
+        task = Import(entries, found, quantization, {"dtype": dtype, "device": device}, progress, activations)
         model = task.model(model_class, settings, scale_keys(entries), options)
         model.config.name_or_path = model.name_or_path = str(path)
         generate_as_said(model, path)

@@ -26,6 +26,7 @@ from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.saved_names import list_experts
 from cute_kernels.model_config import record_layers, untie_quantised
+from cute_kernels.names import Activations
 
 
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
@@ -78,6 +79,7 @@ class Import(CuteKernelsConfig):
         entries, found: the checkpoint's tensors and its quantised layers.
         config: its own configuration.
         options: dtype and device of the layers.
+        activations: as of `load_safetensors`.
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class Import(CuteKernelsConfig):
         config: Config,
         options: dict[str, Any],
         progress: ModelProgress | None,
+        activations: Activations | None = None,
     ) -> None:
         super().__init__()
         self.entries, self.found, self.config = entries, found, config
         self.layer_options, self.progress = options, progress
+        self.activations: Activations | None = activations
         self.filling: Filling | None = None
 
     def __deepcopy__(self, _: object) -> Import:
@@ -107,7 +111,7 @@ class Import(CuteKernelsConfig):
     def finish(self, model: nn.Module) -> None:
         """Puts packed layers where they belong."""
         assert self.filling is not None
-        self.filling.fill(model, self.config, self.layer_options, self.progress)
+        self.filling.fill(model, self.config, self.layer_options, self.progress, self.activations)
 
     def model(self, model_class: Any, settings: Foreign, ignored: set[str], options: dict[str, Any]) -> Any:
         """The model, but for what is said of generation. ignored: tensors that are none of its."""

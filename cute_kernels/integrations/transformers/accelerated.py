@@ -19,6 +19,7 @@ from cute_kernels import arguments
 from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
+from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
@@ -53,6 +54,7 @@ from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.model_layers import compiled_from, is_dense
 from cute_kernels.models import quantize_model
+from cute_kernels.names import Activations
 
 _LOG = logging.getLogger(__name__)
 _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -99,6 +101,7 @@ def accelerate(
     *,
     kv_format: FormatOfLayers | None = "int4_g4",
     weights: str | None = None,
+    activations: Activations | None = None,
     skip: Sequence[str] = ("lm_head",),
     output_layer: str | None = None,
     scales: Scales | None = None,
@@ -121,6 +124,7 @@ def accelerate(
         weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
             "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
             them as they are.
+        activations: of the layers that ``weights`` quantises, as `quantize_model` takes it: "fp8" or None.
         skip: layers that stay as they are, as `quantize_model` takes them.
         output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
             ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
@@ -151,6 +155,10 @@ def accelerate(
         check_formats(kv_format, scales, kv_transform)
         _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
     quantisation = None if weights is None else _weight_options("weights", weights, model)
+    if activations is not None and quantisation is None:
+        raise ValueError(f"activations: got {activations!r} with weights None, want None, or a format of weights")
+    if quantisation is not None and check_activations(activations, None, quantisation["format"]):
+        quantisation["activations"] = activations
     output = None
     if output_layer is not None:
         output = _output_name(model), _weight_options("output_layer", output_layer, model)

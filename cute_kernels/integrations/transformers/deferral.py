@@ -81,14 +81,16 @@ class Product:
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.shifts is not None or layer.batch_invariant:
             return False
-        return not has_hooks(layer) and "forward" not in vars(layer)
+        return layer.activations is None and not has_hooks(layer) and "forward" not in vars(layer)
 
     def __call__(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
         """[..., N] of x [..., K]; half as many columns of "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
-        invariant = layer.batch_invariant
-        return quantized_linear(x, self.weight, layer.bias, activation=activation, batch_invariant=invariant)
+        return quantized_linear(
+            x, self.weight, layer.bias, activation=activation, batch_invariant=layer.batch_invariant,
+            activations=layer.activations, activation_scale=layer.activation_scale,
+        )  # fmt: skip
 
 
 class Sum(NamedTuple):

@@ -102,15 +102,17 @@ def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows:
     fields: dict[str, Any] = {name: tensors[name] for name in TENSOR_NAMES}
     form: dict[str, Any] = {"format": like.weight_format, "shape": (rows, like.in_features)}
     layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"], tensors["shifts"])
-    layer.batch_invariant = like.batch_invariant
+    layer.batch_invariant, layer.activations = like.batch_invariant, like.activations
     return layer.train(like.training)
 
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
     """Whether two layers are of one format, and take their inputs the same way."""
-    for name in ("weight_format", "in_features", "batch_invariant"):
+    for name in ("weight_format", "in_features", "batch_invariant", "activations"):
         if getattr(one, name) != getattr(other, name):
             return False
+    if one.activation_scale is not None or other.activation_scale is not None:  # each layer's own
+        return False
     if (one.scales.dtype, one.codes.device) != (other.scales.dtype, other.codes.device):
         return False
     for name in _TENSORS:
@@ -153,7 +155,7 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
         bias = None if bias is None else bias[order.to(bias.device).long()]
     bias = None if bias is None else bias.flatten()
     layer = QuantizedLinear(interleave_weights(*weights), bias)
-    layer.batch_invariant = layers[0].batch_invariant
+    layer.batch_invariant, layer.activations = layers[0].batch_invariant, layers[0].activations
     return layer.train(layers[0].training)
 
 
@@ -176,6 +178,7 @@ class PartOfPair(QuantizedLinear):
         self.halves = halves
         self.shape = (pair.out_features // 2 * len(halves), pair.in_features)
         self.weight_format, self.batch_invariant = pair.weight_format, pair.batch_invariant
+        self._activations = pair.activations
         self.training = pair.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +205,7 @@ class PartOfPair(QuantizedLinear):
         # The codes are in packed order already.
         packed = replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
         layer = QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows])
-        layer.batch_invariant = self.batch_invariant
+        layer.batch_invariant, layer.activations = self.batch_invariant, self.activations
         return layer.train(self.training)
 
     def extra_repr(self) -> str:

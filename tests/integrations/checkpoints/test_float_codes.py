@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cute_kernels import QuantizedLinear
+from cute_kernels import QuantizedLinear, quantized_linear
 from cute_kernels.integrations.checkpoints import load_model, load_safetensors
 from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
 
@@ -109,6 +109,61 @@ def test_a_layer_is_what_its_formula_says_bit_by_bit(tmp_path, form, configured)
     assert name == NAME and isinstance(layer, QuantizedLinear) and layer.bias is not None
     assert torch.equal(layer.weight.dequantize(torch.float32), want)
     assert torch.equal(layer.weight.dequantize(), want.bfloat16())
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_declared_activations_are_rounded_where_the_caller_says_so(tmp_path, form):
+    make, config, declared = FORMATS[form]
+    tensors, _ = make(torch.Generator().manual_seed(0), 128, 256)
+    path, x = write_layer(tmp_path, tensors, config), torch.randn(3, 256).bfloat16()
+    ((_, plain),) = load_safetensors(path)
+    ((_, layer),) = load_safetensors(path, activations="fp8")
+    assert isinstance(plain, QuantizedLinear) and isinstance(layer, QuantizedLinear)
+    assert plain.activations is None and plain.activation_scale is None
+    assert layer.activations == (None if declared == "FP4" else "fp8")
+    scale = tensors.get("input_scale") if "static" in declared else None
+    found = layer.activation_scale
+    assert found is scale is None or (found is not None and scale is not None and torch.equal(found, scale))
+    want = plain(x)
+    if layer.activations:
+        want = quantized_linear(x, plain.weight, activations="fp8", activation_scale=scale)
+        assert not torch.equal(want, plain(x))
+    assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)])
+def test_a_static_scale_that_is_missing_or_no_positive_number_is_named(tmp_path, scale):
+    make, config, _ = FORMATS["modelopt fp8"]
+    tensors, _ = make(torch.Generator().manual_seed(0), 128, 256)
+    del tensors["input_scale"]
+    path = write_layer(tmp_path, tensors | ({} if scale is None else {"input_scale": scale}), config)
+    assert len(list(load_safetensors(path))) == 1
+    with pytest.raises(ValueError, match=rf"{NAME}.input_scale: got "):
+        list(load_safetensors(path, activations="fp8"))
+
+
+def test_a_model_of_a_directory_says_which_products_it_has(tmp_path):
+    make, config, _ = FORMATS["deepseek v3"]
+    path = tmp_path / "packed"
+    MAKERS["llama"]().save_pretrained(path)
+    found = load_file(path / "model.safetensors")
+    tensors = {key: tensor for key, tensor in found.items() if not key.endswith("_proj.weight")}
+    for key in sorted(found.keys() - tensors.keys()):
+        stored, _ = make(torch.Generator().manual_seed(0), *found[key].shape)
+        tensors |= {f"{key.removesuffix('.weight')}.{own}": value for own, value in stored.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    (path / "config.json").write_text(json.dumps(settings))
+    model = load_model(path, activations="fp8")
+    notes = {layer.note for layer in model.quantization_report.quantized}
+    assert {note.partition(", ")[2] for note in notes} == {"FP8 products, declared FP8 (dynamic) activations"}
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        logits = model(tokens).logits
+        model.save_pretrained(tmp_path / "saved")
+        again = load_model(tmp_path / "saved")
+        assert torch.equal(again(tokens).logits, logits)
+        assert not torch.equal(load_model(path)(tokens).logits, logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])

@@ -1,0 +1,197 @@
+"""Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
+
+Where both sides have one scale a row, and nothing but a bias follows, torch's own product serves them on a GPU
+(`torch._scaled_mm`: bf16 results, N and K multiples of 16, any number of rows; it takes codes row by row, which
+`row_codes` makes once of a weight).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm import call as linear_call
+from cute_kernels.gemm import ops
+from cute_kernels.gemm.call import LinearCall, result_dtype
+from cute_kernels.gemm.operands.fp8 import (
+    E4M3,
+    check_scale,
+    fp8_problem,
+    fp8_reference,
+    quantize_activations,
+)
+from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
+from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
+from cute_kernels.runtime.plans import identity
+from layouts.weights import hopper
+
+FP8 = "fp8"
+TORCH_MULTIPLE = 16  # of N and K that `torch._scaled_mm` takes
+FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err by more than a result's rounding
+
+
+class Fp8Call(NamedTuple):
+    """A product with ``activations="fp8"``.
+
+    linear: the call but for that. scale: of all of x, or None: x has scales of its own.
+    """
+
+    linear: LinearCall
+    scale: torch.Tensor | None = None
+
+
+def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
+    """Whether products are in FP8. Raises ValueError unless these activations go with weights of a format."""
+    if activations is None:
+        if scale is not None:
+            raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
+        return False
+    if activations != FP8:
+        raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
+    problem = fp8_problem(form)
+    if problem is not None:
+        raise ValueError(f"activations: got {FP8!r} for weights in {form.key}, want {problem}")
+    return True
+
+
+def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
+    """Whether torch's product may serve a weight."""
+    form, shape = weight.format, weight.shape
+    by_rows = form.codes_name == "e4m3" and not form.group_size and weight.dtype == torch.bfloat16
+    return by_rows and not any(size % TORCH_MULTIPLE for size in shape)
+
+
+def row_codes(weight: PackedWeight) -> torch.Tensor:
+    """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: as many bytes again."""
+    n, k = weight.shape
+    rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    for first, last in row_blocks(weight.codes.shape[0], weight.codes.shape[1] * hopper.tile_k(weight.bits)):
+        own = rows[64 * first : 64 * last]
+        own.copy_(weight.unpack_tiles(first, last)[: len(own), :k])
+    return rows.view(E4M3)
+
+
+_kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""`row_codes` by the codes of their weights."""
+
+
+def kept_row_codes(weight: PackedWeight | WeightTensors) -> torch.Tensor:
+    """`row_codes` of a weight, made by the first product with its codes."""
+    found = _kept_rows.get(weight.codes)
+    if found is None:
+        plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
+        found = _kept_rows[weight.codes] = row_codes(plain)
+    return found
+
+
+def forget_row_codes(codes: torch.Tensor) -> None:
+    """Lets codes that were written to be brought in rows anew."""
+    _kept_rows.pop(codes, None)
+
+
+def key_of(call: Fp8Call) -> tuple[Any, ...]:
+    """What a plan relies on."""
+    return linear_call.key_of(call.linear), None if call.scale is None else identity(call.scale)
+
+
+def check(call: Fp8Call, *, places: bool = True) -> Fp8Call:
+    """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
+    linear_call.check(call.linear, places=places)
+    if call.scale is not None:
+        check_scale(call.scale, call.linear.x.device)
+    return call
+
+
+def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
+    """The plan of a checked call; None for one without rows."""
+    if call.linear.size[0] == 0:
+        return None
+    if not by_torch(call):
+        form = call.linear.weight.format.key
+        raise ValueError(
+            f"activations: got {FP8!r} on a GPU for a weight in {form}, want FP8 codes with one scale a row, N and K "
+            f"multiples of {TORCH_MULTIPLE}, results in bf16 and nothing but a bias added"
+        )
+    return Plan(call.linear.x.get_device(), _launch_torch)
+
+
+def by_torch(call: Fp8Call) -> bool:
+    """Whether torch's product serves a checked call."""
+    given = call.linear
+    plain = given.residual is given.activation is None and not given.batch_invariant
+    bf16 = given.x.dtype == result_dtype(given.out_dtype, given.x, given.out) == torch.bfloat16
+    return takes_row_codes(given.weight) and plain and bf16
+
+
+@torch.no_grad()
+def _launch_torch(call: Fp8Call) -> torch.Tensor:
+    def product(x, codes, scales, zeros, bias, residual, form, n, k, activation, out_dtype, batch_invariant):
+        rows, of_rows = quantize_activations(x, scale=call.scale)
+        of_features = scales.view(torch.float32).view(1, -1)[:, :n]
+        return torch._scaled_mm(
+            rows, kept_row_codes(call.linear.weight).t(), of_rows, of_features.contiguous(), bias, out_dtype=out_dtype,
+            use_fast_accum=FAST_ACCUMULATION,
+        )  # fmt: skip
+
+    return ops.of_rows(call.linear, product)
+
+
+def _on_cpu(call: Fp8Call) -> torch.Tensor:
+    check(call)
+    return ops.of_rows(call.linear, partial(_fields_on_cpu, scale=call.scale))
+
+
+def _through_operator(call: Fp8Call) -> torch.Tensor:
+    check(call, places=False)
+    with torch.no_grad():
+        return ops.of_rows(call.linear, partial(operator, scale=call.scale))
+
+
+def _without_rows(call: Fp8Call) -> torch.Tensor:
+    given = call.linear
+    if given.out is not None:
+        return given.out
+    return given.x.new_empty(given.result_shape, dtype=result_dtype(given.out_dtype, given.x, given.out))
+
+
+_routes = Routes(_on_cpu, _through_operator, {"x": "call.linear.x", "codes": "call.linear.weight.codes"})
+linear = launcher(key_of, check, make_plan, _without_rows, routes=_routes)
+"""`cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fields_on_cpu(
+    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant, scale=None
+) -> torch.Tensor:
+    weight = PackedWeight(codes, scales, zeros, ops.weight_format(format), (n, k), check_values=False)
+    return fp8_reference(
+        x, weight, bias, scale, residual=residual, activation=activation, out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def _fields_on_cuda(
+    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant, scale=None
+) -> torch.Tensor:
+    weight = ops.weight_of(codes, scales, zeros, ops.weight_format(format), (n, k))
+    given = LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant)
+    return linear.launch(Fp8Call(given, scale))
+
+
+def _fields_on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):
+    return x.new_empty((x.shape[0], ops.out_features(n, activation)), dtype=out_dtype)
+
+
+operator = Operator(
+    "fp8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, str format, "
+    "int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant, Tensor? scale=None) -> Tensor",
+    cpu=_fields_on_cpu,
+    cuda=_fields_on_cuda,
+    meta=_fields_on_meta,
+)

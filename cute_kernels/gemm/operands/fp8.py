@@ -1,0 +1,148 @@
+"""FP8 operands: activations in E4M3 with fp32 scales, and the weights whose codes are E4M3 numbers exactly.
+
+A product is the sum over K of codes of x times codes of W, times both scales, in fp32. Nothing but x is rounded: codes
+of E4M3, E2M1 and signed 4-bit integers are E4M3 numbers. Scales of x are those of a row, or of a row and 128 inputs
+where the weight has groups; or one given number (a checkpoint's static scale), beyond which x saturates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.reference import linear_reference
+from cute_kernels.gemm.weight import PackedWeight, has_values
+from cute_kernels.runtime.operator import Operator, route
+
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0
+X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K
+LEAST = 2.0**-110  # a largest input that counts: codes of smaller ones are 0, and so are those of rows of zeros
+EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
+
+
+def fp8_problem(form: WeightFormat) -> str | None:
+    """Why weights of a format are no FP8 operands, or None."""
+    if form.codes_name not in EXACT_CODES or form.has_zeros:
+        return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
+    if form.group_size and form.group_size < 32:
+        return "groups of at least 32 inputs, those of an MMA"
+    return "no scales of a second level" if form.row_scales else None
+
+
+def x_group(form: WeightFormat) -> int:
+    """Inputs of a row of x that share a scale where weights are of a format; 0 for all of K."""
+    return X_GROUP if form.group_size else 0
+
+
+def quantize_activations(
+    x: torch.Tensor, group_size: int = 0, *, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows of x in E4M3 and their scales: x is about ``codes.float() * scales``, each over its group.
+
+    A scale is a group's largest magnitude / 448 in fp32; codes are rounded to nearest, ties to even, and saturate at
+    448. A group of zeros has codes 0 and a small scale. One with infinities or NaN has a scale that is NaN, and so
+    gives products that are NaN. A given scale leaves infinities at 448 and NaN as they are.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., K].
+        group_size: consecutive inputs of a row that share a scale, 128; the last ones may be fewer. 0: all of K.
+        scale: fp32 of one element, positive: the scale of all of x, in place of those of groups.
+
+    Returns:
+        codes float8_e4m3fn [..., K], scales fp32 [..., G], G being 1 with group_size 0 or a given scale.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    check_tensors(x=x)
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"x: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x: got shape {list(x.shape)}, want [..., K]")
+    if group_size not in (0, X_GROUP):
+        raise ValueError(f"group_size: got {group_size!r}, want {X_GROUP}, or 0 for one scale per row")
+    if scale is not None:
+        check_scale(scale, x.device, "scale")
+        group_size = 0
+    tensors = {"x": x} if scale is None else {"x": x, "scale": scale}
+    return route(cuda=_quantized, cpu=_quantized, operator=_operator, **tensors)(x, group_size, scale)
+
+
+def check_scale(scale: torch.Tensor, device: torch.device, name: str = "activation_scale") -> None:
+    """Raises TypeError or ValueError unless it is the scale of all of x: one positive fp32 number where x is."""
+    check_tensors(**{name: scale})
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        raise ValueError(f"{name}: got {scale.dtype} {list(scale.shape)}, want torch.float32 of one element")
+    if scale.device != device:
+        raise ValueError(f"{name}: got a tensor on {scale.device}, want it on {device}, where x is")
+    if has_values(scale) and not 0 < float(scale) < float("inf"):
+        raise ValueError(f"{name}: got {float(scale):g}, want a positive finite number")
+
+
+@torch.no_grad()
+def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `quantize_activations`."""
+    wide = x.float()
+    if scale is not None:
+        of_rows = scale.reshape(()).expand(*x.shape[:-1], 1)
+        return _codes_of(wide * (1 / scale.reshape(()))), of_rows.clone(memory_format=torch.contiguous_format)
+    k, size = x.shape[-1], group_size or x.shape[-1]
+    groups = torch.nn.functional.pad(wide, (0, -k % size)).unflatten(-1, (-1, size))
+    largest = groups.abs().amax(dim=-1)
+    known = largest < float("inf")  # not so of NaN
+    largest = torch.where(known, largest.clamp(min=LEAST), torch.nan)
+    codes = _codes_of(torch.where(known.unsqueeze(-1), groups * (MOST / largest).unsqueeze(-1), 0.0))
+    return codes.flatten(-2)[..., :k].contiguous(), largest * (1 / MOST)
+
+
+def _codes_of(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-MOST, MOST).to(E4M3)
+
+
+def _on_meta(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = -(-x.shape[-1] // group_size) if group_size else 1
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
+
+
+_operator = Operator(
+    "quantize_activations(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)",
+    cpu=_quantized,
+    cuda=_quantized,
+    meta=_on_meta,
+)
+
+
+def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor, group_size: int = 0) -> torch.Tensor:
+    """Returns fp32 [..., K], what codes and scales of `quantize_activations` with this group_size stand for."""
+    size = group_size if group_size and scales.shape[-1] > 1 else codes.shape[-1]
+    return codes.float() * scales.repeat_interleave(size, dim=-1)[..., : codes.shape[-1]]
+
+
+def fp8_reference(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    """Returns `linear_reference` of x [m, K] in E4M3 and of a weight that is not rounded.
+
+    x comes as the weight takes it: in its order, times its input scale. scale: of all of x, or None.
+    """
+    group = x_group(weight.format)
+    rows = dequantize_activations(*_quantized(x, group, scale), group)
+    return linear_reference(
+        rows,
+        weight,
+        bias,
+        residual=residual,
+        activation=activation,
+        out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
+    )
