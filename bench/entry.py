@@ -11,8 +11,8 @@ import torch
 import cute_kernels
 from bench.workloads import DecodeInputs
 from cute_kernels.attention import ops
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import DecodeSchedule
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_schedule import DecodeSchedule
 
 
 def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) -> Callable[[], torch.Tensor]:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.arguments import share_memory
-from cute_kernels.attention import ops
-from cute_kernels.attention.extend import ops as extend_ops
+from cute_kernels.attention import extend_ops, ops
 from cute_kernels.kv_cache import ops as append_ops
 from tests.attention.cases import make_call
 from tests.extend.cases import make_call as make_extend

@@ -7,7 +7,7 @@ parts of about equal size, numbered row by row, and CTA i takes unit i: one requ
 short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may have more;
 what is left over has nothing to do.
 
-:func:`cute_kernels.attention.schedule.cut_rows` says in plain Python how rows are cut.
+:func:`cute_kernels.attention.decode_schedule.cut_rows` says in plain Python how rows are cut.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
+from cute_kernels.attention.decode_schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 

@@ -2,7 +2,7 @@
 
 import cutlass.cute as cute
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cute_kernels.attention.checks import CACHES, check_readable
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.features import PLAIN
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,

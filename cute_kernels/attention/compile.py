@@ -11,10 +11,10 @@ from cute_kernels.attention.arguments import COMBINE, MERGE, UNPACK, decode_argu
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.attention.extend.policies import UnpackConfig
-from cute_kernels.attention.extend.schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_policies import UnpackConfig
+from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.formats import scores as score_options
@@ -97,7 +97,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
 
-    from cute_kernels.attention.kernel import DecodeKernel
+    from cute_kernels.attention.decode_kernel import DecodeKernel
 
     check_config(config)
     declared = decode_arguments(config.features, config.page_tokens > 0)
@@ -143,7 +143,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.attention.extend.kernel import ExtendKernel
+    from cute_kernels.attention.extend_kernel import ExtendKernel
 
     check_config(config)
     dtype = _element_type(config.q_dtype)

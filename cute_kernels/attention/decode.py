@@ -161,8 +161,8 @@ def decode_attention(
         score_options: tensors, by name, of options that :func:`cute_kernels.formats.scores.register` has made
             known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
-            :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
-            batch.
+            :mod:`cute_kernels.attention.decode_schedule`). If given, a request's result does not depend on the rest of
+            the batch.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous, in memory that no other argument has.
 

@@ -17,8 +17,8 @@ from cute_kernels.arguments import check_apart, check_contiguous, check_place, c
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.decode import decode_attention
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend.call import check_out, check_query
-from cute_kernels.attention.extend.schedule import decode_sms
+from cute_kernels.attention.extend_call import check_out, check_query
+from cute_kernels.attention.extend_schedule import decode_sms
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.names import KvFormats
 from cute_kernels.runtime.gpu import GPU

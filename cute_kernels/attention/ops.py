@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, check_together
+from cute_kernels.attention import few_queries
 from cute_kernels.attention.call import (
     NO_OPTIONS,
     AttentionCall,
@@ -26,11 +27,10 @@ from cute_kernels.attention.checks import (
     check_query,
     head_dim_of_row,
 )
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.extend import few_queries
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
-from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.formats.scores import flattened, restored

@@ -13,10 +13,10 @@ from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.decode_config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.formats.scores import tensors_in
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of

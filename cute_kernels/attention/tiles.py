@@ -37,8 +37,8 @@ class MappedTile(RowTile):
 
 
 class TiledConfig(Protocol):
-    """What decides the tiles of a configuration (`cute_kernels.attention.config.DecodeConfig`, which says what each
-    is); hashable."""
+    """What decides the tiles of a configuration; hashable. `cute_kernels.attention.decode_config.DecodeConfig` says what
+    each is."""
 
     @property
     def k_format(self) -> str: ...

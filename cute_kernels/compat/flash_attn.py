@@ -26,7 +26,7 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend.ragged import ragged_attention
+from cute_kernels.attention.ragged import ragged_attention
 from cute_kernels.compat.names import renamed
 from cute_kernels.runtime.plans import ALIGNMENT
 

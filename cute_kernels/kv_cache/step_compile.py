@@ -66,7 +66,7 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
 
-    from cute_kernels.attention.kernel import DecodeKernel
+    from cute_kernels.attention.decode_kernel import DecodeKernel
     from cute_kernels.kv_cache.step_rows import NewRows
 
     check_config(config)

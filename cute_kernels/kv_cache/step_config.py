@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_schedule import DecodeSchedule
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import DecodeSchedule
 from cute_kernels.kv_cache.config import AppendConfig
 
 MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE

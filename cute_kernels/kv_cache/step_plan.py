@@ -13,8 +13,8 @@ import torch
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
+from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.call import AppendCall

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import announce_rows, sync_consumers
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS

@@ -6,7 +6,7 @@ import pytest
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.runtime import default_cache, native

@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.attention.compile import AttentionSpec, shipped_specs
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.policies import CacheLoad, CopyPipeline, TokenRuns, WarpMma
 from cute_kernels.attention.tiles import tiles_of

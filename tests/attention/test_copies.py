@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.formats.kv import HEAD_DIMS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read, tiles_of
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, format_of

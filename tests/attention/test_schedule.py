@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import shipped_specs
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.features import Features
-from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import (
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_schedule import (
     cut_rows,
     estimate_us,
     expected_costs,
@@ -22,6 +20,8 @@ from cute_kernels.attention.schedule import (
     room_beyond,
     split_options,
 )
+from cute_kernels.attention.features import Features
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of

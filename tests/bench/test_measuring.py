@@ -11,9 +11,9 @@ from bench.entry import Entry
 from bench.peers import Peer, Variant, measure_peer
 from bench.timing import Clock, Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
+from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.attention.schedule import make_schedule
 from simulator import stand_in
 
 PROTOCOL = Protocol(samples=3, warmup=0)

@@ -16,11 +16,11 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.arguments import extend_arguments
 from cute_kernels.attention.compile import CAUSAL_PAGES
-from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.plan import check_alignment, problem_of
-from cute_kernels.attention.extend.policies import cannot_read
-from cute_kernels.attention.extend.schedule import choose, choose_key_rows, choose_unpacked
+from cute_kernels.attention.extend_call import make_call as check_call
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_plan import check_alignment, problem_of
+from cute_kernels.attention.extend_policies import cannot_read
+from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked
 from cute_kernels.attention.mainloops.tile_queries import QueryLoader
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.device.wgmma_tiles import sum_place

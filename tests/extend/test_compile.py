@@ -13,7 +13,7 @@ from cute_kernels.attention.problem import ExtendProblem
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_policies import (
     GROUP_TOKENS,
     MMA_WARPS,
     MOST_COLUMNS,
@@ -26,7 +26,7 @@ from cute_kernels.attention.extend.policies import (
     Queries,
     UnpackedKeys,
 )
-from cute_kernels.attention.extend.schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
+from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.runtime import default_cache

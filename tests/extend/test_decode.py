@@ -14,9 +14,9 @@ from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import SLAB_COLUMNS
-from cute_kernels.attention.extend.schedule import choose
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import SLAB_COLUMNS
+from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.loads import powers
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Source

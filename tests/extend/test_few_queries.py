@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.attention import ops
+from cute_kernels.attention import few_queries, ops
 from cute_kernels.attention.arguments import EXTEND
 from cute_kernels.attention.call import make_call as check_call
-from cute_kernels.attention.extend import few_queries
-from cute_kernels.attention.extend.schedule import DECODE_ROWS
+from cute_kernels.attention.extend_schedule import DECODE_ROWS
 from cute_kernels.formats.kv import format_of
 from tests.launchers import recording
 

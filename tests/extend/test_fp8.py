@@ -16,9 +16,9 @@ from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.compile import CAUSAL_PAGES
-from cute_kernels.attention.extend import fp8
-from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
-from cute_kernels.attention.extend.schedule import choose, choose_fp8
+from cute_kernels.attention.extend_policies import WARPGROUP_ROWS
+from cute_kernels.attention.extend_schedule import choose, choose_fp8
+from cute_kernels.attention.mainloops import fp8
 from cute_kernels.attention.mainloops import tile_queries as queries
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax

@@ -15,8 +15,8 @@ from cute_kernels.device.pipeline import PipelineState
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
-from cute_kernels.attention.extend.schedule import choose, key_rows_of
+from cute_kernels.attention.extend_policies import GROUP_TOKENS, SLAB_COLUMNS
+from cute_kernels.attention.extend_schedule import choose, key_rows_of
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
 from cute_kernels.attention.mainloops.key_rows import codes, multiply

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.attention import extend_attention, ragged
+from cute_kernels.attention import extend_ops as ops
 from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
-from cute_kernels.attention.extend import extend_attention, ops, ragged
-from cute_kernels.attention.extend.call import make_call
-from cute_kernels.attention.extend.plan import make_plan, problem_of, specs_of
-from cute_kernels.attention.extend.ragged import ragged_attention
-from cute_kernels.attention.extend.schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
+from cute_kernels.attention.extend_call import make_call
+from cute_kernels.attention.extend_plan import make_plan, problem_of, specs_of
+from cute_kernels.attention.extend_schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
 from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.ragged import ragged_attention
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording

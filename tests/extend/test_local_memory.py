@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
-from cute_kernels.attention.extend.schedule import choose, choose_key_rows
+from cute_kernels.attention.extend_schedule import choose, choose_key_rows
 from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.resources import cubins_in, find_tool

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
-from cute_kernels.attention.extend.schedule import (
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
+from cute_kernels.attention.extend_schedule import (
     choose,
     choose_key_rows,
     choose_splits,

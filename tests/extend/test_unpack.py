@@ -16,15 +16,15 @@ from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.fp8 import KEYS_IN_ORDER
-from cute_kernels.attention.extend.plan import problem_of
-from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES, UNPACK_WARPS, UnpackConfig
-from cute_kernels.attention.extend.schedule import choose, choose_fp8, choose_unpacked, room_of
+from cute_kernels.attention.extend_call import make_call as check_call
+from cute_kernels.attention.extend_plan import problem_of
+from cute_kernels.attention.extend_policies import TILE_SCALE_BYTES, UNPACK_WARPS, UnpackConfig
+from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_unpacked, room_of
 from cute_kernels.attention.loads import rows as decode
 from cute_kernels.attention.loads import unpack
 from cute_kernels.attention.loads.memory import Rows, Source
 from cute_kernels.attention.loads.unpack import TOPS_BYTES, UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
+from cute_kernels.attention.mainloops.fp8 import KEYS_IN_ORDER
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_of
 from simulator import LANES, Altered, Int32, Int64, Lanes, Meanings, Scheduler, Warp, running

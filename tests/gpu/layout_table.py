@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.formats.kv import format_of
 

@@ -12,8 +12,8 @@ import pytest
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.compile import AttentionSpec
+from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache import append_and_decode, step_ops, step_plan
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan

@@ -11,8 +11,8 @@ import torch
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.call import make_call
 from cute_kernels.attention.compile import AttentionSpec
+from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import Rope, append_kv
 from cute_kernels.kv_cache import channel_blocks as host

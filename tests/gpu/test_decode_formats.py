@@ -14,7 +14,7 @@ import torch
 from cute_kernels.attention import ops
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, KvFormat, format_of

@@ -11,7 +11,7 @@ from cute_kernels.attention import ops
 from cute_kernels.attention.call import make_call
 from cute_kernels.attention.candidates import BULK_BYTES, candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.runtime import arch_of, load_many
 from cute_kernels.runtime.composed import changed

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
+from cute_kernels.attention import extend_ops as ops
+from cute_kernels.attention import few_queries
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend import few_queries, ops
-from cute_kernels.attention.extend.call import make_call as check_call
-from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.attention.extend.plan import configs_of, lies_in_maps, make_plan, problem_of
-from cute_kernels.attention.extend.schedule import choose, heads_of_tile, key_rows_of
-from cute_kernels.attention.extend.ways import ExtendLaunch
+from cute_kernels.attention.extend_call import make_call as check_call
+from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_launches import ExtendLaunch
+from cute_kernels.attention.extend_plan import configs_of, lies_in_maps, make_plan, problem_of
+from cute_kernels.attention.extend_schedule import choose, heads_of_tile, key_rows_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, fused, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves

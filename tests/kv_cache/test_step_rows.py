@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import TERMS
 from cute_kernels.kv_cache.call import AppendCall
@@ -72,7 +72,7 @@ def config_of(call: AppendCall, shape: Shape) -> StepConfig:
 
 def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
     """Every CTA's rows; writes the caches, returns the queries as they lie in shared memory, [batch, heads, d]."""
-    from cute_kernels.attention import place
+    from cute_kernels.attention import cta as place
     from cute_kernels.device.division import Divisor
     from cute_kernels.device.pages import Pages
     from cute_kernels.kv_cache import operands, step_rows

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from cute_kernels.attention.compile import shipped_specs
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.tiles import MappedTile, tiles_of
 from cute_kernels.formats.kv import HEAD_DIMS
 from layouts import banks

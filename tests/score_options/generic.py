@@ -12,19 +12,18 @@ import pytest
 import torch
 
 from cute_kernels import blocks
-from cute_kernels.attention import ops
+from cute_kernels.attention import extend_ops, ops
 from cute_kernels.attention.arguments import decode_arguments, extend_arguments
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
+from cute_kernels.attention.cta import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend import ops as extend_ops
-from cute_kernels.attention.extend.reference import extend_attention_reference
-from cute_kernels.attention.extend.schedule import choose
+from cute_kernels.attention.extend_reference import extend_attention_reference
+from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
-from cute_kernels.attention.place import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place

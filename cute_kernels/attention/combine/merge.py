@@ -18,8 +18,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_consumers
-from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, PLACES_SHIFT, WRITE_LSE, DecodeConfig
-from cute_kernels.attention.place import RECIPROCAL_BITS
+from cute_kernels.attention.cta import RECIPROCAL_BITS
+from cute_kernels.attention.decode_config import (
+    KEEP_PARTIALS,
+    MERGE_PAD,
+    PAIR_BYTES,
+    PLACES_SHIFT,
+    WRITE_LSE,
+    DecodeConfig,
+)
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.extend.config import CombineConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES
+from cute_kernels.attention.extend_config import CombineConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS

@@ -10,9 +10,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu.cpasync import TmaInfo
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.fp8 import QUARTERS
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import (
     MMA_WARPGROUPS,
     MMA_WARPS,
     ROW_BYTES,
@@ -20,6 +19,7 @@ from cute_kernels.attention.extend.policies import (
     WORK_BYTES,
     WORK_SLOTS,
 )
+from cute_kernels.attention.mainloops.fp8 import QUARTERS
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pages import Pages

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.device.pipeline import PipelineState, fence_init
 

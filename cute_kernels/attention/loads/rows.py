@@ -24,8 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.attention.loads.tma import TmaTileProducer

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, TILE_SCALE_BYTES
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.device import numbers, ptx, wgmma_tiles

@@ -25,17 +25,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.extend import fp8
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_policies import (
     TILE_SCALE_BYTES,
     UNPACK_CTAS_PER_SM,
     UNPACK_WARPS,
     UnpackConfig,
 )
-from cute_kernels.attention.extend.work import tokens_of
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Rows, Source
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2
 from cute_kernels.attention.loads.rows import CodedRows
+from cute_kernels.attention.mainloops import fp8
+from cute_kernels.attention.work_tiles import tokens_of
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.place import FeatureValues, Place, Roles
+from cute_kernels.attention.cta import FeatureValues, Place, Roles
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device import ptx
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState, ScoreTerms
 

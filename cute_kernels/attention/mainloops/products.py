@@ -7,11 +7,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN
 
-from cute_kernels.attention.extend import fp8
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import WARPGROUP_ROWS
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import WARPGROUP_ROWS
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.mainloops import fp8
 from cute_kernels.device import wgmma_tiles
 
 MMA_K = 16  # columns of a product of 16 bits

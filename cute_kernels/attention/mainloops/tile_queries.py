@@ -15,10 +15,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.fp8 import pack_e4m3x4
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS
 from cute_kernels.attention.loads.elements import of_name
+from cute_kernels.attention.mainloops.fp8 import pack_e4m3x4
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, WARPGROUP_ROWS, has_head_scale
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, query_row
 from cute_kernels.device import ptx

@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import TILE_SCALE_BYTES
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import TILE_SCALE_BYTES
 from cute_kernels.attention.loads.powers import powers_in
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max

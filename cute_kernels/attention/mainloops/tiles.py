@@ -17,21 +17,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import (
     MMA_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
     WORK_BYTES,
     has_head_scale,
 )
-from cute_kernels.attention.extend.work import END, Work, Worker
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.two_level import TwoLevelSums
+from cute_kernels.attention.work_tiles import END, Work, Worker
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.loads import load_float

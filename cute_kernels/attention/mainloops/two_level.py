@@ -17,7 +17,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products
 from cute_kernels.device import ptx, wgmma, wgmma_tiles

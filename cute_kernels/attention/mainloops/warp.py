@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.combine.merge import Merger
-from cute_kernels.attention.config import CONSUMER_REGISTERS, DecodeConfig
+from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.attention.mainloops.logits import Logits, LogitState
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES

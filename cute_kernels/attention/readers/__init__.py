@@ -12,7 +12,7 @@ query head ``2t + c`` of a block of 8.
 
 from typing import Any
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.formats.kv import load_code
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, ValueReader
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.attention.readers.swizzled import SwizzledLoads

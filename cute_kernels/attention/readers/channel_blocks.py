@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import State
 from cute_kernels.attention.readers.int4 import LOW_NIBBLE_UNIT, Int4KeyReader
 from cute_kernels.device import ptx

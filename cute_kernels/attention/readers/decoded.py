@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import Query, State
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx

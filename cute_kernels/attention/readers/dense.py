@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import Query, State, ValueReader, load_queries
 from cute_kernels.attention.readers.swizzled import SwizzledLoads
 from cute_kernels.device import ptx

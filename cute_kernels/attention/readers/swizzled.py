@@ -6,7 +6,7 @@ from typing import Any
 
 from cutlass import Int32
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, SwizzledTile

@@ -62,7 +62,7 @@ class ExtendReader:
         scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
             front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
             the numbers), or in "groups" (a word in front for each group, which goes into the numbers).
-        registers: which of `cute_kernels.attention.extend.config.REGISTERS` the producers need: "bytes" or "int4".
+        registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
         unit: what the tile's numbers are to be multiplied with.
     """
 

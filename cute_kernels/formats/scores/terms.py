@@ -39,7 +39,7 @@ class ScoreState:
 
     Attributes:
         values: of the launch: window, soft_cap, addresses alibi_slopes and sinks, and ``tensors`` of registered options
-            by name; with a bias or a shift what :class:`cute_kernels.attention.place.FeatureValues` has of them.
+            by name; with a bias or a shift what :class:`cute_kernels.attention.cta.FeatureValues` has of them.
         length: the position behind the last query's.
         positions: where the columns' queries stand in their request; None unless a term needs them.
         kept: what each term keeps of each column, by its option's name.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend.policies import HEAD_DIMS, cannot_read
+from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_read
 from cute_kernels.formats.kv import format_of
 from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 

@@ -17,8 +17,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.schedule import DECODE_ROWS, count_tiles, serves_key_rows
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_schedule import DECODE_ROWS, count_tiles, serves_key_rows
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, prepare, warm_up
 from cute_kernels.integrations.vllm.attention_kernels import Decodes

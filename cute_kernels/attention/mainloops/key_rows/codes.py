@@ -22,7 +22,7 @@ from cutlass import Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_policies import (
     GROUP_TOKENS,
     HEADED_ROW_BYTES,
     PAIRED_NIBBLE_ROW_BYTES,

@@ -18,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import GROUP_TOKENS, MMA_WARPGROUPS
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import GROUP_TOKENS, MMA_WARPGROUPS
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.loads.rows import Places, RowRuns
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, ByteRows, rows_of

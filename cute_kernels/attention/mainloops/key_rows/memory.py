@@ -10,8 +10,8 @@ from cutlass import Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Pipeline, PipelineState, fence_init
 

@@ -19,15 +19,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import (
     GROUP_TOKENS,
     MMA_THREADS,
     SLAB_COLUMNS,
     WARPGROUP_WARPS,
     has_head_scale,
 )
-from cute_kernels.attention.extend.work import END, Worker
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
 from cute_kernels.attention.mainloops.key_rows.memory import release_if, store_matrix_x2, store_word_if
@@ -35,6 +34,7 @@ from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
 from cute_kernels.attention.mainloops.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.attention.mainloops.tile_queries import query_row
 from cute_kernels.attention.mainloops.tiles import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.attention.work_tiles import END, Worker
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max

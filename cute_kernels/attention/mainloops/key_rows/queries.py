@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, rows_of
 from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS, QueryRows

@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, has_head_scale
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, has_head_scale
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import rows_of
 from cute_kernels.attention.mainloops.key_rows.queries import sync_consumers, sync_head

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.call import AttentionCall
-from cute_kernels.attention.extend.call import ExtendCall, check_device_values, make_call
+from cute_kernels.attention.extend_call import ExtendCall, check_device_values, make_call
 from cute_kernels.attention.reference import apply_sinks, attend, merge_states_reference
 from cute_kernels.attention.reference import attention_of as attention_of_request
 

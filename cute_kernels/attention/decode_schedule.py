@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.attention.candidates import MOST_CTAS, candidate_configs, costs_of
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import copies_per_tile
 

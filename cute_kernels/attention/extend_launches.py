@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
-from cute_kernels.attention.extend.schedule import choose_splits, count_tiles, room_of
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.attention.extend_schedule import choose_splits, count_tiles, room_of
 from cute_kernels.attention.plan import address_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_optional_count, check_optional_positive, needs_dispatch
-from cute_kernels.attention.extend.call import (
+from cute_kernels.attention.extend_call import (
     MAX_ROWS,
     ExtendCall,
     check_device_values,
@@ -18,9 +18,9 @@ from cute_kernels.attention.extend.call import (
     row_stride,
     write_own,
 )
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.plan import ExtendPlan, check_alignment, make_plan
-from cute_kernels.attention.extend.reference import attention_of
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_plan import ExtendPlan, check_alignment, make_plan
+from cute_kernels.attention.extend_reference import attention_of
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU

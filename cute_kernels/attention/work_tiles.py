@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.division import Divisor

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_policies import (
     ELEMENT_BYTES,
     GROUP_TOKENS,
     HEAD_DIMS,

@@ -12,10 +12,11 @@ from cute_kernels.attention.arguments import COMBINE, UNPACK, extend_arguments
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend.call import ExtendCall, row_stride
-from cute_kernels.attention.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.attention.extend.policies import UNPACK_CTAS_PER_SM, has_channel_scales
-from cute_kernels.attention.extend.schedule import (
+from cute_kernels.attention.extend_call import ExtendCall, row_stride
+from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_launches import ExtendLaunch, Keys, UnpackedLaunches, Way
+from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM, has_channel_scales
+from cute_kernels.attention.extend_schedule import (
     MAX_UNPACKED_BYTES,
     choose,
     choose_fp8,
@@ -26,7 +27,6 @@ from cute_kernels.attention.extend.schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.attention.extend.ways import ExtendLaunch, Keys, UnpackedLaunches, Way
 from cute_kernels.attention.plan import check_columns
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import ExtendProblem

@@ -13,17 +13,17 @@ import torch
 
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend.call import ExtendCall
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.ops import DEFAULTS
-from cute_kernels.attention.extend.plan import (
+from cute_kernels.attention.extend_call import ExtendCall
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_ops import DEFAULTS
+from cute_kernels.attention.extend_plan import (
     check_alignment,
     key_rows_for,
     lies_in_pieces,
     make_plan,
     problem_of,
 )
-from cute_kernels.attention.extend.schedule import choose, decodes_with_key_rows
+from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
 from cute_kernels.runtime import arch_of, default_cache
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank

@@ -11,10 +11,10 @@ import torch
 from cute_kernels.arguments import check_place, check_tensors, check_vector, shape_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
-from cute_kernels.attention.extend import ops
-from cute_kernels.attention.extend.call import ExtendCall, check_query, check_rows
-from cute_kernels.attention.extend.plan import check_alignment, make_plan, problem_of
-from cute_kernels.attention.extend.schedule import choose, choose_newer
+from cute_kernels.attention import extend_ops as ops
+from cute_kernels.attention.extend_call import ExtendCall, check_query, check_rows
+from cute_kernels.attention.extend_plan import check_alignment, make_plan, problem_of
+from cute_kernels.attention.extend_schedule import choose, choose_newer
 from cute_kernels.runtime.operator import Plan, launcher
 from cute_kernels.runtime.plans import identity
 

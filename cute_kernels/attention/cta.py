@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import Tiles
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device.pipeline import Pipeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cute_kernels.attention.extend.config import MAX_SPLITS, ExtendConfig
-from cute_kernels.attention.extend.policies import (
+from cute_kernels.attention.extend_config import MAX_SPLITS, ExtendConfig
+from cute_kernels.attention.extend_policies import (
     ELEMENT_BYTES,
     KEY_ROWS_HEAD_DIM,
     MOST_COLUMNS,

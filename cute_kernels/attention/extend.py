@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
+from cute_kernels.attention import extend_ops as ops
 from cute_kernels.attention.call import keys_seen
-from cute_kernels.attention.extend import ops
-from cute_kernels.attention.extend.call import write_own
-from cute_kernels.attention.extend.transformed import inputs_of, results_of
+from cute_kernels.attention.extend_call import write_own
 from cute_kernels.attention.mainloops.tree import pack_tree_mask
+from cute_kernels.attention.transformed import inputs_of, results_of
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping

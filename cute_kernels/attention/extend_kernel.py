@@ -36,9 +36,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.extend.config import ExtendConfig
-from cute_kernels.attention.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
-from cute_kernels.attention.extend.work import END, ExtendSizes, Lengths, Work
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
 from cute_kernels.attention.loads.memory import ExtendMemory, Rows, Source
 from cute_kernels.attention.loads.rows import RowProducer
 from cute_kernels.attention.loads.tma import TmaTileProducer
@@ -46,6 +45,7 @@ from cute_kernels.attention.mainloops.key_rows.copies import RawRowProducer
 from cute_kernels.attention.mainloops.key_rows.memory import KeyRowsMemory
 from cute_kernels.attention.mainloops.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.attention.mainloops.tiles import Consumer, Features, Operands
+from cute_kernels.attention.work_tiles import END, ExtendSizes, Lengths, Work
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.pages import Pages

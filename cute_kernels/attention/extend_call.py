@@ -22,8 +22,8 @@ from cute_kernels.arguments import (
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
-from cute_kernels.attention.extend.config import MAX_SPLITS
-from cute_kernels.attention.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
+from cute_kernels.attention.extend_config import MAX_SPLITS
+from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.attention.features import Features
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.kv import names as format_names

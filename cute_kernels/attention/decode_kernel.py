@@ -40,12 +40,7 @@ from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
 from cute_kernels.attention.combine.merge import Merger
-from cute_kernels.attention.config import PRODUCER_REGISTERS, DecodeConfig
-from cute_kernels.attention.loads.copies import TileCopier
-from cute_kernels.attention.loads.ring import RingFiller
-from cute_kernels.attention.mainloops.logits import Logits
-from cute_kernels.attention.mainloops.warp import WarpMainloop
-from cute_kernels.attention.place import (
+from cute_kernels.attention.cta import (
     RECIPROCAL_BITS,
     Cta,
     DecodeSizes,
@@ -58,6 +53,11 @@ from cute_kernels.attention.place import (
     Tail,
     Work,
 )
+from cute_kernels.attention.decode_config import PRODUCER_REGISTERS, DecodeConfig
+from cute_kernels.attention.loads.copies import TileCopier
+from cute_kernels.attention.loads.ring import RingFiller
+from cute_kernels.attention.mainloops.logits import Logits
+from cute_kernels.attention.mainloops.warp import WarpMainloop
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
