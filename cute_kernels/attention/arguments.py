@@ -60,8 +60,8 @@ from __future__ import annotations
 
 import functools
 
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.formats.scores import tensors_in
+from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.runtime.launch_arguments import Argument, LaunchArguments, arguments, joined
 
 BIAS_STRIDES = ("bias_stride_request", "bias_stride_query", "bias_stride_head", "bias_stride_key")

@@ -22,9 +22,9 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
-from cute_kernels.attention.features import Features
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.scores import SIZES, check_given, check_mapping
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.names import CacheLayout, WindowSize
 
 

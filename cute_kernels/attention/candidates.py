@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from cute_kernels.attention.checks import CACHES, check_readable
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.features import PLAIN
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,
     MAX_BLOCKS_PER_WARP,
@@ -23,6 +22,7 @@ from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.scores import options_in
+from cute_kernels.formats.scores.features import PLAIN
 from cute_kernels.runtime.composed import changed
 
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of

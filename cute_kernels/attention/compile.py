@@ -15,10 +15,10 @@ from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, load_code, modules_of
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 if TYPE_CHECKING:

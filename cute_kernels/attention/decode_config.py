@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,
     ONE_HEAD,
@@ -20,6 +19,7 @@ from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.base import Use
+from cute_kernels.formats.scores.features import PLAIN, Features
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode

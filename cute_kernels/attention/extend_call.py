@@ -24,10 +24,10 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.extend_config import MAX_SPLITS
 from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
-from cute_kernels.attention.features import Features
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.kv import names as format_names
 from cute_kernels.formats.scores import tensors_of
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.names import CacheLayout
 from cute_kernels.runtime.plans import ALIGNMENT
 

@@ -48,12 +48,12 @@ from cute_kernels.attention.extend_policies import (
     has_channel_scales,
     has_token_scale,
 )
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
 from cute_kernels.formats.kv.base import Use
+from cute_kernels.formats.scores.features import PLAIN, Features
 
 
 @dataclass(frozen=True)

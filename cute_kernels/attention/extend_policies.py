@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
 from cute_kernels.formats.kv.base import Use
+from cute_kernels.formats.scores.features import PLAIN, Features
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4

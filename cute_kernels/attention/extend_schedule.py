@@ -23,10 +23,10 @@ from cute_kernels.attention.extend_policies import (
     has_channel_scales,
     has_head_scale,
 )
-from cute_kernels.attention.features import PLAIN
 from cute_kernels.attention.problem import ExtendProblem
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
+from cute_kernels.formats.scores.features import PLAIN
 
 DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.scores.features import PLAIN, Features
 
 
 @dataclass(frozen=True)

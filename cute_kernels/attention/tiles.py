@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.kv import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.decode_config import DecodeConfig
 
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
@@ -34,34 +37,6 @@ class MappedTile(RowTile):
 
     def copies(self) -> list[tuple[int, int]]:
         return [(1, padding) for padding in map_paddings(self.token_words)]
-
-
-class TiledConfig(Protocol):
-    """What decides the tiles of a configuration; hashable. `cute_kernels.attention.decode_config.DecodeConfig` says what
-    each is."""
-
-    @property
-    def k_format(self) -> str: ...
-    @property
-    def v_format(self) -> str: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def v_head_dim(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def tile_tokens(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def contiguous(self) -> bool: ...
-    @property
-    def k_copy(self) -> str: ...
-    @property
-    def v_copy(self) -> str: ...
-    @property
-    def copies(self) -> tuple[str, str]: ...
 
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
@@ -95,26 +70,26 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(config: TiledConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
+def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
     """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
     keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
     values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
     return plan_tiles(keys, values)
 
 
-def tokens_per_copy(config: TiledConfig, tile: RowTile | SwizzledTile) -> int:
+def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
     """Tokens that one bulk or tensor-map copy brings."""
     if isinstance(tile, RowTile) and not _is_mapped(config, tile):
         return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
 
 
-def _is_mapped(config: TiledConfig, tile: RowTile) -> bool:
+def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
     """Whether a tensor map brings raw rows."""
     return (config.k_copy if tile.operand == "k" else config.v_copy) == "map"
 
 
-def copies_per_tile(config: TiledConfig) -> int:
+def copies_per_tile(config: DecodeConfig) -> int:
     """Copies that bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
     heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
@@ -129,7 +104,7 @@ def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
     return None
 
 
-def lane_tokens(config: TiledConfig) -> int:
+def lane_tokens(config: DecodeConfig) -> int:
     """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
@@ -138,7 +113,7 @@ def lane_tokens(config: TiledConfig) -> int:
     return max(even, min(runs))
 
 
-def most_filling_warps(config: TiledConfig) -> int:
+def most_filling_warps(config: DecodeConfig) -> int:
     """Producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
@@ -150,7 +125,7 @@ def most_filling_warps(config: TiledConfig) -> int:
     return max(config.tile_tokens // lane_tokens(config), *tma_tiles, 1)
 
 
-def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
+def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
     form = format_of(kv_format)
     if not form.has_header:
         return SwizzledTile(head_dim, form.code_bits // 8, config.num_heads, config.tile_tokens)

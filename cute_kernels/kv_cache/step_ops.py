@@ -21,7 +21,6 @@ from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
-from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import (
@@ -32,6 +31,7 @@ from cute_kernels.formats.kv.transforms import (
     named_parts_of,
     transform_of,
 )
+from cute_kernels.formats.scores.features import WIDEST_RESTORED
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache import step_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append

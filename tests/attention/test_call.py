@@ -10,8 +10,8 @@ import torch
 
 from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.checks import head_dim_of_row
-from cute_kernels.attention.features import Features
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, format_of
+from cute_kernels.formats.scores.features import Features
 from tests.attention import cases
 
 

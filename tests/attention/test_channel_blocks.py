@@ -12,10 +12,10 @@ import torch
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import native
 from layouts.kv.channel_blocks import BLOCK_TOKENS, LIMIT, TAIL_TOKENS, ChannelBlocks
 from layouts.kv.tile import block_token

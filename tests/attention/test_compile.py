@@ -7,8 +7,8 @@ import pytest
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.composed import changed
 from tests import golden

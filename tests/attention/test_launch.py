@@ -16,7 +16,7 @@ from cute_kernels.attention import decode_attention, ops
 from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import PLACES_SHIFT
-from cute_kernels.attention.features import Features
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording

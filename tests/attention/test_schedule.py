@@ -20,11 +20,11 @@ from cute_kernels.attention.decode_schedule import (
     room_beyond,
     split_options,
 )
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of
+from cute_kernels.formats.scores.features import Features
 from layouts.kv.tile import RowTile
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]

@@ -27,8 +27,8 @@ from cute_kernels.attention.extend_policies import (
     UnpackedKeys,
 )
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden

@@ -17,7 +17,6 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import SLAB_COLUMNS
 from cute_kernels.attention.extend_schedule import choose
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.loads import powers
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
 from cute_kernels.attention.loads.rows import RowRuns, TileWriter
@@ -25,6 +24,7 @@ from cute_kernels.attention.mainloops.tile_softmax import Softmax, TileScale
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_pair
+from cute_kernels.formats.scores.features import PLAIN, Features
 from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted

@@ -17,7 +17,6 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend_policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.attention.extend_schedule import choose, key_rows_of
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
 from cute_kernels.attention.mainloops.key_rows import codes, multiply
 from cute_kernels.attention.mainloops.key_rows.codes import rows_of
@@ -28,6 +27,7 @@ from cute_kernels.attention.mainloops.key_rows.results import sum_index
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_pair
+from cute_kernels.formats.scores.features import Features
 from simulator import LANES, Altered, Float32, Int32, Int64, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call

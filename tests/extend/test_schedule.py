@@ -23,8 +23,8 @@ from cute_kernels.attention.extend_schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.formats.scores.features import Features
 from tests.extend.cases import FORMATS, UNPACKED
 
 

@@ -13,10 +13,10 @@ from cute_kernels.attention.problem import ExtendProblem
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend_schedule import choose, choose_unpacked
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.loads.unpack import UnpackKernel, UnpackLengths
 from cute_kernels.attention.work_tiles import ExtendSizes, Lengths, Work, Worker
 from cute_kernels.device.division import Divisor
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.formats.scores.terms import ScoreTerms
 from simulator import LANES, Int32, Int64, Warp, running
 

@@ -10,8 +10,8 @@ import pytest
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import AppendConfig, RowPrologue, RowTransform
 from cute_kernels.kv_cache.step_compile import StepSpec, compile_step

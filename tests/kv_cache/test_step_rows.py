@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import TERMS
 from cute_kernels.kv_cache.call import AppendCall

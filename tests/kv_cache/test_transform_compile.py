@@ -8,9 +8,9 @@ import pytest
 
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowPrologue, RowTransform
 from cute_kernels.runtime import default_cache, native

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.arguments import decode_arguments
-from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.kv_cache.arguments import append_arguments
 from cute_kernels.runtime import native
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined

@@ -20,7 +20,6 @@ from cute_kernels.attention.cta import RECIPROCAL_BITS, FeatureValues, Place, Ro
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend_reference import extend_attention_reference
 from cute_kernels.attention.extend_schedule import choose
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
@@ -28,6 +27,7 @@ from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 from cute_kernels.runtime import KernelSpec, native
 from cute_kernels.runtime.sources import source_state

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass", reason="the options' device code is written in nv
 
 from cute_kernels.attention.assignment import Assigner
 from cute_kernels.attention.extend_schedule import choose
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.work_tiles import Worker
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.formats.scores.terms import ScoreTerms
 from simulator import PlainThread, stand_in
 from tests.score_options.test_nearby import REACH

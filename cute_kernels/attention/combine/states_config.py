@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.formats.kv.base import Use
+from cute_kernels.formats.scores.features import PLAIN, Features
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 VECTOR_BYTES = 16

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.features import Features
 
 
 class Alibi(ScoreOption):
@@ -12,7 +13,7 @@ class Alibi(ScoreOption):
 
     name, term = "alibi", f"{TERMS}:AlibiTerm"
 
-    def is_in(self, features: FeatureSet) -> bool:
+    def is_in(self, features: Features) -> bool:
         return features.alibi
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

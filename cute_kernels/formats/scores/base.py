@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from cute_kernels.arguments import check_contiguous, check_place, check_tensors, shape_of
+from cute_kernels.formats.scores.features import Features
 
 TERMS = "cute_kernels.formats.scores.terms"
 """Module of the device code of those that ship."""
@@ -83,31 +84,6 @@ class KeyBlock:
         return values.to(dtype).reshape(self.call.num_kv_heads, self.call.group, 1)
 
 
-class FeatureSet(Protocol):
-    """What options ask of a compiled variant: which of them it has, as attention's `Features` say it."""
-
-    @property
-    def alibi(self) -> bool: ...
-
-    @property
-    def bias(self) -> Any: ...
-
-    @property
-    def shift(self) -> bool: ...
-
-    @property
-    def sinks(self) -> bool: ...
-
-    @property
-    def soft_cap(self) -> bool: ...
-
-    @property
-    def window(self) -> bool: ...
-
-    @property
-    def terms(self) -> tuple[str, ...]: ...
-
-
 class ScoreOption(ABC):
     """One option. A subclass is registered as it is: it has no state.
 
@@ -124,8 +100,8 @@ class ScoreOption(ABC):
     tensors: ClassVar[tuple[OptionTensor, ...]] = ()
     fits_four_blocks: ClassVar[bool] = False
 
-    def is_in(self, features: FeatureSet) -> bool:
-        """Whether a compiled variant, with these `cute_kernels.attention.features.Features`, has it."""
+    def is_in(self, features: Features) -> bool:
+        """Whether a compiled variant with these features has it."""
         return self.name in features.terms
 
     @abstractmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.features import Features
 
 
 class Bias(ScoreOption):
@@ -12,7 +13,7 @@ class Bias(ScoreOption):
 
     name, term = "bias", f"{TERMS}:BiasTerm"
 
-    def is_in(self, features: FeatureSet) -> bool:
+    def is_in(self, features: Features) -> bool:
         return features.bias is not None
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats.scores.alibi import Alibi
-from cute_kernels.formats.scores.base import SIZES, FeatureSet, OptionTensor, ScoreOption
+from cute_kernels.formats.scores.base import SIZES, Features, OptionTensor, ScoreOption
 from cute_kernels.formats.scores.bias import Bias
 from cute_kernels.formats.scores.shift import Shift
 from cute_kernels.formats.scores.sinks import Sinks
@@ -48,7 +48,7 @@ def known() -> tuple[ScoreOption, ...]:
     return (*OPTIONS, *_registered.values())
 
 
-def options_in(features: FeatureSet) -> list[ScoreOption]:
+def options_in(features: Features) -> list[ScoreOption]:
     """Those that a compiled variant has, in order; ValueError names one that is not registered."""
     for name in features.terms:
         if name not in _registered:
@@ -61,7 +61,7 @@ def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
     return [tensor for name in names for tensor in _registered[name].tensors]
 
 
-def tensors_in(features: FeatureSet) -> list[OptionTensor]:
+def tensors_in(features: Features) -> list[OptionTensor]:
     """Those that a launch of a variant takes the addresses of, in order."""
     return [tensor for option in options_in(features) for tensor in option.tensors]
 
@@ -111,17 +111,17 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def modules_of(features: FeatureSet | None = None) -> tuple[str, ...]:
+def modules_of(features: Features | None = None) -> tuple[str, ...]:
     """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
     return tuple(name for name in _term_modules(features) if name.partition(".")[0] != __name__.partition(".")[0])
 
 
-def _term_modules(features: FeatureSet | None = None) -> tuple[str, ...]:
+def _term_modules(features: Features | None = None) -> tuple[str, ...]:
     options = known() if features is None else options_in(features)
     return tuple(dict.fromkeys(option.term.partition(":")[0] for option in options))
 
 
-def code_of(features: FeatureSet) -> tuple[object, ...]:
+def code_of(features: Features) -> tuple[object, ...]:
     """What decides how a variant's options change scores: the options, and the places of their device code."""
     options = tuple(options_in(features))
     return *options, *(option.term for option in options)

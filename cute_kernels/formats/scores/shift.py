@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.features import Features
 
 
 class Shift(ScoreOption):
@@ -13,7 +14,7 @@ class Shift(ScoreOption):
     name, term = "shift", f"{TERMS}:ShiftTerm"
     fits_four_blocks = True
 
-    def is_in(self, features: FeatureSet) -> bool:
+    def is_in(self, features: Features) -> bool:
         return features.shift
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.scores.base import TERMS, FeatureSet, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.base import TERMS, KeyBlock, ScoreOption
+from cute_kernels.formats.scores.features import Features
 
 
 class Sinks(ScoreOption):
@@ -13,7 +14,7 @@ class Sinks(ScoreOption):
     name, term = "sinks", f"{TERMS}:SinksTerm"
     fits_four_blocks = True
 
-    def is_in(self, features: FeatureSet) -> bool:
+    def is_in(self, features: Features) -> bool:
         return features.sinks
 
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:

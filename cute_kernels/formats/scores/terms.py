@@ -2,7 +2,7 @@
 
 Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode and extend attention call the
 terms of a configuration in the order in which scores meet them; a lane's accumulators are keys (rows) times queries
-(columns) in both. ``features`` are `cute_kernels.attention.features.Features`.
+(columns) in both. ``features`` are `cute_kernels.formats.scores.features.Features`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import load_code
-from cute_kernels.formats.scores.base import FeatureSet
+from cute_kernels.formats.scores.base import Features
 from cute_kernels.formats.scores.registry import options_in
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
@@ -64,7 +64,7 @@ class ScoreTerm:
     needs_positions = False
     """Whether it needs ``state.positions``, where the columns' queries stand in their requests."""
 
-    def __init__(self, features: FeatureSet, columns: int, rows: int = BLOCK_ROWS):
+    def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.features, self.columns, self.rows = features, columns, rows
 
     def start(self, state: ScoreState) -> None:
@@ -211,7 +211,7 @@ def load_shift(base, row):
 class ScoreTerms:
     """The terms of a variant, in the order in which scores meet them; arguments as `ScoreTerm` has them."""
 
-    def __init__(self, features: FeatureSet, columns: int, rows: int = BLOCK_ROWS):
+    def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {
             option.name: load_code(option.term)(features, columns, rows) for option in options_in(features)
         }

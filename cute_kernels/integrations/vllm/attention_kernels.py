@@ -17,9 +17,9 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_plan import specs_of as extend_specs_of
 from cute_kernels.attention.extend_policies import HEAD_DIMS, Queries, has_token_scale
 from cute_kernels.attention.extend_schedule import choose
-from cute_kernels.attention.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.scores.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, WrittenRows, row_transform_of

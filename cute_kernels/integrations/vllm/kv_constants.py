@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.formats.scores.features import WIDEST_RESTORED
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, kv_formats
 from cute_kernels.kv_cache.config import other_rotation, row_transform_of
