@@ -36,7 +36,7 @@ from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
-from cute_kernels.integrations.vllm import attention_kernels
+from cute_kernels.integrations import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape

@@ -83,7 +83,8 @@ LONG = (
 @pytest.fixture(scope="module", autouse=True)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All kernels of the layers of chosen tests, compiled side by side where they are not there yet."""
-    from cute_kernels.integrations.vllm import attention_kernels, prepare
+    from cute_kernels.integrations import attention_kernels
+    from cute_kernels.integrations.vllm import prepare
 
     constants = constants_file(str(tmp_path_factory.mktemp("constants")))
     device, specs = torch.device("cuda", 0), {}

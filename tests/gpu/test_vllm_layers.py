@@ -20,8 +20,9 @@ def kernels(request: pytest.FixtureRequest):
     from cute_kernels.formats.weights import integers
     from cute_kernels.gemm.packed_experts import ExpertsForm
     from cute_kernels.gemm.weight import padded_shape
+    from cute_kernels.integrations import expert_kernels
     from cute_kernels.integrations.engine_linear import Form
-    from cute_kernels.integrations.vllm import expert_kernels, prepare
+    from cute_kernels.integrations.vllm import prepare
 
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]

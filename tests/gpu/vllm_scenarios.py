@@ -24,7 +24,8 @@ import torch
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
+from cute_kernels.integrations import attention_kernels
+from cute_kernels.integrations.vllm import kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.runtime import KernelSpec, wanted
 from cute_kernels.runtime.gpu import Gpu, standing_in

@@ -22,24 +22,15 @@ from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.log import logger, say_once
+from cute_kernels.integrations.sglang.seams import WANTED, Hook, reasons_against, share_workspaces
+from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.workspace import COUNTERS, POOL
 
-CAPABILITY = (9, 0)
 SERVED = "cute_kernels_served"
 """Attribute of a layer that is served here."""
-WANTED = "wanted_by_sglang.json"
-"""In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
-
+WHAT = "weight-only linear layers"
 in_place = False
 """Whether every hook was seen to take effect in this process."""
-
-
-class Hook(NamedTuple):
-    """A function to put around a method with these parameters."""
-
-    function: Callable[..., Any]
-    parameters: tuple[str, ...]
 
 
 class Served(NamedTuple):
@@ -95,8 +86,7 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
         original(owner, layer)
         return
     if device.type == "cuda":
-        for pool in (POOL, COUNTERS):
-            pool.share_among_captures()  # SGLang replays its graphs one at a time: they share one memory pool
+        share_workspaces()
         ready.note(form.problem(GPU.num_sms(ready.index_of(device)), batch_invariant), rows.engine_rows())
         ready.load_noted(device, functools.partial(ready.load, logger=logger))
     for name, before, tensor in zip(kind.names, old, tensors, strict=True):
@@ -111,19 +101,12 @@ def why_left(form: Form, device: torch.device, batch_invariant: bool) -> str | N
     """Why a layer is left to SGLang; None if it is served."""
     if not in_place:
         return "its hooks were not seen to take effect"
-    if (capability := capability_of(device)) != CAPABILITY:
-        return f"compute capability {capability}; supported: {CAPABILITY} (Hopper)"
-    if rows.saves_memory():
-        return "--enable-memory-saver is not supported"
+    if reasons := reasons_against(device):
+        return "; ".join(reasons)
     if device.type != "cuda":
         return None
     index = ready.index_of(device)
     return ready.linear_reason(form.problem(GPU.num_sms(index), batch_invariant), rows.engine_rows(), index, WANTED)
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """A CUDA device's compute capability; None for any other device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
 def _multiply(
@@ -180,3 +163,17 @@ KINDS = (
     Kind("gptq", "apply", ("qweight", "scales", "qzeros", "g_idx"), _gptq_form),
     Kind("awq", "apply", ("qweight", "scales", "qzeros", "g_idx"), _awq_form, _awq_pack),
 )
+
+
+def hooks(interface: Interface) -> dict[str, Hook]:
+    """What is put around methods of SGLang's, by their full names."""
+    found: dict[str, Hook] = {}
+    for kind in KINDS:
+        found |= kind.hooks(getattr(interface, kind.checkpoint))
+    return found
+
+
+def serve(interface: Interface, wanted: bool) -> None:
+    """Serves layers from now on, as every hook is in place, or none."""
+    global in_place
+    in_place = wanted

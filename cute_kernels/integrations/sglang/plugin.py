@@ -1,7 +1,7 @@
 """What SGLang calls: it hooks what is wanted, and sees to it that the hooks took effect.
 
-SGLang's loader logs errors of plug-ins and of hooks and goes on, and applies hooks after the last plug-in has run. So
-layers are served only once both hooks of their owner are seen in place: one alone would hand packed weights to Marlin.
+SGLang's loader logs errors of plug-ins and of hooks and goes on, and applies hooks after the last plug-in has run. So a
+seam serves only once all of its hooks are seen in place: one alone would hand packed weights to Marlin.
 """
 
 from __future__ import annotations
@@ -12,17 +12,33 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.sglang import linear, versions
+from cute_kernels.integrations.sglang import attention, linear, versions
 from cute_kernels.integrations.sglang.log import logger, say_once
+from cute_kernels.integrations.sglang.seams import Hook
 
 SWITCH = "CUTE_KERNELS_SGLANG"
 
 
+class Seam(Protocol):
+    """A module that takes over from SGLang somewhere. WHAT: in words."""
+
+    WHAT: str
+
+    @staticmethod
+    def hooks(interface: versions.Interface) -> dict[str, Hook]: ...
+
+    @staticmethod
+    def serve(interface: versions.Interface, wanted: bool) -> None: ...
+
+
+SEAMS: tuple[Seam, ...] = (linear, attention)
+
+
 def register() -> None:
-    """Hooks linear layers in the SGLang of this process.
+    """Hooks every seam in the SGLang of this process.
 
     Beside an SGLang that is not supported, or with CUTE_KERNELS_SGLANG=0, it does nothing, and one line says so. Which
     GPU there is, is asked where a layer's weights are: no process needs CUDA for this.
@@ -38,10 +54,11 @@ def register() -> None:
     if interface is None or reason is not None:
         say_once(f"{__version__}: nothing is replaced: {reason}", logging.WARNING)
         return
-    try:
-        _hook(interface)
-    except (ImportError, AttributeError) as error:  # a private build that moved something
-        say_once(f"linear layers are left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
+    for seam in SEAMS:
+        try:
+            _hook(seam, interface)
+        except (ImportError, AttributeError) as error:  # a private build that moved something
+            say_once(f"{seam.WHAT} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
 
 
 def _why_not_wanted() -> str | None:
@@ -51,13 +68,11 @@ def _why_not_wanted() -> str | None:
     return f"{SWITCH}=0" if text in ("", "0") else f"{SWITCH}: got {text!r}, want 0 or 1"
 
 
-def _hook(interface: versions.Interface) -> None:
-    """Registers both hooks of every owner of layers, or none."""
+def _hook(seam: Seam, interface: versions.Interface) -> None:
+    """Registers all hooks of a seam, or none."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks: dict[str, linear.Hook] = {}
-    for kind in linear.KINDS:
-        hooks |= kind.hooks(getattr(interface, kind.checkpoint))
+    hooks = seam.hooks(interface)
     originals = {target: pkgutil.resolve_name(target) for target in hooks}
     for target, original in originals.items():
         found = tuple(inspect.signature(original).parameters)
@@ -65,20 +80,22 @@ def _hook(interface: versions.Interface) -> None:
             raise AttributeError(f"{target}: got parameters {found}, want {hooks[target].parameters}")
     for target, hook in hooks.items():
         HookRegistry.register(target, hook.function, HookType.AROUND)
-    HookRegistry.apply_hooks = staticmethod(_then_look(HookRegistry.apply_hooks, originals))
+    HookRegistry.apply_hooks = staticmethod(_then_look(HookRegistry.apply_hooks, seam, interface, originals))
 
 
-def _then_look(apply_hooks: Callable[[], Any], originals: Mapping[str, object]) -> Callable[[], None]:
+def _then_look(
+    apply_hooks: Callable[[], Any], seam: Seam, interface: versions.Interface, originals: Mapping[str, object]
+) -> Callable[[], None]:
     """SGLang's function that applies hooks, and a look at what it did."""
 
     @functools.wraps(apply_hooks)
     def applied() -> None:
         apply_hooks()
         lacking = [target for target, original in originals.items() if pkgutil.resolve_name(target) is original]
-        linear.in_place = not lacking
+        seam.serve(interface, not lacking)
         if lacking:
-            logger.error("cute-kernels %s: linear layers are left to SGLang: not hooked: %s", __version__, lacking)
+            logger.error("cute-kernels %s: %s left to SGLang: not hooked: %s", __version__, seam.WHAT, lacking)
         else:
-            logger.info("cute-kernels %s: weight-only linear layers are hooked", __version__)
+            logger.info("cute-kernels %s: %s can run here", __version__, seam.WHAT)
 
     return applied

@@ -12,11 +12,13 @@ _GPU = "sglang.srt.hardware_backend.gpu.quantization"
 
 @dataclass(frozen=True)
 class Interface:
-    """Where a version of SGLang keeps what the plug-in hooks, each a module and a class.
+    """Where a version of SGLang keeps what the plug-in hooks, each a full name.
 
     Attributes:
         tested: how this version is known to work, for people.
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
+        attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
+            line may give. page_sizes: the function that says which page size such a name wants.
     """
 
     tested: str
@@ -25,6 +27,9 @@ class Interface:
     )
     gptq: str = f"{_GPU}.gptq_kernels.GPTQMarlinLinearKernel"
     awq: str = f"{_GPU}.awq_kernels.AWQMarlinLinearKernel"
+    attention_backends: str = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"
+    attention_choices: str = "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES"
+    page_sizes: str = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
 
 
 INTERFACES = {"0.5.23": Interface("interface tests")}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -23,12 +22,12 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from cute_kernels import append_and_decode, append_kv, arguments, decode_attention, dequantize_kv, extend_attention
-from cute_kernels.arguments import strides_of
 from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations import attention_kernels, engine_cache
+from cute_kernels.integrations.engine_cache import Formats, rows_of
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import (
     attention_choice,
-    attention_kernels,
     environment,
     kv_constants,
     kv_formats,
@@ -49,7 +48,6 @@ from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
-from cute_kernels.runtime.plans import ALIGNMENT
 
 
 class CuteKernelsAttentionBackend(Pages):
@@ -117,7 +115,7 @@ class CuteKernelsAttentionBackend(Pages):
         reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size))
         reasons += ["ALiBi not supported"] if attention_choice.has_alibi() else []
         for reason in (
-            kv_formats.reason_against(formats, head_size, named["dtype"]),
+            engine_cache.reason_against(formats, head_size, named["dtype"]),
             kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
         ):
             reasons += [reason] if reason else []
@@ -158,7 +156,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
 
 
-def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
+def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
     """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
@@ -166,7 +164,7 @@ def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: di
     model, parallel, text = config.model_config, config.parallel_config, config.model_config.hf_text_config
     num_kv_heads = model.get_num_kv_heads(parallel)
     layers = [
-        SimpleNamespace(
+        attention_kernels.EngineLayer(
             formats=formats,
             head_size=named["head_size"],
             num_heads=model.get_num_attention_heads(parallel),
@@ -420,17 +418,6 @@ class _LayerCall:
             fa_version=impl.flash_version,
             s_aux=impl.flash_sinks,
         )
-
-
-def rows_of(queries: torch.Tensor) -> torch.Tensor:
-    """Queries [..., num_heads, head_size] as kernels take them, as they lie: parts of a fused projection, say. A copy
-    only where a query's heads do not lie together, or queries not on multiples of 16 bytes."""
-    if queries.is_contiguous():
-        return queries
-    *apart, head, column = strides_of(queries)
-    together = column == 1 and head == queries.shape[-1]
-    places = queries.data_ptr(), *(stride * queries.element_size() for stride in apart)
-    return queries if together and not any(place % ALIGNMENT for place in places) else queries.contiguous()
 
 
 WIDE = torch.complex128  # 16 bytes, whatever they mean

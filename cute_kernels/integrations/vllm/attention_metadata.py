@@ -19,9 +19,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_schedule import DECODE_ROWS, count_tiles, serves_key_rows
+from cute_kernels.integrations import attention_kernels
+from cute_kernels.integrations.attention_kernels import Decodes
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, prepare, warm_up
-from cute_kernels.integrations.vllm.attention_kernels import Decodes
+from cute_kernels.integrations.vllm import environment, kv_constants, prepare, warm_up
 from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do

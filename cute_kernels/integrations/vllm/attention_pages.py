@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 from cute_kernels.attention.checks import head_dim_of_row
+from cute_kernels.integrations import engine_cache
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import kv_formats
 
@@ -54,7 +55,7 @@ class Pages(AttentionBackend):
         if spec.state_content_bytes is not None:
             return spec
         formats = kv_formats.formats_for(_cache_dtype_of(spec))
-        content = spec.num_kv_heads * sum(kv_formats.row_bytes(formats, spec.head_size))
+        content = spec.num_kv_heads * sum(engine_cache.row_bytes(formats, spec.head_size))
         return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
 
 
@@ -69,7 +70,7 @@ def counted(layer: Foreign, spec: Foreign) -> Any:
     rows for head sizes."""
     if BACKENDS_PACK or not kv_formats.is_own(layer.kv_cache_dtype):
         return spec
-    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
+    k_row, v_row = engine_cache.row_bytes(layer.impl.formats, layer.head_size)
     return dataclasses.replace(
         cast(Any, spec), head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
     )

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -25,8 +24,9 @@ from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
-from cute_kernels.integrations.vllm.kv_formats import Formats
+from cute_kernels.integrations import attention_kernels, expert_kernels
+from cute_kernels.integrations.engine_cache import Formats
+from cute_kernels.integrations.vllm import prepare
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.sources import state_of
@@ -221,15 +221,13 @@ def _attention() -> Iterator[Part]:
 
 def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[int, ...] = DECODED) -> list[KernelSpec]:
     """The kernels of a model's attention."""
-    layer = SimpleNamespace(
+    layer = attention_kernels.EngineLayer(
         formats=caches.formats,
         head_size=heads.head_size,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         sliding_window=heads.window,
-        soft_cap=None,
         sinks=heads.sinks or None,
-        transform=None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, caches.page_size, caches.dtype)
     return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
-from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat, format_of
+from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.integrations.engine_cache import Formats, formats_named, row_bytes
 from cute_kernels.integrations.vllm import environment
 
 BY_DTYPE = {
@@ -32,21 +29,6 @@ def served_dtypes() -> list[str]:
     return [*OWN, *BY_DTYPE] if environment.wanted_kv_format() else list(BY_DTYPE)
 
 
-@dataclass(frozen=True)
-class Formats:
-    """K's and V's format. ``name``: what calls are given."""
-
-    k: KvFormat
-    v: KvFormat
-
-    @property
-    def name(self) -> Any:
-        return self.k.name if self.k is self.v else (self.k.name, self.v.name)
-
-    def __str__(self) -> str:
-        return self.k.name if self.k is self.v else f"{self.k.name},{self.v.name}"
-
-
 def own_formats() -> Formats | None:
     """The formats that the environment asks for, one for both of K and V or two with a comma between them.
 
@@ -54,19 +36,7 @@ def own_formats() -> Formats | None:
         ValueError: there is none of that name, or it wants what vLLM has no place for: scales, or keys that wait.
     """
     text = environment.wanted_kv_format()
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",")]
-    if CHANNEL_BLOCKS.name in names:
-        raise ValueError(
-            f"{environment.KV_FORMAT}: got {text!r}: the newest keys of {CHANNEL_BLOCKS.name} wait beside the pages, "
-            f"where vLLM has no place; want rows, say int8_token_head,int4_g4 (cute_kernels.kv_cache.KVCache serves it)"
-        )
-    known = {name: form for name, form in FORMATS.items() if form.given_scale in (None, "tensor")}
-    known |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
-    if len(names) > 2 or not all(name in known for name in names):
-        raise ValueError(f"{environment.KV_FORMAT}: got {text!r}, want one or two (K's, V's) of {', '.join(known)}")
-    return Formats(known[names[0]], known[names[-1]])
+    return None if text is None else formats_named(text, environment.KV_FORMAT)
 
 
 def formats_for(kv_cache_dtype: str) -> Formats:
@@ -97,18 +67,6 @@ def check_dtype(kv_cache_dtype: str) -> None:
             f"{environment.KV_FORMAT}={named}: got a cache in {kv_cache_dtype}, of --kv-cache-dtype or the checkpoint, "
             f"want one of {', '.join(OWN)} with it"
         )
-
-
-def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
-    """Why rows of these formats do not serve a layer; None if they do."""
-    if head_size not in HEAD_DIMS:
-        return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
-    for form in (formats.k, formats.v):
-        if not form.fits(dtype):
-            return f"a {form.name} cache with queries in {dtype}"
-        if (reason := cannot_read(form, head_size)) is not None:
-            return reason
-    return None
 
 
 def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
@@ -144,11 +102,6 @@ def transform_for(
     drawn = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator, device="cpu")
     signs = drawn.float().mul(2).sub(1).to(device)
     return CacheTransform(k_factor=signs, k_rotation=head_size, v_factor=signs, v_rotation=head_size)
-
-
-def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
-    """Bytes of a row of K and of V: one token of one KV head."""
-    return formats.k.row_bytes(head_size), formats.v.row_bytes(head_size)
 
 
 def page_bytes(formats: Formats, head_size: int, block_size: int, num_kv_heads: int) -> int:

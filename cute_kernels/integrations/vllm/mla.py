@@ -19,9 +19,9 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
 
 from cute_kernels import mla_decode, sparse_mla_decode
+from cute_kernels.integrations.attention_kernels import batches_up_to
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import mla_kernels, prepare
-from cute_kernels.integrations.vllm.attention_kernels import batches_up_to
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import say_once

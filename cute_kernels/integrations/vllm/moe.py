@@ -25,8 +25,9 @@ from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
+from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
+from cute_kernels.integrations.vllm import prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import replace_once, say_once
 from cute_kernels.integrations.vllm.versions import Interface

@@ -17,7 +17,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +26,14 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.integrations.sglang import linear, log, plugin, register, rows, versions
-from tests.integrations.sglang import layers
+from cute_kernels.integrations.sglang import linear, log, plugin, register, rows, seams, versions
+from tests.integrations.sglang import layers, seam_attention
+from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
 from tests.integrations.vllm import stubs
 
+PARTS_OF_CHECKS = (seam_attention,)
+"""Modules that put their checks on the list."""
 QUANTIZATION = "sglang.srt.layers.quantization"
 COMPRESSED_TENSORS = f"{QUANTIZATION}.compressed_tensors.schemes"
 BARE = (
@@ -46,34 +49,36 @@ PARTS = (
     "sglang.srt.batch_invariant_ops",
     "sglang.srt.distributed",
     "sglang.srt.layers.moe",
+    "sglang.srt.configs",
 )
 """What is stood in for."""
 WANTED = (*stubs.WANTED, "orjson", "psutil", "setproctitle", "torchao", "triton")
 VERSION = "0.5.23"
 
-CHECKS: dict[str, Callable[[], None]] = {}
 
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
+def as_it_is(function: Any = None, **_: object) -> Any:
+    """A decorator that changes nothing, given options or not."""
+    return function or (lambda decorated: decorated)
 
 
 def set_up(folder: Path) -> None:
     """The plug-in, loaded by SGLang's own loader, on what passes for a Hopper."""
     stubs.install(WANTED, PARTS)
+    torch.compile = as_it_is  # type: ignore[assignment]
+    triton = importlib.import_module("triton")
+    triton.jit, triton.autotune, triton.heuristics = as_it_is, lambda *_, **__: as_it_is, lambda *_, **__: as_it_is
     sys.path.insert(0, str(folder))
+    importlib.import_module("sglang.kernels.kernel_api_logging").debug_kernel_api = as_it_is
     for name in BARE:
         module = sys.modules[name] = types.ModuleType(name)
         module.__path__ = [str(folder.joinpath(*name.split(".")))]
     sys.modules["sglang"].__version__ = VERSION
-    as_it_is = types.ModuleType("sglang.srt.utils.custom_op")  # operators of kernels that are not here
-    as_it_is.register_custom_op = lambda function=None, **_: function or (lambda decorated: decorated)
-    as_it_is.register_custom_op_from_extern = lambda function, **_: function
-    sys.modules[as_it_is.__name__] = as_it_is
+    operators = types.ModuleType("sglang.srt.utils.custom_op")  # operators of kernels that are not here
+    operators.register_custom_op = operators.register_custom_op_from_extern = as_it_is
+    sys.modules[operators.__name__] = operators
     scheme = importlib.import_module(f"{COMPRESSED_TENSORS}.compressed_tensors_scheme")
     sys.modules[COMPRESSED_TENSORS].CompressedTensorsLinearScheme = scheme.CompressedTensorsLinearScheme
-    linear.capability_of = lambda device: (9, 0)
+    seams.capability_of = lambda device: (9, 0)
     from sglang.srt import plugins
 
     entry = SimpleNamespace(name="cute_kernels", value="", load=lambda: register, dist=None)
@@ -81,15 +86,11 @@ def set_up(folder: Path) -> None:
         plugins.load_plugins()
 
 
+INTERFACE = versions.INTERFACES[VERSION]
+
+
 def targets() -> list[str]:
-    interface = versions.INTERFACES[VERSION]
-    return [target for kind in linear.KINDS for target in kind.hooks(getattr(interface, kind.checkpoint))]
-
-
-def lines(said: Any) -> list[str]:
-    """Lines of a log that was stood in for."""
-    calls = [*said.log.call_args_list, *said.error.call_args_list, *said.info.call_args_list]
-    return [" ".join(map(str, call.args)) for call in calls]
+    return list(linear.hooks(INTERFACE))
 
 
 def left(form: Checkpoint, full_k: int | None = None) -> str:
@@ -121,8 +122,8 @@ def close(made: layers.Layer, form: Checkpoint) -> None:
 @check
 def every_hook_took_effect_and_stands_around_sglangs_own_method() -> None:
     assert linear.in_place and len(targets()) == 6
-    for target in targets():
-        assert pkgutil.resolve_name(target).__wrapped__.__qualname__ == ".".join(target.split(".")[-2:])
+    for target in (target for seam in plugin.SEAMS for target in seam.hooks(INTERFACE)):
+        assert target.endswith(f".{pkgutil.resolve_name(target).__wrapped__.__qualname__}")
 
 
 @check
@@ -167,7 +168,7 @@ def a_gpus_part_of_the_inputs_is_served_but_in_act_order() -> None:
 def what_is_not_served_is_left_by_name() -> None:
     assert "groups of 16 of 512 inputs" in left(Checkpoint("ct", 4, 16))
     assert "awq: codes of 8 bits; supported: 4" in left(Checkpoint("awq", 8, 128, zero_point=True))
-    with mock.patch.object(linear, "capability_of", lambda device: (8, 0)):
+    with mock.patch.object(seams, "capability_of", lambda device: (8, 0)):
         assert "compute capability (8, 0); supported: (9, 0)" in left(Checkpoint("ct"))
     with mock.patch.object(rows, "saves_memory", lambda: True):
         assert "--enable-memory-saver is not supported" in left(Checkpoint("gptq"))
@@ -193,7 +194,7 @@ def activations_of_another_dtype_are_refused() -> None:
 def a_hook_that_did_not_take_effect_is_said_and_nothing_is_served() -> None:
     original = pkgutil.resolve_name(targets()[0])
     with mock.patch.object(linear, "in_place", True), mock.patch.object(plugin, "logger") as said:
-        plugin._then_look(lambda: None, {targets()[0]: original})()
+        plugin._then_look(lambda: None, linear, INTERFACE, {targets()[0]: original})()
         assert not linear.in_place
         (line,) = lines(said)
         assert "not hooked" in line and targets()[0] in line and said.error.called
@@ -211,11 +212,12 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
             mock.patch.dict(os.environ, environment),
             mock.patch.object(sys.modules["sglang"], "__version__", version),
             mock.patch.object(HookRegistry, "register") as hooked,
+            mock.patch.object(HookRegistry, "apply_hooks", lambda: None),
             mock.patch.object(log, "logger") as said,
         ):
             register()
             register()
-        assert not hooked.called
+        assert not {call.args[0] for call in hooked.call_args_list} & set(targets())
         (only,) = lines(said)
         return only
 
@@ -224,10 +226,10 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
     assert "got 'linear', want 0 or 1" in line("linear")
     known = versions.INTERFACES[VERSION]
     with mock.patch.dict(versions.INTERFACES, {VERSION: replace(known, awq="sglang.srt.plugins.AWQ")}):
-        assert f"linear layers are left to SGLang {VERSION}" in line()
+        assert f"linear layers left to SGLang {VERSION}" in line()
     other = "sglang.srt.layers.quantization.marlin_utils.MarlinLinearLayerConfig"
     with mock.patch.dict(versions.INTERFACES, {VERSION: replace(known, awq=other)}):
-        assert f"linear layers are left to SGLang {VERSION}" in line()
+        assert f"linear layers left to SGLang {VERSION}" in line()
 
 
 @check

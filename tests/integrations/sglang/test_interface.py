@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.integrations.sglang.versions import interface_of
-from tests.integrations.sglang.interface import CHECKS, VERSION
+from tests.integrations.sglang.checks import CHECKS
+from tests.integrations.sglang.interface import VERSION
 from tools import fetch_engine
 
 ROOT = Path(__file__).resolve().parents[3]

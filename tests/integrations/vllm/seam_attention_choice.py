@@ -121,7 +121,8 @@ def layers_that_slide_have_the_engines_pages() -> None:
 @check
 def kernels_that_are_looked_for_are_those_that_are_asked_for() -> None:
     """Windows that no context reaches, pages of hybrids, layers that read another layer's cache."""
-    from cute_kernels.integrations.vllm import attention, attention_kernels, kv_formats
+    from cute_kernels.integrations import attention_kernels
+    from cute_kernels.integrations.vllm import attention, kv_formats
     from cute_kernels.integrations.vllm.attention_metadata import decodes_of
 
     def looked_for(block: int | None, sliding: bool, **text: Any) -> tuple[Any, set[Any]]:

@@ -349,7 +349,7 @@ def every_kernel_of_a_step_is_listed() -> None:
     """One that is not would be compiled in a step that a user waits for, or be missed there."""
     from vllm.v1.attention.backends import fa_utils
 
-    from cute_kernels.integrations.vllm import attention_kernels
+    from cute_kernels.integrations import attention_kernels
 
     one_sm = {"num_sms": 1}  # then hardly anything goes in parts
     no_extend: dict[str, Any] = {"caches": {"extend": False}}

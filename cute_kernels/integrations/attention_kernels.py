@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +18,9 @@ from cute_kernels.attention.extend_policies import HEAD_DIMS, Queries, has_token
 from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores.features import PLAIN, WIDEST_RESTORED, Features
+from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, WrittenRows, row_transform_of
@@ -27,10 +28,6 @@ from cute_kernels.kv_cache.step_compile import StepSpec
 from cute_kernels.kv_cache.step_config import serving_config
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
-
-if TYPE_CHECKING:
-    from cute_kernels.integrations.vllm.kv_formats import Formats
-
 
 BATCHES = (*range(1, 65), *range(72, 4097, 8))
 """Requests of a decoding step that kernels are looked for: those of numbers in between are the same."""
@@ -42,6 +39,21 @@ def batches_up_to(most: int) -> tuple[int, ...]:
     """Those of BATCHES that steps of up to ``most`` requests want kernels of; the same for every engine."""
     below = bisect.bisect_left(BATCHES, most)
     return BATCHES[: below + 1]
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """A layer of attention, as far as its kernels differ by it. Engines' own objects of layers have the same fields."""
+
+    formats: Formats
+    head_size: int
+    num_heads: int
+    num_kv_heads: int
+    transform: CacheTransform | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool | None = None
+    kv_sharing_target_layer_name: str | bool | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""KV caches of engines in formats of this package: which formats, the rows' bytes, and what keeps them from a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import strides_of
+from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat
+from cute_kernels.runtime.plans import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Formats:
+    """K's and V's format. ``name``: what calls are given."""
+
+    k: KvFormat
+    v: KvFormat
+
+    @property
+    def name(self) -> Any:
+        return self.k.name if self.k is self.v else (self.k.name, self.v.name)
+
+    def __str__(self) -> str:
+        return self.k.name if self.k is self.v else f"{self.k.name},{self.v.name}"
+
+
+def formats_named(text: str, variable: str) -> Formats:
+    """The formats that an environment variable names: one for both of K and V, or two with a comma between them.
+
+    Raises:
+        ValueError: there is none of that name, or it wants what engines have no place for: scales, or keys that wait.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if CHANNEL_BLOCKS.name in names:
+        raise ValueError(
+            f"{variable}: got {text!r}: the newest keys of {CHANNEL_BLOCKS.name} wait beside the pages, where "
+            f"engines have no place; want rows, say int8_token_head,int4_g4 (cute_kernels.kv_cache.KVCache serves it)"
+        )
+    known = {name: form for name, form in FORMATS.items() if form.given_scale in (None, "tensor")}
+    known |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
+    if len(names) > 2 or not all(name in known for name in names):
+        raise ValueError(f"{variable}: got {text!r}, want one or two (K's, V's) of {', '.join(known)}")
+    return Formats(known[names[0]], known[names[-1]])
+
+
+def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
+    """Why rows of these formats do not serve a layer; None if they do."""
+    if head_size not in HEAD_DIMS:
+        return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    for form in (formats.k, formats.v):
+        if not form.fits(dtype):
+            return f"a {form.name} cache with queries in {dtype}"
+        if (reason := cannot_read(form, head_size)) is not None:
+            return reason
+    return None
+
+
+def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
+    """Bytes of a row of K and of V: one token of one KV head."""
+    return formats.k.row_bytes(head_size), formats.v.row_bytes(head_size)
+
+
+def rows_of(queries: torch.Tensor) -> torch.Tensor:
+    """Queries [..., num_heads, head_size] as kernels take them, as they lie: parts of a fused projection, say. A copy
+    only where a query's heads do not lie together, or queries not on multiples of 16 bytes."""
+    if queries.is_contiguous():
+        return queries
+    *apart, head, column = strides_of(queries)
+    together = column == 1 and head == queries.shape[-1]
+    places = queries.data_ptr(), *(stride * queries.element_size() for stride in apart)
+    return queries if together and not any(place % ALIGNMENT for place in places) else queries.contiguous()

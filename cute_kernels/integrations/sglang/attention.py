@@ -1,0 +1,193 @@
+"""Attention of SGLang over paged KV pools: its backend by name, the pages it wants, and what it does not serve.
+
+`--attention-backend cute_kernels` asks for it, so a server that SGLang would run otherwise is never changed: what
+cannot be served is refused by name when the backend is made, and a plug-in that was not loaded has no such choice.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels.formats.kv import format_of
+from cute_kernels.integrations import attention_kernels, engine_cache, ready
+from cute_kernels.integrations.engine_cache import Formats
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.sglang import rows
+from cute_kernels.integrations.sglang.log import logger, say_once
+from cute_kernels.integrations.sglang.seams import WANTED, Hook, reasons_against
+from cute_kernels.integrations.sglang.versions import Interface
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.sglang.attention_backend import CuteKernelsAttentionBackend
+
+NAME = "cute_kernels"
+"""What `--attention-backend` is given."""
+PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZE = 64  # tokens of a page, where the command line names none that is supported
+CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""Fields of SGLang's configuration that may name the backend."""
+FP8 = Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
+"""Of the pool of `--kv-cache-dtype fp8_e4m3`."""
+
+
+WHAT = f"attention with --attention-backend {NAME}"
+
+
+def hooks(interface: Interface) -> dict[str, Hook]:
+    """What is put around functions of SGLang's, by their full names.
+
+    Raises:
+        ImportError, AttributeError: this SGLang has no such backends.
+    """
+    for place in (interface.attention_backends, interface.attention_choices):
+        pkgutil.resolve_name(place)
+    return {interface.page_sizes: Hook(wants_pages, ("view",))}
+
+
+def serve(interface: Interface, wanted: bool) -> None:
+    """Adds the backend to what the command line takes and to what makes one, as every hook is in place, or nowhere."""
+    if wanted:
+        pkgutil.resolve_name(interface.attention_backends)[NAME] = make
+        choices = pkgutil.resolve_name(interface.attention_choices)
+        choices[:] = dict.fromkeys([*choices, NAME])
+
+
+def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign) -> dict[str, object]:
+    """SGLang's page size for the backends of a command line; pages of one token, its default, become pages of 64."""
+    declared = original(view)
+    page_size = declared.get("page_size", view.page_size)
+    if page_size in PAGE_SIZES or NAME not in (getattr(view, name, None) for name in CHOICES):
+        return declared
+    say_once(f"pages have {PAGE_SIZE} tokens (--page-size {page_size})")
+    return declared | {"page_size": PAGE_SIZE}
+
+
+def make(runner: Foreign) -> CuteKernelsAttentionBackend:
+    """The backend of a model.
+
+    Raises:
+        ValueError: it does not serve this server; the message has every reason.
+    """
+    from cute_kernels.integrations.sglang.attention_backend import CuteKernelsAttentionBackend
+
+    layers = layers_of(runner.model)
+    reasons = [*_reasons_of_server(runner), *_reasons_of_model(runner, layers)]
+    reasons = reasons or _make_ready(runner, layers)
+    if reasons:
+        raise ValueError(f"--attention-backend {NAME}: {'; '.join(reasons)}")
+    say_once(f"attention over a {formats_of(runner)} pool in pages of {runner.page_size} runs here")
+    return CuteKernelsAttentionBackend(runner)
+
+
+def formats_of(runner: Foreign) -> Formats:
+    """K's and V's format in a model's pool."""
+    return FP8
+
+
+def layers_of(model: torch.nn.Module) -> list[Foreign]:
+    """A model's layers of attention."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def _reasons_of_server(runner: Foreign) -> list[str]:
+    """What of the server's configuration is not supported."""
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+
+    parallel, execution = get_parallel(), get_exec()
+    wrong = {
+        "speculative decoding": runner.is_draft_worker or runner.spec_algorithm.is_speculative(),
+        "context parallelism": parallel.attn_dcp_size > 1 or parallel.attn_cp_size > 1,
+        "two-batch overlap, whose halves would share workspaces": execution.overlap.enable_two_batch_overlap,
+        "PD multiplexing, whose streams would share workspaces": get_disagg().enable_pdmux,
+        "diffusion language models": execution.dllm.dllm_algorithm is not None,
+        "--enable-deterministic-inference": rows.is_deterministic(),
+    }
+    return [f"{what} is not supported" for what, is_so in wrong.items() if is_so]
+
+
+def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
+    """What of a model, of its layers and of its pool is not supported."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool, reasons = runner.token_to_kv_pool, reasons_against(torch.device(runner.device))
+    if runner.use_mla_backend or type(pool) is not MHATokenToKVPool:
+        return [*reasons, f"a pool of {type(pool).__name__}; supported: MHATokenToKVPool"]
+    if pool.kv_cache_layout != "nhd":
+        reasons.append(f"a pool laid out as {pool.kv_cache_layout}; supported: nhd")
+    if runner.kv_cache_dtype is not torch.float8_e4m3fn:
+        reasons.append(f"a cache in {runner.kv_cache_dtype}; want --kv-cache-dtype fp8_e4m3")
+    if runner.page_size not in PAGE_SIZES:
+        reasons.append(f"--page-size {runner.page_size}; supported: {', '.join(map(str, PAGE_SIZES))}")
+    for layer in layers:
+        if (reason := _reason_of_layer(layer, runner)) is not None:
+            return [*reasons, f"layer {layer.layer_id}: {reason}"]
+    return reasons
+
+
+def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
+    """What of a layer is not supported; None for nothing."""
+    wrong = {
+        "cross attention": layer.is_cross_attention,
+        f"attention of type {layer.attn_type}": getattr(layer.attn_type, "value", layer.attn_type) != "decoder",
+        "attention within chunks": layer.use_irope,
+        f"a temperature by length ({layer.xai_temperature_len})": layer.xai_temperature_len > 0,
+        f"scores capped by {layer.logit_capping_method}": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
+        f"head sizes {layer.qk_head_dim} and {layer.v_head_dim}": layer.qk_head_dim != layer.v_head_dim,
+    }
+    found = [f"{what} is not supported" for what, is_so in wrong.items() if is_so]
+    return found[0] if found else engine_cache.reason_against(formats_of(runner), layer.qk_head_dim, runner.dtype)
+
+
+def _make_ready(runner: Foreign, layers: Iterable[Foreign]) -> list[str]:
+    """Has the kernels of a model's steps loaded or compiled; what keeps them from being ready."""
+    device = torch.device(runner.device)
+    if device.type != "cuda":
+        return []
+    specs = attention_kernels.specs(kernel_layers(runner, layers), decodes_of(runner), device)
+    reason = ready.why_not_ready(device, specs, WANTED)
+    if reason is not None:
+        return [reason]
+    ready.load(device, specs, logger)
+    return []
+
+
+def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
+    """The decoding steps of a model."""
+    return attention_kernels.Decodes(
+        batches=attention_kernels.batches_up_to(runner.req_to_token_pool.size),
+        q_len=1,
+        max_seq_len=runner.req_to_token_pool.req_to_token.shape[1],
+        page_size=runner.page_size,
+        dtype=runner.dtype,
+    )
+
+
+def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
+    """Layers as `attention_kernels` knows them. Some that read a cache have not written it if one reads another's."""
+    layers = list(layers)
+    shared = len({layer.layer_id for layer in layers}) < len(layers)
+    sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in runner.model.named_parameters())
+    return [
+        attention_kernels.EngineLayer(
+            formats=formats_of(runner),
+            head_size=layer.qk_head_dim,
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            sliding_window=window_of(layer),
+            soft_cap=layer.logit_cap or None,
+            sinks=sinks or None,
+            kv_sharing_target_layer_name=shared or None,
+        )
+        for layer in layers
+    ]
+
+
+def window_of(layer: Foreign) -> int | None:
+    """Tokens that a query of a layer sees, its own among them; None for all. SGLang's number has those before it."""
+    return layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else None
