@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cute_kernels import __version__, families
 from cute_kernels.integrations import calibrate_command
+from cute_kernels.integrations.sglang import doctor as sglang_doctor
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
 from cute_kernels.integrations.vllm import engine_kernels
 from cute_kernels.runtime import aot, aot_build, doctor, wanted
@@ -35,7 +36,7 @@ def show_progress(progress: Progress) -> None:
 
 
 def run_doctor(_: argparse.Namespace) -> int:
-    findings = [*doctor.examine(), vllm_doctor.examine()]
+    findings = [*doctor.examine(), vllm_doctor.examine(), sglang_doctor.examine()]
     for finding in findings:
         print(f"{MARKS[finding.status]}  {finding.subject}: {finding.detail}")
         if finding.remedy and finding.status != doctor.OK:

@@ -34,7 +34,7 @@ FP8 = Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
 """Of the pool of `--kv-cache-dtype fp8_e4m3`."""
 
 
-WHAT = f"attention with --attention-backend {NAME}"
+WHAT: str = f"attention with --attention-backend {NAME}"
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:

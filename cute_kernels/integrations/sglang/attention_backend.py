@@ -122,7 +122,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         layer: Foreign,
         forward_batch: Foreign,
         save_kv_cache: bool = True,
-        **more: Any,
+        **more: object,
     ) -> torch.Tensor:
         """q: [requests, heads * head size]; k, v: [requests, KV heads, head size], or None where they are cached."""
         step = self.forward_metadata
@@ -130,7 +130,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         q = rows_of(q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         caches = self._caches(layer)
-        options = self._options(layer, more) | {"block_table": step.block_table, "out": out}
+        options: dict[str, Any] = {**self._options(layer, more), "block_table": step.block_table, "out": out}
         if save_kv_cache and k is not None:
             append_and_decode(q, k.unsqueeze(1), v.unsqueeze(1), *caches, step.seq_lens, **options)
         else:
@@ -145,11 +145,11 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         layer: Foreign,
         forward_batch: Foreign,
         save_kv_cache: bool = True,
-        **more: Any,
+        **more: object,
     ) -> torch.Tensor:
         """Prompts, parts of them and what follows a cached prefix, decoding requests among them (MIXED)."""
         step = self.forward_metadata
-        assert step is not None
+        assert step is not None and step.starts is not None
         caches, options = self._caches(layer), self._options(layer, more)
         if save_kv_cache and k is not None:
             written = {name: options[name] for name in ("kv_format", "k_scale", "v_scale")}
@@ -176,8 +176,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         )
         return k, v
 
-    def _options(self, layer: Foreign, more: dict[str, Any]) -> dict[str, Any]:
-        sinks = more.pop("sinks", None)
+    def _options(self, layer: Foreign, more: dict[str, object]) -> dict[str, Any]:
+        sinks: Any = more.pop("sinks", None)
         if given := [name for name, value in more.items() if value is not None and value is not False]:
             raise NotImplementedError(f"layer {layer.layer_id}: got {', '.join(given)}, want sinks or nothing")
         return {

@@ -28,7 +28,7 @@ from cute_kernels.runtime.gpu import GPU
 
 SERVED = "cute_kernels_served"
 """Attribute of a layer that is served here."""
-WHAT = "weight-only linear layers"
+WHAT: str = "weight-only linear layers"
 in_place = False
 """Whether every hook was seen to take effect in this process."""
 

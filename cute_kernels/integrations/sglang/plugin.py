@@ -50,7 +50,7 @@ def register() -> None:
     if interface is None:
         reason = f"SGLang {version} is not supported; supported: {versions.supported()}"
     else:
-        reason = _why_not_wanted()
+        reason = why_not_wanted()
     if interface is None or reason is not None:
         say_once(f"{__version__}: nothing is replaced: {reason}", logging.WARNING)
         return
@@ -61,7 +61,8 @@ def register() -> None:
             say_once(f"{seam.WHAT} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
 
 
-def _why_not_wanted() -> str | None:
+def why_not_wanted() -> str | None:
+    """Why the environment wants nothing replaced; None if it does."""
     text = os.environ.get(SWITCH, "1").strip()
     if text == "1":
         return None

@@ -248,7 +248,8 @@ def the_pools_bytes_are_those_that_sglang_writes() -> None:
 
 @check
 def windows_caps_and_sinks_are_applied() -> None:
-    for given in ({"sliding_window_size": 20}, {"logit_cap": 5.0}, {}):
+    options: tuple[dict[str, Any], ...] = ({"sliding_window_size": 20}, {"logit_cap": 5.0}, {})
+    for given in options:
         served = engine(radix(**given))
         sinks = {} if given else {"sinks": torch.randn(HEADS, dtype=torch.bfloat16)}
         served.step({1: 40}, "EXTEND", **sinks)
@@ -273,14 +274,15 @@ def steps_that_are_not_supported_are_refused() -> None:
     served = engine()
     served.step({1: 4}, "EXTEND")
     batch, fused = served.batch({1: 1}, "DECODE")
+    mode: Any = type(batch.forward_mode)
     served.backend.init_forward_metadata(batch)
     assert "layer 0: got q_rope, want sinks or nothing" in refusal(served.run, batch, fused, q_rope=fused)
     served.run(batch, fused, return_lse=False, q_rope=None)
-    for mode in ("TARGET_VERIFY", "DLLM_EXTEND"):
-        batch.forward_mode = type(batch.forward_mode)[mode]
+    for unknown in (mode.TARGET_VERIFY, mode.DLLM_EXTEND):
+        batch.forward_mode = unknown
         assert "want DECODE, EXTEND, MIXED or IDLE" in refusal(served.backend.init_forward_metadata, batch)
     assert "want DECODE" in refusal(served.backend.init_forward_metadata_out_graph, batch)
-    batch.forward_mode = type(batch.forward_mode).IDLE
+    batch.forward_mode = mode.IDLE
     batch.seq_lens = batch.seq_lens[:0]
     served.backend.init_forward_metadata(batch)
     assert served.backend.forward(fused[:0, : HEADS * DIM], None, None, served.layer, batch).shape == (0, HEADS * DIM)

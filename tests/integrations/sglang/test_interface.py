@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from cute_kernels.integrations.sglang import doctor
 from cute_kernels.integrations.sglang.versions import interface_of
 from tests.integrations.sglang.checks import CHECKS
 from tests.integrations.sglang.interface import VERSION
@@ -39,6 +41,26 @@ def outcomes() -> dict[str, str]:
 def test_interface(name: str):
     found = outcomes()
     assert found[name] == "ok", found[name]
+
+
+def test_the_doctor_says_what_would_be_served_and_what_keeps_it():
+    def said(version: str | None = VERSION, **environment: str) -> str:
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("CUTE_KERNELS_SGLANG", "SGLANG_PLUGINS"):
+                patched.delenv(name, raising=False)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            with mock.patch.object(doctor, "installed", lambda: version):
+                found = doctor.examine()
+        return f"{found.status}: {found.detail}"
+
+    assert said(None) == "ok: not installed"
+    assert "limited: 0.5.24 is installed, nothing is replaced" in said("0.5.24")
+    assert f"ok: {VERSION}, served: weight-only linear layers, attention with --attention-backend" in said()
+    assert "ok" in said(SGLANG_PLUGINS="other, cute_kernels") and "served" in said(SGLANG_PLUGINS="")
+    assert "limited: SGLANG_PLUGINS does not name cute_kernels" in said(SGLANG_PLUGINS="other")
+    assert "ok" in said(CUTE_KERNELS_SGLANG="0") and "nothing is replaced" in said(CUTE_KERNELS_SGLANG="0")
+    assert "limited" in said(CUTE_KERNELS_SGLANG="linear") and "got 'linear'" in said(CUTE_KERNELS_SGLANG="linear")
 
 
 def test_versions_that_are_tested_are_supported():

@@ -1,0 +1,40 @@
+"""What the plug-in would serve in the SGLang that is installed; nothing of SGLang is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+from cute_kernels.integrations.sglang import plugin, versions
+from cute_kernels.runtime.doctor import LIMITED, OK, Finding
+
+SGLANGS_PLUGINS = "SGLANG_PLUGINS"
+"""SGLang's own switch: the plug-ins that it loads, all if it is unset."""
+PLUGIN = "cute_kernels"
+"""This package's entry point among them."""
+
+
+def installed() -> str | None:
+    """The version of SGLang that is installed; None if there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def examine() -> Finding:
+    """What `python -m cute_kernels doctor` says of SGLang."""
+    version = installed()
+    if version is None:
+        return Finding("sglang", OK, "not installed")
+    if versions.interface_of(version) is None:
+        remedy = f"supported: {versions.supported()}; everything is left to SGLang"
+        return Finding("sglang", LIMITED, f"{version} is installed, nothing is replaced", remedy)
+    named = os.environ.get(SGLANGS_PLUGINS)
+    if named and PLUGIN not in (name.strip() for name in named.split(",")):
+        return Finding("sglang", LIMITED, f"{SGLANGS_PLUGINS} does not name {PLUGIN}", f"add {PLUGIN}, or unset it")
+    if (reason := plugin.why_not_wanted()) is not None:
+        status = OK if reason.endswith("=0") else LIMITED
+        return Finding("sglang", status, f"{version}, nothing is replaced ({reason})", "set it to 0 or 1")
+    what = ", ".join(seam.WHAT for seam in plugin.SEAMS)
+    return Finding("sglang", OK, f"{version}, served: {what}; {plugin.SWITCH}=0 replaces nothing")
