@@ -8,13 +8,10 @@ Requests that pad a graph have row 0 of the pool of requests and a length of 1. 
 write one place of the cache.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -177,7 +174,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return k, v
 
     def _options(self, layer: Foreign, more: dict[str, object]) -> dict[str, Any]:
-        sinks: Any = more.pop("sinks", None)
+        sinks = cast("torch.Tensor | None", more.pop("sinks", None))
         if given := [name for name, value in more.items() if value is not None and value is not False]:
             raise NotImplementedError(f"layer {layer.layer_id}: got {', '.join(given)}, want sinks or nothing")
         return {
