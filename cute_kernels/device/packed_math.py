@@ -20,6 +20,9 @@ class HopperMath:
         """A Uint32; the operators of Python compute with it."""
         return Uint32(value)
 
+    def bits(self, number: Float32) -> Uint32:
+        return Uint32(number.bitcast(Uint32))
+
     def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
         """Four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""
         return ptx.prmt(a, b, selector)

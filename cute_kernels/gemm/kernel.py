@@ -328,7 +328,8 @@ class StreamRoles:
                     self.add_group(acc, i, block, parts[i][block], numbers[i][0])
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
-        """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if applied at the end."""
+        """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if the decoder scales, or
+        if they are applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
@@ -343,6 +344,8 @@ class StreamRoles:
             offset = config.zero_offset + tile * config.chunk_k_blocks * config.k_block_zero_bytes
             offset += group * config.format.group_zero_bytes
             zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
+        if decoder.scales_weights:
+            return None, decoder.row_numbers(scales, zeros)
         return scales, decoder.row_numbers(None, zeros)
 
     def load_scale(self, address, offset: int):

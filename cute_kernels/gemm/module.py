@@ -7,21 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_tensors
-from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.quantize import quantize_weight
-from cute_kernels.gemm.reference import prepare_input
+from cute_kernels.gemm.quantize import quantize_weight, with_shifts
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
 from cute_kernels.names import Activations
 
-EXTRA_NAMES = ("bias", "shifts", "activation_scale")  # tensors of a layer that its weight has not
+EXTRA_NAMES = ("bias", "activation_scale")  # tensors of a layer that its weight has not
 
 ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
@@ -109,26 +107,21 @@ def is_conv1d(module: object) -> bool:
 class QuantizedLinear(OfWeight):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
-    With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
-    points that are no integers come to, as HQQ and torchao fit them. The kernel multiplies with the first part; sums of
-    x over each group, multiplied with the shifts in fp32, are added before the result is rounded.
-
-    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias", "shifts" and
-    "activation_scale". Loading one takes on the number of bits, group size and options of what is loaded; only N and K
-    must be the layer's. Tensors are copied, into those that are there where they fit. A weight that lacks a tensor or
-    does not fit is reported by `load_state_dict`, and the layer is then as it was.
+    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "activation_scale".
+    Loading one takes on the number of bits, group size and options of what is loaded; only N and K must be the layer's.
+    Tensors are copied, into those that are there where they fit. A weight that lacks a tensor or does not fit is
+    reported by `load_state_dict`, and the layer is then as it was. Saved "shifts" become floating zero points.
 
     Args:
         weight: [out_features, in_features].
         bias: [out_features], or None; kept in the dtype of the weight's scales.
-        shifts: floating [out_features, groups of in_features], or None; kept in fp32.
+        shifts: floating [out_features, groups of in_features], added to each group of W, or None. The layer's weight
+            then has floating zero points in the dtype of its scales: `cute_kernels.formats.weights.shifted`.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A
-            state dict does not have it.
-        activations: as of `cute_kernels.quantized_linear`; None, and may be set to "fp8", but for a layer with shifts.
-            A state dict does not have it. On a GPU such a layer of FP8 codes by rows keeps them twice: as many bytes
-            again, made by its first call.
+        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
+        activations: as of `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
+            it. On a GPU such a layer of FP8 codes by rows keeps them twice: as many bytes again, made by its first call.
         activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.
 
     Raises:
@@ -138,11 +131,10 @@ class QuantizedLinear(OfWeight):
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
-    shifts: torch.Tensor | None
     activation_scale: torch.Tensor | None
     batch_invariant: bool = False
     _activations: Activations | None = None
-    tensor_names = (*TENSOR_NAMES, *EXTRA_NAMES)
+    tensor_names = (*TENSOR_NAMES, *EXTRA_NAMES, "shifts")
 
     def __init__(
         self, weight: PackedWeight, bias: torch.Tensor | None = None, shifts: torch.Tensor | None = None
@@ -151,9 +143,10 @@ class QuantizedLinear(OfWeight):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
         self.shape = weight.shape
-        for name in self.tensor_names:
+        for name in (*TENSOR_NAMES, *EXTRA_NAMES):
             self.register_buffer(name, None)
-        self._set(weight, self._checked_bias(bias, weight), _checked_shifts(shifts, weight))
+        self._set(weight, self._checked_bias(bias, weight))
+        self.fold(shifts)
 
     @classmethod
     def from_linear(
@@ -198,8 +191,7 @@ class QuantizedLinear(OfWeight):
 
     @activations.setter
     def activations(self, value: Activations | None) -> None:
-        if fp8.check_activations(value, None, self.weight_format) and self.shifts is not None:
-            raise ValueError(f"activations: got {value!r} of a layer with shifts, want None: its codes are no weights")
+        fp8.check_activations(value, None, self.weight_format)
         self._activations = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,32 +199,21 @@ class QuantizedLinear(OfWeight):
         if x.requires_grad and torch.is_grad_enabled():
             return differentiable(lambda x: QuantizedLinear.forward(self, x), self._gradients, x)
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
-        codes, scales, shifts = tensors["codes"], tensors["scales"], tensors["shifts"]
+        codes, scales = tensors["codes"], tensors["scales"]
         assert codes is not None and scales is not None
-        if shifts is not None and self.batch_invariant:
-            raise ValueError(
-                "batch_invariant: got True of a layer with shifts, want False: its sums depend on the batch"
-            )
         inputs = tensors["perm"], tensors["input_scale"]
-        fields = codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs
-        weight, out_dtype = new_call(WeightTensors, fields), None if shifts is None else torch.float32
-        options = None, None, out_dtype, self.batch_invariant, None, None, 1e-6, 0.0, False
+        weight = new_call(WeightTensors, (codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs))
+        options = None, None, None, self.batch_invariant, None, None, 1e-6, 0.0, False
         call = new_call(LinearCall, (x, weight, tensors["bias"], *options))
         if self._activations is not None:
             return fp8.linear(fp8.Fp8Call(call, tensors["activation_scale"]))
-        y = ops.linear(call)
-        if shifts is None:
-            return y
-        return _add_shifts(y, prepare_input(x, *inputs), shifts, self.group_size or self.in_features).to(x.dtype)
+        return ops.linear(call)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] of y = x W^T + bias in ``dtype``, default that of x: shifts and input scales are in it."""
-        tensors, k = (self.codes, self.scales, self.zeros, self.perm), self.in_features
+        """W [N, K] of y = x W^T + bias in ``dtype``, default that of x: input scales are in it."""
+        tensors = self.codes, self.scales, self.zeros, self.perm
         dtype = dtype or self.weight_format.activation_dtype(self.scales.dtype)
         w = dense_weight(*tensors, self.weight_format.key, list(self.shape), dtype)
-        if self.shifts is not None:
-            order = torch.arange(k, device=w.device) if self.perm is None else self.perm.long()
-            w = w.float().index_add(1, order, self.shifts.repeat_interleave(self.group_size or k, dim=1)[:, :k])
         return (w if self.input_scale is None else w * self.input_scale).to(dtype)
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
@@ -244,7 +225,7 @@ class QuantizedLinear(OfWeight):
         return (of_y @ self.dequantize(of_y.dtype),)
 
     def extra_repr(self) -> str:
-        has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]
+        has = [name for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
         has += ["batch_invariant"] if self.batch_invariant else []
         has += [f"{self.activations} activations"] if self.activations is not None else []
         return (
@@ -253,11 +234,15 @@ class QuantizedLinear(OfWeight):
             f"{', with ' if has else ''}{', '.join(has)}"
         )
 
-    def _set(self, weight: PackedWeight, bias: torch.Tensor | None, shifts: torch.Tensor | None) -> None:
+    def fold(self, shifts: torch.Tensor | None) -> None:
+        """Takes shifts on as the weight's floating zero points; a state dict may have them apart."""
+        if shifts is not None:
+            self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
+
+    def _set(self, weight: PackedWeight, bias: torch.Tensor | None) -> None:
         for name in TENSOR_NAMES:
             setattr(self, name, getattr(weight, name))
-        self.bias, self.shifts = bias, shifts
-        self.weight_format = weight.format
+        self.bias, self.weight_format = bias, weight.format
 
     def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
         if bias is None:
@@ -286,8 +271,9 @@ class QuantizedLinear(OfWeight):
         if weight.shape != self.shape:
             raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
         bias = self.bias if "bias" not in own else own["bias"]
-        extra = {"bias": self._checked_bias(bias, weight), "shifts": _checked_shifts(own.get("shifts"), weight)}
-        extra["activation_scale"] = own.get("activation_scale")
+        if "shifts" in own:
+            weight = with_shifts(weight, checked_shifts(own["shifts"], weight))
+        extra = {"bias": self._checked_bias(bias, weight), "activation_scale": own.get("activation_scale")}
         if extra["activation_scale"] is not None:
             fp8.check_scale(extra["activation_scale"], weight.device)
         fp8.check_activations(self.activations, None, weight.format)
@@ -299,25 +285,17 @@ def describe(form: WeightFormat) -> str:
     return ", ".join(f"{name}={value}" for name, value in form.options.items())
 
 
-def _checked_shifts(shifts: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
-    """The shifts in fp32 where the weight is; TypeError or ValueError if they do not fit it."""
-    if shifts is None:
-        return None
+def checked_shifts(shifts: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """The shifts of a weight of integers; TypeError or ValueError if they do not fit it."""
     check_tensors(shifts=shifts)
     n, k = weight.shape
     wanted = [n, -(-k // (weight.group_size or k))]
     if list(shifts.shape) != wanted or not shifts.is_floating_point():
         raise ValueError(f"shifts: got {shifts.dtype} {list(shifts.shape)}, want a floating {wanted}")
-    if shifts.is_meta and weight.device.type != "meta":
+    if not isinstance(weight.format, IntegerFormat):
+        raise ValueError(f"shifts: got some beside a weight in the format {weight.format.key}, want one of integers")
+    if shifts.is_meta:
         raise ValueError(f"shifts: got a tensor without data (meta), want one on a CPU or on {weight.device}")
-    kept = shifts.to(weight.device, torch.float32).contiguous()
-    if has_values(kept) and not bool(kept.isfinite().all()):
+    if has_values(shifts) and not bool(shifts.isfinite().all()):
         raise ValueError("shifts: got values that are not finite, want finite ones")
-    return kept
-
-
-def _add_shifts(y: torch.Tensor, x: torch.Tensor, shifts: torch.Tensor, length: int) -> torch.Tensor:
-    """y [..., N] plus the sums of x [..., K] over groups of ``length``, times shifts [N, G]; all in fp32."""
-    with torch.autocast(y.device.type, enabled=False):
-        inputs = pad(x.float(), (0, -x.shape[-1] % length)).unflatten(-1, (-1, length))
-        return y + inputs.sum(dim=-1) @ shifts.T
+    return shifts

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
-from cute_kernels.formats.weights import WeightFormat, integers, weight_format
+from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, shifted, weight_format
 from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
 from cute_kernels.gemm.packed import Packed
@@ -57,7 +57,7 @@ def quantize_weight(
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
         bits: 4 or 8.
-        group_size: 32, 64, 128, 256, or None or -1 for one scale per row. The last group may be shorter.
+        group_size: 16, 32, 64, 128, 256, or None or -1 for one scale per row. The last group may be shorter.
         zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
         dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
         device: where the result is put, default w's.
@@ -174,6 +174,7 @@ def pack_codes(
     bits: int,
     group_size: int | None,
     shape: tuple[int, int],
+    shifts: torch.Tensor | None = None,
     perm: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
@@ -187,12 +188,20 @@ def pack_codes(
         zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
         bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
             i * group_size on.
+        shifts: floating [N, G] of W = (code - m) * scale + shift, m the symmetric zero, instead of zeros: floating zero
+            points. Rounded to the dtype of the scales. One of a row is kept in groups of 256 inputs.
         device: where the result is put, default that of the scales.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     check_format(bits, group_size, shape)
+    if shifts is not None:
+        size = per_row(group_size) or GROUP_SIZES[-1]
+        chosen, groups = shifted(bits, size), -(-shape[1] // size)
+        stored = chosen.pairs(scales, shifts, scales.dtype).expand(-1, groups).contiguous()
+        chosen.check_values(stored, None)
+        return pack(chosen, codes_of, stored, None, shape=shape, perm=perm, input_scale=input_scale, device=device)
     check_scales("scales", scales)
     chosen, zeros = integers(bits, per_row(group_size)).simplest(zeros)
     return pack(chosen, codes_of, scales, zeros, shape=shape, perm=perm, input_scale=input_scale, device=device)
@@ -241,6 +250,24 @@ def pack(
     }
     fields = {name: None if tensor is None else tensor.to(where) for name, tensor in fields.items()}
     return PackedWeight(codes, tile_scales, format=chosen, shape=shape, **fields, check_values=False)
+
+
+def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
+    """W + shift for each group of inputs: a weight of integers with floating zero points; shifts: floating [N, G]."""
+    n, k = weight.shape
+    groups, where = shifts.shape[1], weight.device
+    scales = scales_of(weight, slice(groups))[:n]
+    shifts = shifts.float().to(where)
+    if weight.zeros is not None:
+        shifts = shifts + (symmetric_zero(weight.bits) - rows_of(weight.zeros)[:n, :groups].float()) * scales.float()
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        return weight.unpack_tiles(start // TILE_N, -(-stop // TILE_N))[: stop - start, :k]
+
+    options: dict[str, Any] = {"bits": weight.bits, "group_size": weight.group_size, "shape": (n, k)}
+    packed = pack_codes(codes_of, scales, None, **options, shifts=shifts)
+    # The codes are in packed order already.
+    return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:

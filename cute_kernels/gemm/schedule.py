@@ -213,7 +213,7 @@ def shipped_configs() -> list[LinearConfig]:
     """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
     common one of all for layers of more features, too."""
     configs: dict[LinearConfig, None] = {}
-    formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
+    formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES[1:])] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
         problem = LinearProblem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         configs[make_schedule(problem).config] = None

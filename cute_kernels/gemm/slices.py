@@ -7,13 +7,14 @@ of rows at a time; codes, scales and zero points keep their values, so a part is
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
-from cute_kernels.formats.weights import GROUP_SIZES
+from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.quantize import pack
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of, scales_of
@@ -84,12 +85,13 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     """Columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
 
     The products of all parts add up to the layer; bias and residual are for one of them. A part that begins inside a
-    group has smaller groups, of 64 or 32 inputs, so that each lies in one group of the whole: 29568 inputs in groups of
-    128 are two parts of 14784 in groups of 64. The last group of a part may be a short one.
+    group has smaller groups, of 64, 32 or 16 inputs, so that each lies in one group of the whole: 29568 inputs in
+    groups of 128 are two parts of 14784 in groups of 64. The last group of a part may be a short one.
 
     Args:
         weight: `PackedWeight` without perm, or `PackedExperts`.
-        start, stop: 0 <= start < stop <= K; with groups, start is a multiple of 32.
+        start, stop: 0 <= start < stop <= K; with groups, start is a multiple of the smallest that the
+            format has: 16 or 32.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the format has no such groups; the message names it.
@@ -101,10 +103,10 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
         raise ValueError("weight: got one with perm (act-order), whose groups have inputs of every part, want it whole")
     size, groups = weight.group_size, torch.zeros(1, dtype=torch.long, device="cpu")
     if size is not None:
-        least = min(GROUP_SIZES[0], size)
-        fitting = [each for each in (least, *GROUP_SIZES) if each <= size and start % each == 0]
+        sizes = [each for each in GROUP_SIZES if each <= size and _has_groups(weight.format, each)]
+        fitting = [each for each in sizes if start % each == 0]
         if not fitting:
-            raise ValueError(f"start: got {start}, want a multiple of {least}, the smallest group of inputs")
+            raise ValueError(f"start: got {start}, want a multiple of {sizes[0]}, the smallest group of inputs")
         groups = torch.arange(start, stop, fitting[-1], device="cpu") // size
         size = fitting[-1]
     groups = groups.to(weight.device)
@@ -117,6 +119,13 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     form, zeros = weight.format.with_group_size(size or 0).simplest(zeros)
     scale = None if scale is None else scale[start:stop]
     return pack(form, codes_of, scales_of(weight, groups)[:n], zeros, shape=(n, stop - start), input_scale=scale)
+
+
+def _has_groups(form: WeightFormat, size: int) -> bool:
+    """Whether a format is there with groups of so many inputs."""
+    with contextlib.suppress(ValueError):
+        return bool(form.with_group_size(size))
+    return False
 
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:

@@ -223,11 +223,10 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     tensors = _empty_tensors(shape, form)
     bias = torch.empty(shape[0], dtype=form["dtype"], device="meta") if "bias" in form["tensors"] else None
     weight = PackedWeight(**tensors, format=_format_of(form), shape=shape, check_values=False)
-    shifts = None
-    if "shifts" in form["tensors"]:
+    layer = QuantizedLinear(weight, bias)
+    if "shifts" in form["tensors"]:  # of a model saved before weights had floating zero points
         groups = -(-shape[1] // (form["group_size"] or shape[1]))
-        shifts = torch.empty(shape[0], groups, dtype=torch.float32, device="meta")
-    layer = QuantizedLinear(weight, bias, shifts)
+        layer.register_buffer("shifts", torch.empty(shape[0], groups, dtype=torch.float32, device="meta"))
     layer.batch_invariant, layer.activations = form["batch_invariant"], form.get("activations")
     if "activation_scale" in form["tensors"]:
         layer.activation_scale = torch.empty((), dtype=torch.float32, device="meta")
@@ -327,9 +326,11 @@ def _check_loaded(name: str, layer: Any) -> None:
     found, wanted = layer._buffers.pop(_FORMAT).tolist(), layer.weight.state_dict()[_FORMAT].tolist()
     if found != wanted:
         raise ValueError(f"{name}.{_FORMAT}: got {found}, want {wanted}, as config.json says")
-    weight = layer.weight
+    weight, shifts = layer.weight, layer._buffers.pop("shifts", None)
     tensors = {own: tensor for own, tensor in layer._buffers.items() if own not in EXTRA_NAMES}
     try:  # once with a look at the values
         type(weight)(**tensors, format=layer.weight_format, shape=layer.shape)
+        if shifts is not None:
+            layer.fold(shifts)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}.{error}") from error

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight, quantized_linear
+from cute_kernels.formats.weights import ShiftedFormat, integers
 from cute_kernels.gemm import call as linear_call
 from tests.linear.cases import known
 from tests.observed import calls_of
@@ -289,61 +290,64 @@ def test_what_makes_no_layer_is_refused_by_name(call, message):
 # -- shifts: zero points that are no integers --------------------------------------------------------------------------
 
 
-def shifted(bias: bool = True, k: int = 100, group: int | None = 32, **options) -> tuple[Any, torch.Tensor]:
-    """A layer with shifts, and its W in fp64."""
+def with_shifts(k: int = 100, group: int | None = 32, zeros: bool = False, **options) -> tuple[Any, torch.Tensor]:
+    """A weight of integers, shifts that bf16 has, and W of both in fp64."""
     torch.manual_seed(3)
-    weight = known(70, k, 4, group).pack(**options)
-    shifts = 0.02 * torch.randn(70, -(-k // (group or k)))
-    layer = QuantizedLinear(weight, torch.randn(70) if bias else None, shifts)
+    weight = known(70, k, 4, group, zero_point=zeros).pack(**options)
+    shifts = (0.02 * torch.randn(70, -(-k // (group or k)))).bfloat16().float()
     by_input = shifts.double().repeat_interleave(group or k, dim=1)[:, :k]
     if weight.perm is not None:
         by_input = torch.empty_like(by_input).index_copy_(1, weight.perm.long(), by_input)
-    return layer, weight.dequantize(torch.float64) + by_input
+    return (weight, shifts), weight.dequantize(torch.float64) + by_input
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("group", [32, 64, None])
-def test_shifts_are_added_to_each_group_of_inputs(dtype, bias, group):
-    layer, w = shifted(bias, group=group)
-    layer = QuantizedLinear(replace(layer.weight, scales=layer.scales.to(dtype)), layer.bias, layer.shifts)
+@pytest.mark.parametrize("group", [16, 32, 64, None])
+def test_shifts_become_floating_zero_points_of_the_weight(group):
+    (weight, shifts), w = with_shifts(group=group)
+    layer = QuantizedLinear(weight, None, shifts)
+    assert isinstance(layer.weight_format, ShiftedFormat) and layer.zeros is None
+    assert torch.equal(layer.weight.dequantize(torch.float64), w.float().double())
+    assert torch.equal(layer(torch.eye(100, dtype=BF16)), w.bfloat16().T)  # rows with a single 1
     for shape in ((3, 100), (2, 3, 100), (0, 100), (100,)):
-        x = numbers(*shape).to(dtype)
-        want = x.double() @ w.T + (0 if layer.bias is None else layer.bias.double())
+        x = numbers(*shape)
+        want = x.double() @ w.bfloat16().double().T
         got = layer(x)
-        assert got.shape == want.shape and got.dtype == dtype
-        assert (got.double() - want).norm() <= 4e-3 * want.norm()
+        assert got.shape == want.shape and (got.double() - want).norm() <= 4e-3 * want.norm()
 
 
 def test_shifts_of_act_order_and_input_scales_are_of_what_the_kernel_multiplies():
     scale = (0.5 + torch.rand(100)).to(BF16)
-    layer, w = shifted(perm=torch.randperm(100), input_scale=scale)
-    x = numbers(3, 100)
-    want = (x * scale).double() @ w.T + layer.bias.double()
+    (weight, shifts), w = with_shifts(perm=torch.randperm(100), input_scale=scale)
+    x, bias = numbers(3, 100), numbers(70)
+    layer, want = QuantizedLinear(weight, bias, shifts), (x * scale).double() @ w.T + bias.double()
     assert (layer(x).double() - want).norm() <= 4e-3 * want.norm()
 
 
-def test_autocast_does_not_round_shifts():
-    layer, _ = shifted(bias=False)
-    x = 1 + 0.01 * numbers(3, 100)  # sums over groups are large, and cancel where shifts do
-    with torch.autocast("cpu", torch.bfloat16):
-        got = layer(x)
-    assert torch.equal(got, layer(x))
+def test_shifts_beside_zero_points_are_added_to_them():
+    (weight, shifts), w = with_shifts(zeros=True)
+    assert weight.zeros is not None
+    found = QuantizedLinear(weight, None, shifts).weight.dequantize(torch.float64)
+    assert (found - w).abs().max() <= 2.0**-9 * w.abs().max()
 
 
 def test_a_layer_with_shifts_comes_back_through_its_state_dict_and_compiles():
-    layer, _ = shifted()
-    assert "shifts" in layer.state_dict() and "shifts" in repr(layer)
+    (weight, shifts), _ = with_shifts()
+    layer = QuantizedLinear(weight, numbers(70), shifts)
     other = QuantizedLinear.from_linear(dense_layer(), 8)
     other.load_state_dict(layer.state_dict())
     x = numbers(3, 100)
-    assert torch.equal(other(x), layer(x))
+    assert torch.equal(other(x), layer(x)) and "w4_g32f" in repr(other)
     torch.compiler.reset()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), layer(x))
+    apart = QuantizedLinear(weight, layer.bias).state_dict() | {"shifts": shifts}  # as they once were saved
+    other.load_state_dict(apart)
+    assert torch.equal(other(x), layer(x))
+    other.batch_invariant = True
+    assert torch.equal(other(x)[:1], other(x[:1]))
     other.load_state_dict(QuantizedLinear.from_linear(dense_layer(), 8).state_dict())
-    assert other.shifts is None
+    assert other.weight_format is integers(8, 128)
 
 
 @pytest.mark.parametrize(
@@ -358,10 +362,5 @@ def test_a_layer_with_shifts_comes_back_through_its_state_dict_and_compiles():
 def test_shifts_that_do_not_fit_are_refused(shifts, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         QuantizedLinear(known(70, 100, 4, 32).pack(), None, shifts)
-
-
-def test_sums_that_depend_on_the_batch_are_refused_where_they_must_not():
-    layer, _ = shifted()
-    layer.batch_invariant = True
-    with pytest.raises(ValueError, match="^batch_invariant: got True of a layer with shifts"):
-        layer(numbers(3, 100))
+    with pytest.raises(ValueError, match="^shifts: got some beside a weight in the format e2m1_g32e8m0"):
+        QuantizedLinear(quantize_weight(torch.ones(70, 100), format="mxfp4"), None, torch.zeros(70, 4))

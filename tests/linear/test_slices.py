@@ -137,7 +137,7 @@ CALLS: list[tuple[Any, str]] = [
     (lambda w: slice_outputs(w, 5, 5), "stop: got 5"),
     (lambda w: slice_outputs(w, 0, 71), "stop: got 71"),
     (lambda w: slice_inputs(w, 0, 97), "stop: got 97"),
-    (lambda w: slice_inputs(w, 16, 64), "start: got 16, want a multiple of 32, the smallest group of inputs"),
+    (lambda w: slice_inputs(w, 8, 64), "start: got 8, want a multiple of 16, the smallest group of inputs"),
     (lambda w: slice_inputs(w.dequantize(), 0, 64), "weight: got Tensor, want PackedWeight or PackedExperts"),
     (lambda w: slice_outputs(w, "1", 5), "start: got"),  # pyright: ignore[reportArgumentType]
     (lambda w: w.shard_k(0, 4), r"world_size: got 4, .*slice_inputs cuts inside groups"),

@@ -17,6 +17,7 @@ from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.reading import make_decoder
 from cute_kernels.gemm.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TmaStore
 from layouts import banks
 from simulator import stand_in
@@ -209,7 +210,8 @@ class Machine:
 def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     """The first k block of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
-    rounds = config.group_size and not isinstance(config.mainloop, MmaSync)
+    scales = not isinstance(config.mainloop, MmaSync) or make_decoder(config).scales_weights
+    rounds = config.group_size and scales
     return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.block_k]
 
 

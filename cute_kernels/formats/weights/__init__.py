@@ -11,6 +11,7 @@ from cute_kernels.formats.weights.base import WeightFormat, named, register, reg
 from cute_kernels.formats.weights.fp4 import MXFP4, NVFP4
 from cute_kernels.formats.weights.fp8 import FP8, FP8_BLOCK, FP8_POWER_BLOCK, MXFP8
 from cute_kernels.formats.weights.integers import GROUP_SIZES, IntegerFormat, integers
+from cute_kernels.formats.weights.shifted import ShiftedFormat, shifted
 
 __all__ = [
     "FP8",
@@ -21,10 +22,12 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "IntegerFormat",
+    "ShiftedFormat",
     "WeightFormat",
     "integers",
     "register",
     "registered_formats",
+    "shifted",
     "weight_format",
 ]
 

@@ -156,7 +156,10 @@ class WeightFormat(ABC):
         """The same with scales for other groups, 0 for one per row. Raises ValueError if there is none registered."""
         if group_size == self.group_size:
             return self
-        return weight_format(replace(self, group_size=group_size).key)
+        found = weight_format(replace(self, group_size=group_size).key)
+        if found.group_size != group_size:
+            raise ValueError(f"group_size: got {group_size}, want {found.group_size}, the only one of {self.key}")
+        return found
 
     # -- values --------------------------------------------------------------------------------------------------------
 

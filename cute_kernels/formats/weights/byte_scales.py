@@ -1,4 +1,4 @@
-"""Scales of one byte, which bf16 has exactly: what formats of FP4 and FP8 codes share."""
+"""Scales of one byte, which bf16 has exactly, and of four: what formats of several kinds of codes share."""
 
 from __future__ import annotations
 
@@ -29,6 +29,25 @@ class ByteScales:
         if scale_dtype != torch.uint8:
             raise TypeError(f"scales: got dtype {scale_dtype}, want torch.uint8, a byte for each")
         return torch.bfloat16
+
+
+class WordScales:
+    """Scales are four bytes. The base in front of `WeightFormat`.
+
+    They are stored as int32 for bf16 activations and as uint32 for fp16 ones: so a module's ``half()`` and
+    ``to(dtype)`` round none of them.
+    """
+
+    scale_bytes: ClassVar[int] = 4
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.int32 if dtype == torch.bfloat16 else torch.uint32
+
+    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
+        if scale_dtype not in (torch.int32, torch.uint32):
+            wanted = "four bytes as torch.int32, or as torch.uint32 for fp16 activations"
+            raise TypeError(f"scales: got dtype {scale_dtype}, want {wanted}")
+        return torch.bfloat16 if scale_dtype == torch.int32 else torch.float16
 
 
 class PowerScales(ByteScales):

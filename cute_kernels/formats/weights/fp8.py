@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
-from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, power_word
+from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, WordScales, power_word
 from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
 from cute_kernels.formats.weights.integers import SCALE_LIMIT
 
@@ -79,14 +79,8 @@ class Fp8Format(WeightFormat):
 
 
 @dataclass(frozen=True, eq=False)
-class FloatFp8(Fp8Format):
-    """fp32 scales: of groups, or of rows.
-
-    Their four bytes are stored as int32 for bf16 activations and as uint32 for fp16 ones: so a module's ``half()`` and
-    ``to(dtype)`` round none of them.
-    """
-
-    scale_bytes: ClassVar[int] = 4
+class FloatFp8(WordScales, Fp8Format):
+    """fp32 scales: of groups, or of rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,15 +90,6 @@ class FloatFp8(Fp8Format):
     @property
     def scales_name(self) -> str:
         return f"{super().scales_name}f32"
-
-    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.int32 if dtype == torch.bfloat16 else torch.uint32
-
-    def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
-        if scale_dtype not in (torch.int32, torch.uint32):
-            wanted = "bytes of fp32 as torch.int32, or as torch.uint32 for fp16 activations"
-            raise TypeError(f"scales: got dtype {scale_dtype}, want {wanted}")
-        return torch.bfloat16 if scale_dtype == torch.int32 else torch.float16
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.float().contiguous().view(self.scale_dtype(dtype))

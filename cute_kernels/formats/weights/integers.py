@@ -12,7 +12,7 @@ from cute_kernels.arguments import is_one_of
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
-GROUP_SIZES = (32, 64, 128, 256)
+GROUP_SIZES = (16, 32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `SubnormalDecoder`
 
@@ -143,7 +143,7 @@ def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = Fa
 
     Args:
         bits: 4 or 8.
-        group_size: 32, 64, 128 or 256; None, -1 or 0 for one scale per row.
+        group_size: 16, 32, 64, 128 or 256; None, -1 or 0 for one scale per row.
         zero_points: whether groups have zero points.
 
     Raises:

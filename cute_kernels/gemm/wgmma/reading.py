@@ -124,7 +124,9 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """As :meth:`load_groups`; scales are fp32 numbers."""
+        """As :meth:`load_groups`; scales are fp32 numbers, of products of decoded codes: 1 where decoding scales."""
+        if self.decoder.scales_weights:
+            return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [
             (pairs if self.config.format.scale_bytes == 4 else [self.to_float(pair) for pair in pairs], offsets)
             for pairs, offsets in self.load_groups(memory, stage, place, tile)

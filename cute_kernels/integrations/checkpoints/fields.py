@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors, is_one_of
-from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES
+from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES, symmetric_zero
 from layouts import transform
 
 PER_CHANNEL = -1  # what quantisation configurations write for one scale per output channel
@@ -93,30 +93,22 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
     return rounded
 
 
-def to_zeros(name: str, zeros: torch.Tensor, bits: int, tolerance: torch.Tensor | float, remedy: str) -> torch.Tensor:
-    """uint8 codes of floating zero points that are integers up to ``tolerance``; ``remedy`` if they are not.
+def split_zeros(
+    name: str, zeros: torch.Tensor, scales: torch.Tensor, bits: int, tolerance: torch.Tensor | float = ZERO_TOLERANCE
+) -> dict[str, torch.Tensor]:
+    """What `pack_codes` takes of floating zero points: "zeros", uint8 codes, where all of them are integers up to
+    ``tolerance`` that kernels subtract from codes; else "shifts" of what they leave, fp32 (m - zero) * scale.
 
     Raises:
-        ValueError: a zero point is no integer, or no code.
+        ValueError: a zero point is infinite or NaN.
     """
-    whole, top = zeros.round(), (1 << bits) - 1
-    off = (zeros - whole).abs()
-    if not bool((off <= tolerance).all()):
-        worst = zeros.flatten()[off.nan_to_num(torch.inf).argmax()].item()
-        raise ValueError(
-            f"{name}: got the zero point {worst:.4g}, want integers as the kernels subtract them: {remedy}"
-        )
-    if bool(((whole < 0) | (whole > top)).any()):
-        found = f"{whole.min().item():.4g} to {whole.max().item():.4g}"
-        raise ValueError(f"{name}: got zero points {found}, want codes 0 to {top}: {remedy}")
-    return whole.to(torch.uint8)
-
-
-def are_codes(zeros: torch.Tensor, bits: int, tolerance: torch.Tensor | float) -> bool:
-    """Whether floating zero points are integers, up to ``tolerance``, that kernels can subtract from codes."""
+    if not bool(zeros.isfinite().all()):
+        raise ValueError(f"{name}: got values that are not finite, want finite ones")
     whole = zeros.round()
     fits = ((zeros - whole).abs() <= tolerance) & (whole >= 0) & (whole < 1 << bits)
-    return bool(fits.all())
+    if bool(fits.all()):
+        return {"zeros": whole.to(torch.uint8)}
+    return {"shifts": (symmetric_zero(bits) - zeros.float()) * scales.float()}
 
 
 def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:

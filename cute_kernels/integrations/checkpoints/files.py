@@ -19,7 +19,6 @@ from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.operands.fp8 import check_scale, fp8_problem
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints.configuration import (
     STATIC_FP8,
     Config,
@@ -213,8 +212,6 @@ class Filling:
             full = experts.keys() == {"gate_up", "down"}
         else:
             self._check_shape(name, layer.shape, (hidden, inner) if place.role == "down" else (inner, hidden))
-            if layer.shifts is not None:
-                raise ValueError(f"{name}: got zero points of an expert that are no integers, want integers")
             experts = self._experts.setdefault(place.module, Experts(count))
             try:
                 experts.put(place.role, place.expert, layer.weight)
@@ -334,8 +331,8 @@ def _static_scale(
 
 
 def _round_activations(layer: QuantizedLinear, activations: Activations, scale: torch.Tensor | None) -> None:
-    """Has a layer's products in FP8, where its format and its shifts allow that."""
-    if fp8_problem(layer.weight_format) is not None or layer.shifts is not None:
+    """Has a layer's products in FP8, where its format allows that."""
+    if fp8_problem(layer.weight_format) is not None:
         return
     layer.activations = activations
     if scale is not None:
@@ -349,5 +346,4 @@ def _round_activations(layer: QuantizedLinear, activations: Activations, scale: 
 def _layer_of(converted: Converted, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
     if isinstance(converted, PackedExperts):
         return QuantizedExperts(converted, bias)
-    weight, shifts = (converted, None) if isinstance(converted, PackedWeight) else converted
-    return QuantizedLinear(weight, bias, shifts)
+    return QuantizedLinear(converted, bias)

@@ -8,13 +8,8 @@ import torch
 
 from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.gemm.quantize import CodesOf, pack_codes
-from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
+from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints import fields
-
-REMEDY = (
-    "HQQ fits floating ones unless it is told to round them. `hqq.layer_from_hqq` and `load_safetensors` keep them as "
-    "they are, as the shifts of a `QuantizedLinear`"
-)
 
 
 def from_hqq(
@@ -29,7 +24,10 @@ def from_hqq(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of an HQQ layer: W = (q - z) * s; only with zero points that are integers.
+    """The weight of an HQQ layer: W = (q - z) * s.
+
+    Zero points that are all codes stay zero points. Others become shifts in the dtype of the scales: W = (q - m) * s +
+    shift with the symmetric zero m and shift = (m - z) * s.
 
     Args:
         W_q: uint8, N * K * bits / 8 bytes: byte i holds, in row-major [N, K], code i in the high and code i + N * K / 2
@@ -42,52 +40,14 @@ def from_hqq(
         dtype, device: as for `from_awq`.
 
     Raises:
-        TypeError, ValueError: a tensor does not fit, or a zero point is no integer to 0.001 or no code; the message
-            names it.
+        TypeError, ValueError: a tensor does not fit; the message names it.
     """
     codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
     n, k = shape
-    return pack_codes(
-        codes_of,
-        fields.to_scales("scale", scale.reshape(n, groups), dtype),
-        fields.to_zeros("zero", zero.float().reshape(n, groups), bits, fields.ZERO_TOLERANCE, REMEDY),
-        bits=bits,
-        group_size=fields.group_size_of(k, groups, group_size),
-        shape=(n, k),
-        device=device,
-    )
-
-
-def layer_from_hqq(
-    W_q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    *,
-    shape: Sequence[int],
-    bits: int = 4,
-    group_size: int | None = None,
-    axis: int = 1,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> tuple[PackedWeight, torch.Tensor | None]:
-    """An HQQ layer of any zero points: (weight, shifts), as `QuantizedLinear` takes them; arguments as for `from_hqq`.
-
-    Zero points that are codes become the weight's, and shifts is None. Others are split off: W = (q - m) * s + shift
-    with the symmetric zero m and shift = (m - z) * s, fp32 [N, G].
-    """
-    codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
-    n, k = shape
-    scales, zeros = fields.to_scales("scale", scale.reshape(n, groups), dtype), zero.float().reshape(n, groups)
-    if not bool(zeros.isfinite().all()):
-        raise ValueError("zero: got values that are not finite, want finite ones")
-    codes = shifts = None
-    if fields.are_codes(zeros, bits, fields.ZERO_TOLERANCE):
-        codes = zeros.round().to(torch.uint8)
-    else:
-        shifts = (symmetric_zero(bits) - zeros) * scales.float()
+    scales = fields.to_scales("scale", scale.reshape(n, groups), dtype)
+    points = {"zeros": None} | fields.split_zeros("zero", zero.float().reshape(n, groups), scales, bits)
     size = fields.group_size_of(k, groups, group_size)
-    weight = pack_codes(codes_of, scales, codes, bits=bits, group_size=size, shape=(n, k), device=device)
-    return weight, None if shifts is None else shifts.to(weight.device)
+    return pack_codes(codes_of, scales, **points, bits=bits, group_size=size, shape=(n, k), device=device)
 
 
 def dequantize(

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from cute_kernels.gemm.module import checked_shifts
 from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.gemm.quantize import with_shifts
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
@@ -19,15 +21,15 @@ from cute_kernels.integrations.checkpoints.fields import check_tensor
 from cute_kernels.integrations.checkpoints.float_codes import Names, experts_from_float_codes, from_float_codes
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
-from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
-from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, layer_from_torchao
+from cute_kernels.integrations.checkpoints.hqq import from_hqq
+from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, from_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Tensors = dict[str, torch.Tensor]
-Converted = PackedWeight | tuple[PackedWeight, torch.Tensor | None] | PackedExperts
-"""A weight, one and what `QuantizedLinear` calls shifts, or the experts of a layer."""
+Converted = PackedWeight | PackedExperts
+"""A weight, or the experts of a layer."""
 
 
 class Options(TypedDict):
@@ -46,8 +48,7 @@ class LayerFormat:
         methods: the configuration's `quant_method` that go with it.
         mark: the tensor whose name tells that a layer is of this format.
         required, optional: the tensors that are read, without "bias".
-        convert: tensors by those names, the configuration of the layer, further options -> weight, or weight and
-            shifts.
+        convert: tensors by those names, the configuration of the layer, further options -> weight.
         ignored: tensors beside them that say nothing of the result.
         dtypes: that the mark may have, in safetensors' letters; none for any.
     """
@@ -215,7 +216,7 @@ def _hqq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Conver
     size = found.get("group_size")
     if size is not None and len(shape) == 2 and size == shape[1]:
         size = None
-    return layer_from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], group_size=size, **options)
+    return from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], group_size=size, **options)
 
 
 def _torchao(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
@@ -224,9 +225,7 @@ def _torchao(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Co
         raise ValueError("weight: got no metadata in the file that says of which class it is, want torchao's")
     parts = {name.removeprefix(_TORCHAO): tensor for name, tensor in tensors.items()}
     attributes = said.get("_data")
-    return layer_from_torchao(
-        str(said.get("_type")), parts, attributes if isinstance(attributes, Mapping) else {}, **options
-    )
+    return from_tensor(str(said.get("_type")), parts, attributes if isinstance(attributes, Mapping) else {}, **options)
 
 
 def _integer(name: str, tensor: torch.Tensor) -> int:
@@ -242,9 +241,9 @@ def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torc
         return experts if device is None else experts.to(device)
     shifts = tensors.pop("shifts", None)
     weight = PackedWeight.from_state_dict(tensors)
+    weight = weight if shifts is None else with_shifts(weight, checked_shifts(shifts, weight))
     _check_dtype(dtype, weight.dtype)
-    weight = weight if device is None else weight.to(device)
-    return weight, shifts
+    return weight if device is None else weight.to(device)
 
 
 def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:

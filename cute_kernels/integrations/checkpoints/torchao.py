@@ -15,10 +15,6 @@ from layouts.transform import Transform
 
 TILE_N, STEP_K, LANES = 8, 16, 32
 INNER_STEPS = (2, 4, 8)
-REMEDY = (
-    "torchao's default fits floating ones. `torchao_tensors.layer_from_torchao` and `load_safetensors` keep them as "
-    "they are, as the shifts of a `QuantizedLinear`"
-)
 
 
 def from_torchao(
@@ -35,8 +31,8 @@ def from_torchao(
 ) -> PackedWeight:
     """The weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
 
-    INT4 is W = (q - 8) * s + z with a floating z. It can be used where z = (8 - zero) * s for an integer zero, to the
-    rounding of z in bf16; the zero point before that rounding is taken.
+    INT4 is W = (q - 8) * s + z with a floating z. Where z = (8 - zero) * s for integers, to the rounding of z in bf16,
+    the zero points before that rounding are taken; else z is kept as it is.
 
     Args:
         packed_weight: int32 [N / 8, K / (16 I), 32, I / 2] with I = 2, 4 or 8 inner k tiles (`innerKTiles`).
@@ -47,7 +43,7 @@ def from_torchao(
         group_size, dtype, device: as for `from_awq`.
 
     Raises:
-        TypeError, ValueError: a tensor does not fit, or zero points are not integers; the message names it.
+        TypeError, ValueError: a tensor does not fit; the message names it.
     """
     if int_data is not None:
         if packed_weight is not None or scale_and_zero is not None:
@@ -57,11 +53,13 @@ def from_torchao(
     # z = (8 - zero) * s was rounded to 8 bits of mantissa, and so was s.
     offsets = torch.where(scales == 0, shifts, shifts / scales)
     tolerance = offsets.abs() * 2**-8 + fields.ZERO_TOLERANCE
-    zeros = fields.to_zeros("scale_and_zero", symmetric_zero(4) - offsets, 4, tolerance, REMEDY)
+    rounded = fields.to_scales("scale_and_zero", scales, dtype or _dtype_of(scale_and_zero))
+    points = fields.split_zeros("scale_and_zero", symmetric_zero(4) - offsets, rounded, 4, tolerance)
+    points = points if "zeros" in points else {"zeros": None, "shifts": shifts}
     return pack_codes(
         codes_of,
-        fields.to_scales("scale_and_zero", scales, dtype or _dtype_of(scale_and_zero)),
-        zeros,
+        rounded,
+        **points,
         bits=4,
         group_size=fields.group_size_of(k, scales.shape[1], group_size),
         shape=(n, k),
@@ -156,7 +154,7 @@ def _from_plain(
     groups = scale.numel() // n
     if scale.numel() != n * groups or scale.shape[:1] != (n,):
         raise ValueError(f"scale: got shape {list(scale.shape)}, want [{n}] or [{n}, groups]")
-    zeros = None
+    scales, points = fields.to_scales("scale", scale.reshape(n, groups), dtype), {}
     if zero_point is not None:
         dtypes = (*floating, torch.int8, torch.int32, torch.int64)
         fields.check_tensor("zero_point", zero_point, dtypes, getattr(zero_point, "ndim", 0), "that of scale")
@@ -164,11 +162,11 @@ def _from_plain(
         if zero_point.numel() != scale.numel() or zero_point.shape[:1] != (n,):
             raise ValueError(f"zero_point: got shape {list(zero_point.shape)}, want that of scale, {list(scale.shape)}")
         codes = zero_point.reshape(n, groups).float() + symmetric_zero(8)
-        zeros = fields.to_zeros("zero_point", codes, 8, fields.ZERO_TOLERANCE, "plain INT8 weights have them")
+        points = fields.split_zeros("zero_point", codes, scales, 8)
     return pack_codes(
         lambda start, stop: int_data[start:stop].view(torch.uint8) ^ 0x80,
-        fields.to_scales("scale", scale.reshape(n, groups), dtype),
-        zeros,
+        scales,
+        **({"zeros": None} | points),
         bits=8,
         group_size=fields.group_size_of(k, groups, group_size),
         shape=(n, k),

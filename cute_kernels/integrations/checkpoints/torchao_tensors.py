@@ -25,21 +25,20 @@ KINDS = (
 )  # fmt: skip
 _FLOAT_CODES = float_codes.Names("qdata", "scale", "per_tensor_scale", optional=True)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_Layer = tuple[PackedWeight, torch.Tensor | None]
 Tensors = Mapping[str, torch.Tensor]
 Attributes = Mapping[str, Any]
 Device = torch.device | str | None
 
 
-def layer_from_torchao(
+def from_tensor(
     kind: str,
     tensors: Tensors,
     attributes: Attributes,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> _Layer:
-    """A torchao layer: (weight, shifts), as `QuantizedLinear` takes them; shifts is None where zero points are codes.
+) -> PackedWeight:
+    """The weight of a torchao layer; zero points that are no codes are kept as they are.
 
     Args:
         kind: the name of the tensor's class, one of `KINDS`.
@@ -74,7 +73,7 @@ def layer_from_torchao(
 # -- the kinds ---------------------------------------------------------------------------------------------------------
 
 
-def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
     n, k = _shape_of(attributes)
     qdata, scale, zero_point = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
@@ -94,7 +93,7 @@ def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
     )
 
 
-def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
     n, k = _shape_of(attributes)
     codes_of, scales, shifts, _ = torchao._tiles(tensors["qdata"], tensors["scale_and_zero"], (n, k))
@@ -106,11 +105,11 @@ def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
     return _packed(codes_of, rounded, shifts, form, tensors.get("act_pre_scale"), device)
 
 
-def _int8(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _int8(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     return _plain(tensors, attributes, 8, dtype, device)
 
 
-def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """Codes of up to 4 bits are kept in 4, others in 8."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
@@ -119,7 +118,7 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
     return _plain(tensors, attributes, 4 if int(name[3:]) <= 4 else 8, dtype, device)
 
 
-def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """W = number(q) * s, times per_tensor_scale: qdata [N, K] or [N, K / 2], scale [N, groups], or that in blocks."""
     if attributes.get("is_swizzled_scales"):
         qdata, block = tensors["qdata"], attributes.get("block_size")
@@ -127,7 +126,7 @@ def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
             raise ValueError(f"block_size: got {block!r}, want an integer")
         k = qdata.shape[-1] * (2 if qdata.dtype == torch.uint8 else 1)
         tensors = {**tensors, "scale": _unblocked(tensors["scale"], qdata.shape[0], -(-k // block))}
-    return float_codes.from_float_codes(tensors, _FLOAT_CODES, dtype=dtype, device=device), None
+    return float_codes.from_float_codes(tensors, _FLOAT_CODES, dtype=dtype, device=device)
 
 
 def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
@@ -139,7 +138,9 @@ def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     return by_block.permute(0, 3, 2, 1, 4).reshape(128 * tall, 4 * wide)[:n, :groups].contiguous().view(scale.dtype)
 
 
-def _plain(tensors: Tensors, attributes: Attributes, bits: int, dtype: torch.dtype | None, device: Device) -> _Layer:
+def _plain(
+    tensors: Tensors, attributes: Attributes, bits: int, dtype: torch.dtype | None, device: Device
+) -> PackedWeight:
     """W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
@@ -173,7 +174,7 @@ def _packed(
     form: tuple[int, int | None, tuple[int, int]],
     input_scale: torch.Tensor | None,
     device: Device,
-) -> _Layer:
+) -> PackedWeight:
     """W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
     bits, group_size, shape = form
     zeros = None
@@ -185,24 +186,24 @@ def _packed(
         if (
             not bool(((wide == 0) & (shifts != 0)).any())
             and bool(((exact.round() - symmetric_zero(bits)) * wide == -shifts).all())
-            and fields.are_codes(exact, bits, 0.25)
+            and "zeros" in (points := fields.split_zeros("zero_point", exact, wide, bits, 0.25))
         ):
-            zeros, shifts = exact.round().to(torch.uint8), None
+            zeros, shifts = points["zeros"], None
     if input_scale is not None:
         if input_scale.numel() != shape[1]:
             raise ValueError(f"act_pre_scale: got shape {list(input_scale.shape)}, want [{shape[1]}]")
         input_scale = fields.to_scales("act_pre_scale", input_scale.reshape(-1), scales.dtype)
-    weight = pack_codes(
+    return pack_codes(
         codes_of,
         scales,
         zeros,
         bits=bits,
         group_size=group_size,
         shape=shape,
+        shifts=shifts,
         input_scale=input_scale,
         device=device,
     )
-    return weight, None if shifts is None else shifts.to(weight.device)
 
 
 def _shape_of(attributes: Mapping[str, Any]) -> tuple[int, int]:

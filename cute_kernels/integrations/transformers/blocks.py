@@ -253,7 +253,7 @@ class OrderedInputs:
 
 def wants_order(layer: nn.Module) -> bool:
     """Whether a layer is quantised, has its inputs in act-order, and nothing else to do with them."""
-    return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is layer.shifts is None
+    return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is None
 
 
 class MlpBlock(Block):

@@ -79,7 +79,7 @@ class Product:
     def may_defer(self) -> bool:
         """Whether the layer is its product and nothing else, which nobody looks at; but for a bias."""
         layer = self.layer
-        if type(layer) is not QuantizedLinear or layer.shifts is not None or layer.batch_invariant:
+        if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False
         return layer.activations is None and not has_hooks(layer) and "forward" not in vars(layer)
 

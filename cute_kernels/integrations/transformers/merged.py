@@ -18,7 +18,7 @@ from cute_kernels.gemm import PackedWeight, QuantizedLinear, interleave_weights,
 from cute_kernels.gemm.quantize import pack
 from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N, rows_of
 
-_TENSORS = (*TENSOR_NAMES, "bias", "shifts")
+_TENSORS = (*TENSOR_NAMES, "bias")
 _SHARED = ("perm", "input_scale")
 """Tensors of a layer over its inputs: layers that are merged have the same ones."""
 
@@ -101,7 +101,7 @@ def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
 def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows: int) -> QuantizedLinear:
     fields: dict[str, Any] = {name: tensors[name] for name in TENSOR_NAMES}
     form: dict[str, Any] = {"format": like.weight_format, "shape": (rows, like.in_features)}
-    layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"], tensors["shifts"])
+    layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"])
     layer.batch_invariant, layer.activations = like.batch_invariant, like.activations
     return layer.train(like.training)
 
@@ -136,7 +136,7 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
     layers = [part for part in parts if type(part) is QuantizedLinear]
     if len(layers) < len(parts):
         return None
-    if any(layer.shifts is not None or not _have_one_form(layers[0], layer) for layer in layers):
+    if not all(_have_one_form(layers[0], layer) for layer in layers):
         return None
     if len(layers) == 2:
         gate, up = layers

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, blocks, quantized_linear
+from cute_kernels.formats.weights import shifted
 from cute_kernels.integrations.checkpoints import hqq, torchao
 from cute_kernels.integrations.checkpoints.gptq import words_of_v2
 from tests.integrations.checkpoints import goldens
@@ -161,17 +162,21 @@ def test_hqq(bits, n, group):
     assert_exact(packed, golden)
 
 
-def test_hqq_zero_points_between_codes_are_refused_and_can_be_dequantised():
-    golden = goldens.layer(group=64)
+@pytest.mark.parametrize("more", [0.25, 12.0], ids=["between codes", "beyond codes"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_hqq_zero_points_that_are_no_codes_are_kept(bits, more):
+    """Exactly but for one rounding of (m - zero) * scale to the dtype of the scales."""
+    golden = goldens.layer(group=64, bits=bits)
     tensors = goldens.hqq(golden)
-    tensors["zero"] = tensors["zero"] + 0.25
-    with pytest.raises(
-        ValueError, match=r"^zero: got the zero point \d+\.25, want integers .* `hqq.layer_from_hqq` and"
-    ):
-        PackedWeight.from_hqq(**tensors, shape=golden.shape)
-    quarter = golden.scales.double().repeat_interleave(64, dim=1) / 4
-    got = hqq.dequantize(tensors["W_q"], tensors["scale"], tensors["zero"], shape=golden.shape)
-    torch.testing.assert_close(got.double(), golden.dense - quarter, rtol=1e-6, atol=1e-9)
+    tensors["zero"] = tensors["zero"] + more
+    steps = golden.scales.double().repeat_interleave(64, dim=1) * more
+    got = hqq.dequantize(tensors["W_q"], tensors["scale"], tensors["zero"], shape=golden.shape, bits=bits)
+    torch.testing.assert_close(got.double(), golden.dense - steps, rtol=1e-6, atol=1e-9)
+    packed = PackedWeight.from_hqq(**tensors, shape=golden.shape, bits=bits)
+    assert packed.format is shifted(bits, 64)
+    error = (packed.dequantize(FP64) - (golden.dense - steps)).abs()
+    middle = 1 << (bits - 1)
+    assert (error <= 2.0**-11 * middle * 2 * golden.scales.double().repeat_interleave(64, dim=1)).all()
 
 
 # -- torchao -----------------------------------------------------------------------------------------------------------
@@ -190,18 +195,19 @@ def test_torchao_padding_is_cut_off():
     assert packed.shape == (70, 800) and torch.equal(packed.dequantize(FP64), golden.dense[:70, :800])
 
 
-def test_torchao_shifts_between_codes_are_refused_and_can_be_dequantised():
+def test_torchao_shifts_between_codes_are_kept_bit_by_bit():
     golden = goldens.layer(72, 256, 64, dtype=BF16)
     tensors = goldens.tinygemm(golden)
     shifts = torch.rand(4, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
     tensors["scale_and_zero"][..., 1] = shifts
-    with pytest.raises(ValueError, match="^scale_and_zero: got .* `torchao_tensors.layer_from_torchao`"):
-        PackedWeight.from_torchao(**tensors)
+    packed = PackedWeight.from_torchao(**tensors)
     scales, shifts = (values.repeat_interleave(64, dim=1) for values in (golden.scales.double(), shifts.T.double()))
     want = (torch.tensor(golden.codes).double() - 8) * scales + shifts
     torch.testing.assert_close(
         torchao.dequantize(tensors["packed_weight"], tensors["scale_and_zero"]).double(), want, rtol=1e-6, atol=1e-7
     )
+    assert packed.format is shifted(4, 64) and torch.equal(packed.dequantize(torch.float32), want.float())
+    assert torch.equal(packed.dequantize(), want.bfloat16())
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from cute_kernels.formats.weights import ShiftedFormat
 from cute_kernels.integrations.checkpoints import load_safetensors
 from tests.integrations.checkpoints.make_files import FLOATS as FLOAT_FILES
 from tests.integrations.checkpoints.make_files import MADE, K
@@ -38,16 +39,15 @@ def test_a_layer_computes_with_the_weight_that_the_project_dequantises(name, tmp
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(0)).half()
     exact = x.double() @ want.T
     w = layer.weight.dequantize(torch.float64)
-    if layer.shifts is not None:
-        w += layer.shifts.double().repeat_interleave(layer.group_size or K, dim=1)[:, :K]
     # What is in fp16 or is a small integer is kept; bf16 and fp32 scales are rounded to fp16 once.
     assert (w - want).abs().max() <= 2.0**-11 * want.abs().max()
     assert ((layer(x).double() - exact).norm() / exact.norm()) < 2e-3
 
 
-def test_zero_points_that_are_no_integers_become_shifts_and_others_codes():
-    shifted = {name: read(MADE / name, torch.float16).shifts is not None for name in NAMES}
-    assert {name for name, has in shifted.items() if has} == {"hqq4", "hqq8", "torchao_int4"}
+def test_zero_points_that_are_no_integers_stay_floating_and_others_become_codes():
+    forms = {name: read(MADE / name, torch.float16).weight_format for name in NAMES}
+    floating = {name for name, form in forms.items() if isinstance(form, ShiftedFormat)}
+    assert floating == {"hqq4", "hqq8", "torchao_int4"}
     assert read(MADE / "hqq4_round_zero", torch.float16).zeros is not None
 
 
