@@ -336,7 +336,7 @@ def test_a_layer_with_shifts_comes_back_through_its_state_dict_and_compiles():
     other = QuantizedLinear.from_linear(dense_layer(), 8)
     other.load_state_dict(layer.state_dict())
     x = numbers(3, 100)
-    assert torch.equal(other(x), layer(x)) and "w4_g32f" in repr(other)
+    assert torch.equal(other(x), layer(x)) and "w4f_g32" in repr(other)
     torch.compiler.reset()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

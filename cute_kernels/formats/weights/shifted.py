@@ -7,7 +7,7 @@ multiply-add of torchao's own kernels rounds it.
 
 | key | groups |
 |---|---|
-| `w4_g64f`, `w8_g64f` | 64 inputs of a row; 16, 32, 128 and 256 as well |
+| `w4f_g64`, `w8f_g64` | 64 inputs of a row; 16, 32, 128 and 256 as well |
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class ShiftedFormat(WordScales, WeightFormat):
 
     @property
     def codes_name(self) -> str:
-        return f"w{self.bits}"
-
-    @property
-    def scales_name(self) -> str:
-        return f"g{self.group_size}f"
+        return f"w{self.bits}f"
 
     @property
     def title(self) -> str:
