@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.gemm import deferred, fp8, ops
+from cute_kernels.gemm.activations import ActivationFunction
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.layer import call as layer_call
@@ -49,7 +50,7 @@ def quantized_linear(
     bias: torch.Tensor | None = None,
     *,
     residual: torch.Tensor | None = None,
-    activation: Activation | None = None,
+    activation: Activation | ActivationFunction | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -72,8 +73,9 @@ def quantized_linear(
         weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
         bias: [N] in x's dtype.
         residual: added last, of the result's shape and dtype. It may be ``out``.
-        activation: None, "silu", "gelu" (the exact one, with erf) or "swiglu": silu(gate) * up, where the weight's even
-            rows make gate and its odd rows make up, so the result has N / 2 columns.
+        activation: None, "silu", "gelu" (the exact one, with erf), or "swiglu": silu(gate) * up, where the weight's
+            even rows make gate and its odd rows make up, so the result has N / 2 columns; or any of
+            `cute_kernels.gemm.activations`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
             On CUDA, K is then cut into parts by the weight's shape and format and the number of SMs alone, which may
@@ -89,7 +91,7 @@ def quantized_linear(
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
 
     Returns:
-        [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.
+        [..., N], or [..., N / 2] of a gated activation, in ``out_dtype``.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.

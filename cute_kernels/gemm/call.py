@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.arguments import check_flag, check_number, check_tensors, share_memory
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
-from cute_kernels.gemm.reference import ACTIVATIONS, out_features
+from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, check_place
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
@@ -25,7 +25,7 @@ class LinearCall(NamedTuple):
     weight: PackedWeight | WeightTensors
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
-    activation: str | None = None
+    activation: str | ActivationFunction | None = None
     out_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
@@ -104,10 +104,11 @@ def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.devic
 
 
 def check_activation(activation: object, n: int) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, want None, {', '.join(map(repr, ACTIVATIONS))}")
-    if activation == "swiglu" and n % 2:
-        raise ValueError(f"activation: got 'swiglu' for a weight of {n} rows, want an even number: gate and up in turn")
+    found = activation_named(activation)
+    if found is not None and found.gated and n % 2:
+        raise ValueError(
+            f"activation: got {found.name!r} for a weight of {n} rows, want an even number: gate and up in turn"
+        )
 
 
 def check_options(
@@ -116,7 +117,7 @@ def check_options(
     *,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    activation: str | None,
+    activation: object,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.dtype:
@@ -170,7 +171,7 @@ def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tens
 
 
 def check_result(
-    name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: str | None, out_dtype: torch.dtype
+    name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: object, out_dtype: torch.dtype
 ) -> None:
     """Raises TypeError or ValueError unless ``tensor`` (residual or out) has dtype, shape and place of the result."""
     check_tensors(**{name: tensor})

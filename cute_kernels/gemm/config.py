@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
 from cute_kernels.gemm.arguments import STREAM_KERNEL, Kernel
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
@@ -21,8 +22,7 @@ FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns
 ALIGNMENT = 128  # bytes, of what bulk copies fill
 
 
-# What a launch says by numbers: the activation, and the dtype of the output.
-NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
+# What a launch says by a number: the dtype of the output.
 BF16, FP16, FP32 = range(3)
 
 
@@ -102,6 +102,7 @@ class LinearConfig(Generic[ActivationsT]):
         epilogue_warps: warps that add up, store and combine results.
         activations: how x reaches shared memory.
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
+        activation: of results; None: one of the standard ones, or none, as the launch says.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -117,6 +118,7 @@ class LinearConfig(Generic[ActivationsT]):
     epilogue_warps: int = 4
     activations: ActivationsT = SLICES  # type: ignore[assignment]
     use_pdl: bool = False
+    activation: ActivationFunction | None = None
 
     @property
     def group_size(self) -> int:
@@ -250,7 +252,8 @@ class LinearConfig(Generic[ActivationsT]):
         weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
-        return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}{self.activations.name}"
+        ends = f"{'_pdl' if self.use_pdl else ''}{self.activations.name}{symbol_of(self.activation)}"
+        return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""

@@ -17,6 +17,7 @@ import torch
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import ops
+from cute_kernels.gemm.activations import activation_named, config_of
 from cute_kernels.gemm.call import (
     LinearCall,
     check_apart,
@@ -30,7 +31,7 @@ from cute_kernels.gemm.call import (
 from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import NORM_VECTOR, DeferredParts, NormedRows, left_to_next
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product, problem_of, tile_product
+from cute_kernels.gemm.product import Product, problem_of, tile_product
 from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightForm, WeightTensors
@@ -58,12 +59,14 @@ class Side(NamedTuple):
 
 @per_gpu
 @lru_cache(maxsize=4096)
-def deferred_product_of(m: int, side: Side, dtype: torch.dtype, device: int, kind: DeferredKind) -> Product | None:
+def deferred_product_of(
+    m: int, side: Side, dtype: torch.dtype, device: int, kind: DeferredKind, activation: object = None
+) -> Product | None:
     """The product of ``m`` rows on one side of a deferred norm; None if its kernel is not, or is not there and nobody
     may wait for the compiler."""
     if dtype != torch.bfloat16 or (side.n if kind == GIVES else side.k) % STEP_N or not is_supported(device):
         return None
-    problem = problem_of(m, *side, dtype, device)
+    problem = problem_of(m, *side, dtype, device, activation=activation)
     schedule = beside_a_norm(problem, schedule_for(problem), kind)
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
@@ -155,7 +158,7 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     if product is None:
         return apart
     numbers: dict[str, Any] = {"offset": float(call.offset)}
-    send = product.bound(n, ACTIVATIONS[None], OUT_KINDS[x.dtype], **numbers)
+    send = product.bound(n, None, x.dtype, **numbers)
     new_rows, new_scaled = blank((*x.shape[:-1], n), x.dtype), blank((m, n), x.dtype)
     new_squares = blank((m, n // SQUARES_N), torch.float32)
 
@@ -289,18 +292,20 @@ def _taking_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor]:
     rows, weight, index = call.x.rows, call.weight, call.x.rows.get_device()
     (n, k), m = weight.shape, rows.numel() // weight.shape[1]
     out_dtype = result_dtype(call.out_dtype, rows, call.out)
-    plain = call.residual is None and call.activation != "swiglu"
-    whole = n % (2 * PIECE if call.activation == "swiglu" else PIECE) == 0
+    activation = activation_named(call.activation)
+    gated = activation is not None and activation.gated
+    plain = call.residual is None and not gated
+    whole = n % (2 * PIECE if gated else PIECE) == 0
     # Results that the kernel stages in fp32 go the other way: see `TakingStore`.
     packed = out_dtype == rows.dtype and whole and _aligned(call.residual, call.out)
-    packed = packed and (call.residual is None or call.activation is None)
+    packed = packed and (call.residual is None or activation is None)
     product = None
     if weight.form.comes_as_it_is and (packed or (out_dtype == torch.float32 and plain)):
-        product = deferred_product_of(m, Side(n, k, weight.format), rows.dtype, index, TAKES)
+        product = deferred_product_of(m, Side(n, k, weight.format), rows.dtype, index, TAKES, config_of(activation))
     if product is None or not (packed or stores_floats(product)):
         return Plan(index, take_apart)
     numbers: dict[str, Any] = {"parts": k // SQUARES_N, "inverse_k": 1.0 / k, "eps": float(call.x.norm_eps)}
-    send: Callable[..., Any] = product.bound(n, ACTIVATIONS[call.activation], OUT_KINDS[out_dtype], **numbers)
+    send: Callable[..., Any] = product.bound(n, call.activation, out_dtype, **numbers)
     new_out = blank(call._replace(x=rows).result_shape, out_dtype)
 
     def launch(call: LinearCall) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import ops
+from cute_kernels.gemm.activations import out_features
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.deferred import GivingCall, Side, give, no_launch_between, take
 from cute_kernels.gemm.normed import DeferredParts, left_to_next
 from cute_kernels.gemm.ops import of_plain, weight_of
-from cute_kernels.gemm.reference import out_features
 from cute_kernels.gemm.wgmma.deferred_config import SQUARES_N
 from cute_kernels.norm import rms_norm
 from cute_kernels.runtime.gpu import GPU

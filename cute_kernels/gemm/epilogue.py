@@ -13,7 +13,6 @@ order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,14 +21,12 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import Poll, Published, publish, reset
-from cute_kernels.gemm.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
+from cute_kernels.gemm.activate import Activate
+from cute_kernels.gemm.config import BF16, FEW_SEGMENTS, FP32, LinearConfig
 
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
-# log2 of the normal distribution's tail beyond m, by powers of m: weighted for `gelu`, fitted to m = 9.
-LOG2_TAIL = (-0.99999905, -1.1511477, -0.45891485, -0.053249456, 0.0079946239, -0.00074869645, 3.1395331e-05)
-GELU_END = 14.0  # where the tail is 2**-112: from there on gelu(x) is x, and gelu(-x) as good as 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ class Epilogue:
         self.config = config
         self.num_threads = config.epilogue_warps * WARP_THREADS
         self.row_vectors = config.block_rows // VECTOR
+        self.activate = Activate(config.activation)
 
     @cute.jit
     def run(self, operands, memory, work, tid, lane):
@@ -186,8 +184,7 @@ class Epilogue:
     def target_in(self, shape, block, token, vector, first_bias):
         """As `target_of`, of a row of the output; first_bias: the bias of the first output feature."""
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
-        gated = shape.activation == SWIGLU
-        halves = cutlass.select_(gated, Int32(1), Int32(0))
+        halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         columns, column = shape.n >> halves, row >> halves
         count = cutlass.min(shape.n - row, VECTOR) >> halves
         return Target(row, Int64(token) * columns + column, count, first_bias + row)
@@ -210,15 +207,7 @@ class Epilogue:
         """Activation and residual of four neighbouring results of a token, and their output."""
         for i in cutlass.range_constexpr(VECTOR):
             results[i] = results[i] + extras[i]
-        if shape.activation == SWIGLU:
-            for i in cutlass.range_constexpr(VECTOR // 2):
-                results[i] = silu(results[2 * i]) * results[2 * i + 1]
-        elif shape.activation == SILU:
-            for i in cutlass.range_constexpr(VECTOR):
-                results[i] = silu(results[i])
-        elif shape.activation == GELU:
-            for i in cutlass.range_constexpr(VECTOR):
-                results[i] = gelu(results[i])
+        self.activate.neighbours(shape, results, VECTOR)
         for i in cutlass.range_constexpr(VECTOR):
             results[i] = results[i] + extras[VECTOR + i]
         self.store_elements(operands.out, target.place, results, target.count, shape.out_kind)
@@ -268,23 +257,3 @@ class Epilogue:
                     if i < count:
                         half = words[i // 2] >> (16 * (i % 2))
                         numbers.store_global_part(address + 2 * i, 0, half, 2)
-
-
-def silu(x: Float32) -> Any:
-    """x / (1 + exp(-x))."""
-    return x * ptx.reciprocal(Float32(1.0) + ptx.exp2(x * -ptx.LOG2_E))
-
-
-def gelu(x: Float32) -> Any:
-    """x (1 + erf(x / sqrt 2)) / 2, as max(x, 0) - |x| P(|x|), P(m) the normal distribution's tail beyond m: nothing
-    cancels where x is negative.
-
-    log2 P is as smooth as a parabola, so a polynomial and one exp2 have P. The result is off by at most 2.7e-7, and by
-    3.6e-7 of x; 1 + erf in fp32 is by 1.2e-6. 10 instructions with one slow function, where erfc as exp(-z z) times a
-    polynomial of 1 / (1 + 0.3276 z) takes 14 with two.
-    """
-    magnitude = numbers.min_or_nan(ptx.absolute(x), Float32(GELU_END))  # infinity times 0 is NaN, and NaN stays
-    tail = Float32(LOG2_TAIL[-1])
-    for factor in reversed(LOG2_TAIL[:-1]):
-        tail = ptx.fma(tail, magnitude, Float32(factor))
-    return ptx.fma(-magnitude, ptx.exp2(tail), ptx.fmax(x, Float32(0.0)))

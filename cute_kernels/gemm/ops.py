@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
+from cute_kernels.gemm.activations import name_of, out_features
 from cute_kernels.gemm.call import LinearCall, check, key_of, result_dtype
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.plan import make_plan, without_rows
-from cute_kernels.gemm.reference import linear_reference, out_features, prepare_input
+from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import forgotten
 from cute_kernels.runtime.operator import Operator, Routes, launcher
@@ -44,8 +45,8 @@ def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor
     columns, out_dtype = out_features(n, call.activation), result_dtype(call.out_dtype, x, call.out)
     result = work(
         rows, weight.codes, weight.scales, weight.zeros, call.bias,
-        None if residual is None else _rows(residual, columns), weight.format.key, n, k, call.activation, out_dtype,
-        call.batch_invariant,
+        None if residual is None else _rows(residual, columns), weight.format.key, n, k, name_of(call.activation),
+        out_dtype, call.batch_invariant,
     )  # fmt: skip
     if x.dim() != 2:
         result = result.view(*x.shape[:-1], columns)

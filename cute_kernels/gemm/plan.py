@@ -14,7 +14,7 @@ from cute_kernels.gemm.call import LinearCall, result_dtype
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product, factored_product_of, problem_of, product_of
+from cute_kernels.gemm.product import Product, factored_product_of, problem_of, product_of
 from cute_kernels.gemm.reference import prepare_input
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
@@ -45,10 +45,10 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     if m == 0:
         return None
     index = x.get_device()
-    problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant)
+    problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant, call.activation)
     product, prepare, factors, numbers = inputs_of(call, problem, index)
     out_dtype = result_dtype(call.out_dtype, x, call.out)
-    send = product.bound(n, ACTIVATIONS[call.activation], OUT_KINDS[out_dtype], **numbers)
+    send = product.bound(n, call.activation, out_dtype, **numbers)
     new_out = blank(call.result_shape, out_dtype)
     matrix = None if x.dim() == 2 or prepare is not None else (m, k)
     copies_residual = residual is not None and not residual.is_contiguous()

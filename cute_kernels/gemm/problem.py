@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.activations.base import ActivationFunction
 from cute_kernels.gemm.config import LinearConfig
 from layouts.weights.hopper import TILE_N
 
@@ -20,6 +21,7 @@ class LinearProblem:
         k_pad: K as packed.
         format, dtype: as in :class:`LinearConfig`.
         batch_invariant: whether a row's result must not depend on how many others there are.
+        activation: as in :class:`LinearConfig`.
     """
 
     m: int
@@ -31,6 +33,7 @@ class LinearProblem:
     use_pdl: bool = False
     num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
+    activation: ActivationFunction | None = None
 
     @property
     def num_tiles(self) -> int:
@@ -38,8 +41,8 @@ class LinearProblem:
 
 
 def weight_fields(problem: object) -> dict[str, Any]:
-    """What a configuration has of a problem's weights, dense or of experts."""
-    return {name: getattr(problem, name) for name in ("format", "dtype")}
+    """What a configuration has of a problem, dense or of experts."""
+    return {name: getattr(problem, name) for name in ("format", "dtype", "activation")}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class GroupedProblem:
     Attributes:
         places: rows of the result, at least 1.
         num_experts: 1 to `cute_kernels.gemm.experts.schedule.MAX_EXPERTS`.
-        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `LinearProblem`; n and k of one expert.
+        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant, activation: as in `LinearProblem`; n
+            and k of one expert.
     """
 
     places: int
@@ -62,10 +66,12 @@ class GroupedProblem:
     use_pdl: bool = True
     num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
+    activation: ActivationFunction | None = None
 
     def dense(self, m: int) -> LinearProblem:
         """One expert's product with ``m`` rows."""
-        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
+        own = self.use_pdl, self.num_sms, False, self.activation
+        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, *own)
 
     def max_entries(self, capacity: int) -> int:
         """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.activations import config_of, number_of
 from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
-from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.gemm.config import BF16, FP16, FP32
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.schedule import StreamSchedule
@@ -35,7 +36,6 @@ from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 
-ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
 """Addresses that the launch of any dense product takes beside x, by name."""
@@ -60,12 +60,13 @@ class Product:
     device_index: int
     bind: Bind
 
-    def bound(self, n: int, activation: int, out_kind: int, **added: object) -> Callable[..., Any]:
+    def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
         """What launches calls that have these numbers in common, on the current stream of the current device.
 
-        It takes x [m, k], on 16 bytes, k a multiple of 8, and addresses by name.
+        activation: by name, or as such; one that is not standard is that of the problem. It takes x [m, k], on 16
+        bytes, k a multiple of 8, and addresses by name.
         """
-        return self.bind({"n": n, "activation": activation, "out_kind": out_kind, **added})
+        return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 
 
 def of_kernel(
@@ -105,9 +106,16 @@ def workspace(device_index: int, num_words: int) -> int:
 
 
 def problem_of(
-    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool = False
+    m: int,
+    n: int,
+    k: int,
+    form: WeightFormat,
+    dtype: torch.dtype,
+    device: int,
+    batch_invariant: bool = False,
+    activation: object = None,
 ) -> LinearProblem:
-    """A product of ``m`` rows on a CUDA device."""
+    """A product of ``m`` rows on a CUDA device; activation: by name, or as such."""
     return LinearProblem(
         m=m,
         n=n,
@@ -117,6 +125,7 @@ def problem_of(
         dtype=DTYPES[dtype],
         num_sms=GPU.num_sms(device),
         batch_invariant=batch_invariant,
+        activation=config_of(activation),
     )
 
 

@@ -5,29 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
 
+from cute_kernels.gemm.activations import ActivationFunction, activation_named
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, row_blocks
-
-ACTIVATIONS = ("silu", "gelu", "swiglu")
-
-
-def out_features(n: int, activation: str | None) -> int:
-    """Columns of the result for a weight of ``n`` rows: "swiglu" halves them."""
-    return n // 2 if activation == "swiglu" else n
-
-
-def activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """``activation`` of y [..., N]: silu(y); gelu(y), the exact one with erf; or, for "swiglu", [..., N / 2] with
-    silu(gate) * up, where even rows of the weight make the gate and odd rows make up.
-    """
-    if activation == "silu":
-        return functional.silu(y)
-    if activation == "gelu":
-        return functional.gelu(y)
-    if activation == "swiglu":
-        return functional.silu(y[..., ::2]) * y[..., 1::2]
-    return y
 
 
 def prepare_input(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
@@ -43,7 +23,7 @@ def linear_reference(
     bias: torch.Tensor | None = None,
     *,
     residual: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: str | ActivationFunction | None = None,
     out_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
@@ -54,7 +34,7 @@ def linear_reference(
     ``compute_dtype``, and the result is rounded once to ``out_dtype`` (default x's).
 
     Args:
-        x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] for "swiglu".
+        x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] of a gated activation.
         batch_invariant: whether each row is computed by itself. A product's order of sums goes by how many rows it has,
             and a function's last bits by where vector instructions end.
     """
@@ -67,7 +47,9 @@ def linear_reference(
             y[..., first * TILE_N : first * TILE_N + w.shape[0]] = computed(lambda rows, w=w: rows @ w.T, inputs)
     if bias is not None:
         y += bias
-    y = computed(lambda rows: activate(rows, activation), y)
+    function = activation_named(activation)
+    if function is not None:
+        y = computed(function.of_rows, y)
     if residual is not None:
         y = y + residual
     return y.to(out_dtype or x.dtype)

@@ -259,11 +259,12 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
         biases[own] = meta_tensor((count, n), form["dtype"])
+    activation = activation_of(weights) or "swiglu"
     if alone:
         kept = (biases["gate_up"], biases["down"]) if has_biases(weights) else None
-        layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation_of(weights))
+        layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation)
     else:
-        layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))
+        layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block), activation=activation)
     layer.batch_invariant = pair["down"]["batch_invariant"]
     for own, weight in experts.items():
         _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import re
 import typing
@@ -146,7 +147,8 @@ def _plain(value: object) -> Any:
     plain = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     for name in unclear_fields(type(value)):
         kind = type(getattr(value, name))
-        plain[name] = {"class": f"{kind.__module__}:{kind.__qualname__}", **plain[name]}
+        if plain[name] is not None:
+            plain[name] = {"class": f"{kind.__module__}:{kind.__qualname__}", **plain[name]}
     return plain
 
 
@@ -158,10 +160,11 @@ def unclear_fields(config: type) -> tuple[str, ...]:
 
 
 def _is_unclear(declared: object) -> bool:
-    """Whether it is an abstract class, or a union of dataclasses with the same fields."""
-    kinds = [_told_by(each) for each in typing.get_args(declared) if dataclasses.is_dataclass(each)]
+    """Whether it is an abstract class, or None or such, or a union of dataclasses with the same fields."""
+    options = typing.get_args(declared)
+    kinds = [_told_by(each) for each in options if dataclasses.is_dataclass(each)]
     bound = declared.__bound__ if isinstance(declared, typing.TypeVar) else declared
-    return len(set(kinds)) < len(kinds) or isinstance(bound, ABCMeta)
+    return len(set(kinds)) < len(kinds) or isinstance(bound, ABCMeta) or any(map(inspect.isabstract, options))
 
 
 def _told_by(kind: Any) -> tuple[Any, ...]:

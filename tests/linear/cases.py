@@ -11,7 +11,7 @@ from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.formats.weights.base import with_row_scales
 from cute_kernels.gemm.normed import DeferredParts, NormedRows, left_to_next
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, Product
+from cute_kernels.gemm.product import Product
 from cute_kernels.gemm.quantize import DTYPES, pack_codes
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, padded_shape
 from layouts import transform
@@ -116,5 +116,5 @@ def launch_product(product: Product, x: torch.Tensor, weight: Any, out: torch.Te
     """Launches a dense product that writes ``out``. options: activation; bias and residual, tensors."""
     given = {"zeros": weight.zeros, "bias": options.get("bias"), "residual": options.get("residual")}
     addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
-    send = product.bound(weight.shape[0], ACTIVATIONS[options.get("activation")], OUT_KINDS[out.dtype])
+    send = product.bound(weight.shape[0], options.get("activation"), out.dtype)
     send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)

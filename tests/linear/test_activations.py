@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.gemm import epilogue
+from cute_kernels.gemm.activate import MATH
+from cute_kernels.gemm.activations import Gelu
 from simulator import Float32, Warp, running
 
 
@@ -17,7 +18,7 @@ def gelu(values: np.ndarray) -> np.ndarray:
     """By lanes, 32 at a time."""
     warp = Warp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
     with running(warp), np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        return np.concatenate([np.asarray(epilogue.gelu(Float32(part))) for part in values.reshape(-1, 32)])
+        return np.concatenate([np.asarray(Gelu().device(MATH, Float32(part))) for part in values.reshape(-1, 32)])
 
 
 def test_gelu_is_nearer_to_fp64_than_erf_in_fp32():

@@ -6,7 +6,6 @@ import torch
 
 from cute_kernels.gemm.experts import PackedExperts
 from cute_kernels.gemm.experts.product import GroupedProduct
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS
 
 
 def launch_grouped(
@@ -22,5 +21,5 @@ def launch_grouped(
     """Launches a product that writes ``out``. places: offsets and rows, or ids."""
     given = {"zeros": weight.zeros, "bias": bias, **places}
     addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
-    send = product.bound(weight.shape[0], ACTIVATIONS[activation], OUT_KINDS[out.dtype])
+    send = product.bound(weight.shape[0], activation, out.dtype)
     send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)

@@ -18,6 +18,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
+from cute_kernels.gemm.activations import number_of, out_features
 from cute_kernels.gemm.config import BF16, FP32, LinearConfig
 from cute_kernels.gemm.experts import kernel as moe_kernel
 from cute_kernels.gemm.experts import work as moe_work
@@ -33,7 +34,6 @@ from cute_kernels.gemm.experts.schedule import (
 )
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
-from cute_kernels.gemm.product import ACTIVATIONS
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -127,7 +127,7 @@ def launch(
     run_on(machine)
     config = schedule.config
     n, places = weight.shape[0], (x if rows is None else rows).shape[0]
-    shape = (places, n // 2 if activation == "swiglu" else n)
+    shape = (places, out_features(n, activation))
     codes, scales, zeros = (machine.put(tensor) for tensor in (weight.codes, weight.scales, weight.zeros))
     out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
     workspace = machine.put(torch.full((schedule.workspace_words,), EMPTY, dtype=torch.int32))
@@ -148,7 +148,7 @@ def launch(
             GROUPED, given, *addresses, n, schedule.num_tiles, schedule.k_blocks, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
-            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
+            number_of(activation), {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
         moe_kernel.GroupedKernel.launch(kernel, arguments, None)
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)

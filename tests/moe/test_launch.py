@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
+from cute_kernels.gemm.activations import number_of
 from cute_kernels.gemm.experts import PackedExperts, fused_moe, grouped_linear, ops, plan
 from cute_kernels.gemm.experts import call as checks
 from cute_kernels.gemm.experts import product as products_of
@@ -355,10 +355,11 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     assert all(one.finds_ids for one in made_plan.products)
     slots = [one.schedule.x_slots for one in made_plan.products]
     assert first[5:] == (
-        ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), 0, True, SWIGLU, OUT_KINDS[BF16],
+        ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), 0, True, number_of("swiglu"),
+        OUT_KINDS[BF16],
     )  # fmt: skip
     assert second[5:] == (
-        ids, HIDDEN, 3, 1, *common, slots[1], words, 2**16, 0, False, NO_ACTIVATION, OUT_KINDS[torch.float32],
+        ids, HIDDEN, 3, 1, *common, slots[1], words, 2**16, 0, False, 0, OUT_KINDS[torch.float32],
     )  # fmt: skip
     assert combine[0] is result and combine[1:] == (results, ids, shares, topk, EXPERTS, 0)
     symbols = [launch.symbol for launch in launches]

@@ -20,6 +20,7 @@ from cute_kernels.device import ring
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
+from cute_kernels.gemm.activations import number_of, out_features
 from cute_kernels.gemm.config import BF16, FP32
 from cute_kernels.gemm.experts import arguments as declared
 from cute_kernels.gemm.experts import work as moe_work
@@ -32,7 +33,6 @@ from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles, Sor
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.product import ACTIVATIONS
 from cute_kernels.gemm.wgmma import limbs, loads
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -230,7 +230,7 @@ class Launch:
     ) -> torch.Tensor:
         """Launches. routing: addresses; more: sizes that the kernel of assignments is given beside the others."""
         machine, config, n = self.machine, self.config, weight.shape[0]
-        shape = (self.parts * places, n // 2 if activation == "swiglu" else n)
+        shape = (self.parts * places, out_features(n, activation))
         self.codes, self.scales = machine.put(weight.codes), machine.put(weight.scales)
         out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
         given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
@@ -248,7 +248,7 @@ class Launch:
         arguments = given_to(
             declared.ASSIGNED if more else declared.RANGES, given, self.codes, self.scales, machine.put(bias), out,
             *routing, n, num_tiles, k_blocks, self.num_ctas, len(weight), places, self.x_slots, *more, waits,
-            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
+            number_of(activation), {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
         self.kind.launch(self.kernel, arguments, None)
         return machine.get(out, shape, out_dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
@@ -20,6 +21,7 @@ from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, 
 from cute_kernels.names import Activation, GatedActivation
 
 __all__ = [
+    "ClampedSwiglu",
     "PackedExperts",
     "QuantizedMoE",
     "QuantizedRoutedExperts",
@@ -42,7 +44,7 @@ def grouped_linear(
     *,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    activation: Activation | None = None,
+    activation: Activation | ActivationFunction | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -69,8 +71,8 @@ def grouped_linear(
     than said above are undefined behaviour.
 
     Returns:
-        [places, N], or [places, N / 2] for "swiglu", in ``out_dtype``. Places behind expert_offsets[E] are 0 on the
-        CPU and not written on a GPU.
+        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places behind expert_offsets[E]
+        are 0 on the CPU and not written on a GPU.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
@@ -86,12 +88,14 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
-    activation: GatedActivation = "swiglu",
+    activation: GatedActivation | ActivationFunction = "swiglu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
+    """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
     What is between the two products is rounded to x's dtype, accumulators are in fp32 and added up in the order of j,
     so a result does not change from run to run. Nothing waits for the device. Works under
@@ -103,7 +107,8 @@ def fused_moe(
         down: [E, N, I].
         topk_weights: floating [T, topk], used as fp32.
         topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
-        activation: "swiglu": silu(gate) * up.
+        activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's.
+        gate_up_bias, down_bias: [E, 2 I], in turn as the rows of gate_up, and [E, N], in x's dtype; added in fp32.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
             on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
@@ -117,4 +122,4 @@ def fused_moe(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     options = activation, out_dtype, batch_invariant, out
-    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))
+    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias))

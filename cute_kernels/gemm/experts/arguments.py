@@ -14,7 +14,8 @@ What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all expe
     of `ASSIGNED`      ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0
                        to num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as
                        `AssignedSizes`. k_blocks: of one of 2**part_bits equal parts of K, each of which has a result of
-                       its own, out [2**part_bits, count, ..]: without bias or activation, for whoever adds them up
+                       its own, out [2**part_bits, count, ..], the first with the bias: without activation, for
+                       whoever adds them up
     of `ENTRIES`       ids, count, id_words, row_factor: as of `ASSIGNED`; k and n whole k blocks and vectors
     of `TILES`         x [places, k], rows in the order of the places
     of `LIMB_TILES`    x [places, padded k] of 16 bits: of each 128 inputs first the high limbs, then the low ones;
@@ -54,7 +55,7 @@ ASSIGNED = matrix_arguments(
     ),
 )  # fmt: skip
 ENTRIES = matrix_arguments(
-    ("codes", "scales", "zeros", "out", "ids"),
+    ("codes", "scales", "zeros", "bias", "out", "ids"),
     ("n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "count", "id_words", "row_factor", "waits", *RESULT),
 )
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "num_experts", "num_ctas", *RESULT)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from cute_kernels.gemm.experts.clamped import ClampedSwiglu
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 
 SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
 SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
@@ -38,7 +39,7 @@ def is_experts(module: object) -> bool:
     count, rows, hidden = shapes["gate_up_proj"]
     wanted = {"gate_up_proj": (count, rows, hidden), "down_proj": (count, hidden, rows // 2)}
     if shapes.keys() == {*wanted}:
-        return shapes == wanted and _is_silu(getattr(module, "act_fn", None))
+        return shapes == wanted and activation_of(module) is not None
     hidden, rows = rows, hidden  # with biases weights are transposed, as gpt-oss has them
     wanted = {"gate_up_proj": (count, hidden, rows), "down_proj": (count, rows // 2, hidden)}
     wanted |= {"gate_up_proj_bias": (count, rows), "down_proj_bias": (count, hidden)}
@@ -57,13 +58,24 @@ def has_biases(experts: object) -> bool:
     return hasattr(experts, "gate_up_proj_bias")
 
 
-def activation_of(experts: object) -> ClampedSwiglu | None:
-    """Of experts with biases, as their attributes say it; None of others."""
-    if not has_biases(experts):
+def activation_of(experts: object) -> ActivationFunction | None:
+    """What experts' attributes say of their activation, which `experts_refusal` tries; None if they say of none that is
+    known. A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with one, gpt-oss's."""
+    alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
+    if limit is not None and alpha is not None:
+        return ClampedSwiglu(alpha, limit)
+    if has_biases(experts):
         return None
-    numbers = [getattr(experts, name, None) for name in ("alpha", "limit")]
-    known = [each for each in numbers if isinstance(each, (int, float))]
-    return ClampedSwiglu(*known) if len(known) == len(numbers) else None
+    function = getattr(experts, "act_fn", None)
+    if not (_is_silu(function) or (function is None and limit is not None)):
+        return None
+    return Swiglu() if limit is None else ClampedSwiglu(1.0, limit, 0.0)
+
+
+def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
+    """The first attribute that is a finite number."""
+    found = (getattr(experts, name, None) for name in names)
+    return next((float(each) for each in found if isinstance(each, (int, float)) and math.isfinite(each)), None)
 
 
 def is_moe_block(module: object) -> bool:
@@ -135,7 +147,7 @@ def _small_probe_refusal(experts: Any) -> str | None:
         gate_up = (random(_SMALL_EXPERTS, 2 * _SMALL_INNER, _SMALL_HIDDEN) / _SMALL_HIDDEN**0.5).to(dtype)
         down = (random(_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER) / _SMALL_INNER**0.5).to(dtype)
         weights, biases = {"gate_up_proj": gate_up, "down_proj": down}, None
-        if activation is not None:
+        if has_biases(experts):
             biases = random(_SMALL_EXPERTS, 2 * _SMALL_INNER).to(dtype), random(_SMALL_EXPERTS, _SMALL_HIDDEN).to(dtype)
             weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
             weights |= {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
@@ -148,7 +160,7 @@ def _small_probe_refusal(experts: Any) -> str | None:
             wanted = _routed(gate_up, down, inputs, shares.to(dtype), ids, biases, activation)
             off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
             if bool(off.any()):
-                meant = "gated SiLU" if activation is None else str(activation)
+                meant = _said_of(activation)
                 return f"for gates and ups of about {magnitude:.3g} its experts compute something else than {meant}"
     return None
 
@@ -165,7 +177,7 @@ def _router_refusal(block: nn.Module) -> str | None:
 
 
 def _activation_refusal(experts: nn.Module) -> str | None:
-    """Why the experts' own gated activation, where it is a function of its own, is not silu(gate) * up."""
+    """Why the experts' own gated activation, where it is a function of its own, is not the one of `activation_of`."""
     apply: Any = getattr(experts, "_apply_gate", None)
     if apply is None or has_biases(experts):  # whose activation is tried with the rest
         return None
@@ -177,7 +189,8 @@ def _activation_refusal(experts: nn.Module) -> str | None:
             found = apply(torch.cat((gate, up))[None])[0].float()
     except Exception as error:  # whatever another library's code raises
         return f"its experts' gated activation cannot be tried ({type(error).__name__}: {error})"
-    wanted = functional.silu(gate) * up
+    activation = activation_of(experts) or Swiglu()
+    wanted = activation.reference(gate, up)
     off = ~torch.isclose(found, wanted, rtol=1e-3, atol=1e-6) if found.shape == wanted.shape else torch.ones_like(gate)
     if not bool(off.any()):
         return None
@@ -185,8 +198,12 @@ def _activation_refusal(experts: nn.Module) -> str | None:
     result = f"{found[first].item():.6g}" if found.shape == wanted.shape else f"shape {list(found.shape)}"
     return (
         f"its experts' gated activation gives {result} for gate {gate[first].item():g} and up {up[first].item():g}, "
-        f"want silu(gate) * up = {wanted[first].item():.6g} (a clamp, or another activation)"
+        f"want {_said_of(activation)} = {wanted[first].item():.6g} (a clamp, or another activation)"
     )
+
+
+def _said_of(activation: ActivationFunction | None) -> str:
+    return "silu(gate) * up" if activation is None or activation.number else activation.name
 
 
 def _is_silu(function: object) -> bool:
@@ -214,8 +231,8 @@ def _probe_refusal(block: nn.Module) -> str | None:
             found, router = block(inputs[None].clone()), cast("nn.Module", block.gate)(inputs)
             if not _agree(block, inputs, found, router):
                 return (
-                    f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with gated "
-                    "SiLU, weighted by what its router says, plus its shared expert"
+                    f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with "
+                    f"{_said_of(activation_of(experts))}, weighted by what its router says, plus its shared expert"
                 )
     except Exception as error:  # whatever another library's code raises
         return f"its forward cannot be tried with hidden states alone ({type(error).__name__}: {error})"
@@ -230,7 +247,7 @@ def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
     shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
     if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
         return False
-    y = _routed(experts.gate_up_proj, experts.down_proj, x, *router[1:])
+    y = _routed(experts.gate_up_proj, experts.down_proj, x, *router[1:], activation=activation_of(experts))
     shared = next(iter(shared_of(block).keys() & {*SHARED_NAMES}), None)
     wanted = (y if shared is None else with_shared(block, shared, x, y)).float()
     off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
@@ -246,15 +263,15 @@ def _routed(
     shares: torch.Tensor,
     ids: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    activation: ClampedSwiglu | None = None,
+    activation: ActivationFunction | None = None,
 ) -> torch.Tensor:
     """fp32 [tokens, hidden]: what experts of those weights make of x, by the router's shares and ids."""
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):
         for share, e in zip(own, chosen, strict=True):
             pairs = functional.linear(x[token], gate_up[e], None if biases is None else biases[0][e]).float()
-            gate, up = pairs.chunk(2)
-            hidden = functional.silu(gate) * up if activation is None else activation(pairs)
+            halves = pairs.chunk(2) if biases is None else (pairs[::2], pairs[1::2])
+            hidden = (activation or Swiglu()).reference(*halves)
             own = functional.linear(hidden.to(x.dtype), down[e], None if biases is None else biases[1][e])
             y[token] += share * own.float()
     return y

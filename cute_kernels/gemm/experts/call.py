@@ -10,10 +10,10 @@ from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.gemm.activations import ActivationFunction, gated_activation, out_features
 from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.reference import out_features
 from cute_kernels.runtime.plans import identity
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -29,7 +29,7 @@ class GroupedCall(NamedTuple):
     expert_offsets: torch.Tensor
     rows: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    activation: str | None = None
+    activation: str | ActivationFunction | None = None
     out_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
@@ -96,15 +96,17 @@ class MoeCall(NamedTuple):
     down: PackedExperts
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-    activation: str = "swiglu"
+    activation: str | ActivationFunction = "swiglu"
     out_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 def moe_key(call: MoeCall) -> tuple[Any, ...]:
     """As `grouped_key`. Strides of x, ids and weights are no part of it: they are copied where they have gaps."""
-    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out = call
+    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, first, second = call
     if batch_invariant.__class__ is not bool:
         raise TypeError("batch_invariant")
     return (
@@ -126,6 +128,8 @@ def moe_key(call: MoeCall) -> tuple[Any, ...]:
         out_dtype,
         batch_invariant,
         None if out is None else identity(out),
+        None if first is None else identity(first),
+        None if second is None else identity(second),
     )
 
 
@@ -140,8 +144,10 @@ def check_moe(call: MoeCall) -> MoeCall:
         check_tokens(x)
     check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], None), x.device)
     check_tensor("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
-    if call.activation != "swiglu":
-        raise ValueError(f"activation: got {call.activation!r}, want 'swiglu': silu(gate) * up")
+    gated_activation(call.activation)
+    for name, weight in (("gate_up_bias", gate_up), ("down_bias", down)):
+        if (bias := getattr(call, name)) is not None:
+            check_tensor(name, bias, (x.dtype,), (len(weight), weight.out_features), x.device, contiguous=True)
     out_dtype = result_dtype(call.out_dtype, x, call.out)
     check_flag("batch_invariant", call.batch_invariant)
     if call.out is not None:

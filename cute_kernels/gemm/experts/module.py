@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.activations import ActivationFunction, gated_activation
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.blocks import (
     SHARED_GATE,
@@ -25,7 +26,6 @@ from cute_kernels.gemm.experts.blocks import (
     with_shared,
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
-from cute_kernels.gemm.experts.clamped import ClampedSwiglu, clamped_moe
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import OfWeight, describe
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
@@ -90,7 +90,7 @@ class QuantizedExperts(OfWeight):
         if found != wanted:
             raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
         if self.bias is None and "bias" in own:
-            raise ValueError("bias: got biases of experts, want none: the layer's activation is another one")
+            raise ValueError("bias: got biases of experts, want none: the layer has none")
         bias = _checked_bias(own.get("bias", self.bias), weight)
         return weight.format, {name: getattr(weight, name) for name in weight.tensor_names} | {"bias": bias}
 
@@ -112,6 +112,7 @@ class QuantizedMoE(nn.Module):
         gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
         gate_up, down: as `cute_kernels.fused_moe` takes them.
         shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
+        activation: as of `cute_kernels.fused_moe`.
 
     Attributes:
         batch_invariant: as of `cute_kernels.fused_moe`; False, and may be set. A state dict does not have it.
@@ -126,7 +127,12 @@ class QuantizedMoE(nn.Module):
     batch_invariant: bool = False
 
     def __init__(
-        self, gate: nn.Module, gate_up: PackedExperts, down: PackedExperts, shared: dict[str, nn.Module] | None = None
+        self,
+        gate: nn.Module,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        shared: dict[str, nn.Module] | None = None,
+        activation: str | ActivationFunction = "swiglu",
     ) -> None:
         super().__init__()
         if not isinstance(gate, nn.Module):
@@ -136,6 +142,7 @@ class QuantizedMoE(nn.Module):
         check_pair(gate_up, down)
         self.gate = gate
         self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+        self.activation = gated_activation(activation)
         self._shared: str | None = None
         for name, module in _checked_shared(shared).items():
             self.add_module(name, module)
@@ -190,7 +197,8 @@ class QuantizedMoE(nn.Module):
     ) -> QuantizedMoE:
         """As `from_block`, of a block that was found to be served."""
         gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
-        return cls(block.gate, gate_up, down, shared_of(block)).train(block.training)
+        activation = activation_of(block.experts) or "swiglu"
+        return cls(block.gate, gate_up, down, shared_of(block), activation).train(block.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
@@ -198,7 +206,7 @@ class QuantizedMoE(nn.Module):
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids = modules["gate"](x)
-        y = _routed(modules, x, ids, weights, self.batch_invariant)
+        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
@@ -213,7 +221,7 @@ class QuantizedRoutedExperts(nn.Module):
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
         biases: None, or those of both, [E, 2 I] in turn as the rows of gate_up, and [E, hidden].
-        activation: None for gated SiLU; of experts with biases theirs.
+        activation: as of `cute_kernels.fused_moe`.
 
     Attributes:
         batch_invariant: as of `QuantizedMoE`.
@@ -228,17 +236,15 @@ class QuantizedRoutedExperts(nn.Module):
         gate_up: PackedExperts,
         down: PackedExperts,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-        activation: ClampedSwiglu | None = None,
+        activation: str | ActivationFunction = "swiglu",
     ) -> None:
         super().__init__()
         check_experts("gate_up", gate_up)
         check_experts("down", down)
         check_pair(gate_up, down)
-        if (biases is None) != (activation is None):
-            raise ValueError(f"activation: got {activation} with{'out' if biases is None else ''} biases, want both")
         first, second = biases or (None, None)
         self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
-        self.activation = activation
+        self.activation = gated_activation(activation)
 
     @classmethod
     def from_experts(
@@ -271,7 +277,7 @@ class QuantizedRoutedExperts(nn.Module):
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
         gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
         biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if has_biases(experts) else None
-        return cls(gate_up, down, biases, activation_of(experts)).train(experts.training)
+        return cls(gate_up, down, biases, activation_of(experts) or "swiglu").train(experts.training)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -287,18 +293,16 @@ def _routed(
     ids: torch.Tensor,
     weights: torch.Tensor,
     invariant: bool,
-    activation: ClampedSwiglu | None = None,
+    activation: ActivationFunction,
 ) -> torch.Tensor:
     """[tokens, hidden] of a layer's experts."""
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return differentiable(
             lambda x, weights: _routed(modules, x, ids, weights, invariant, activation), _refuse_gradients, x, weights
         )
-    experts = modules["gate_up"].weight, modules["down"].weight
-    if activation is not None:
-        biases = modules["gate_up"].bias, modules["down"].bias
-        return clamped_moe(x, *experts, biases, weights, ids, activation, batch_invariant=invariant)
-    return ops.moe(MoeCall(x, *experts, weights, ids, batch_invariant=invariant))
+    gate_up, down = modules["gate_up"], modules["down"]
+    biases = gate_up.bias, down.bias
+    return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, None, *biases))
 
 
 def _refuse_gradients(_: torch.Tensor) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
+from cute_kernels.gemm.activations import name_of, out_features
 from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import (
     GroupedCall,
@@ -21,7 +22,6 @@ from cute_kernels.gemm.experts.call import (
 from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assignments, without_places
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.reference import out_features
 from cute_kernels.gemm.weight import check_presence
 from cute_kernels.runtime.operator import Operator, Routes, launcher
 
@@ -41,8 +41,8 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
     weight = call.weight
     result = work(
         call.x.detach().contiguous(), weight.codes, weight.scales, weight.zeros, call.expert_offsets, call.rows,
-        call.bias, weight.format.key, *weight.shape, call.activation, result_dtype(call.out_dtype, call.x, call.out),
-        call.batch_invariant,
+        call.bias, weight.format.key, *weight.shape, name_of(call.activation),
+        result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant,
     )  # fmt: skip
     return result if call.out is None else call.out.copy_(result)
 
@@ -114,7 +114,8 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
         tensors += [weight.codes, weight.scales, weight.zeros]
     tensors += [call.topk_ids.contiguous(), call.topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (call.gate_up, call.down) for value in (w.format.key, *w.shape)]
-    result = work(*tensors, *numbers, result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant)
+    more = name_of(call.activation), call.gate_up_bias, call.down_bias
+    result = work(*tensors, *numbers, result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant, *more)
     return result if call.out is None else call.out.copy_(result)
 
 
@@ -127,26 +128,31 @@ moe = launcher(moe_key, check_moe, moe_plan, without_assignments, routes=_moe_ro
 def _moe_fields_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
+    activation="swiglu", gate_up_bias=None, down_bias=None,
 ) -> torch.Tensor:  # fmt: skip
     shapes = ((codes, scales, zeros, weight_format(format), (n, k)),
               (down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k)))  # fmt: skip
     gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
+    own = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     numbers = {"out_dtype": out_dtype, "batch_invariant": batch_invariant}
-    return fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, **numbers)
+    return fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, **own, **numbers)
 
 
 def _moe_fields_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
+    activation="swiglu", gate_up_bias=None, down_bias=None,
 ) -> torch.Tensor:  # fmt: skip
     gate_up = experts_of(codes, scales, zeros, weight_format(format), (n, k))
     down = experts_of(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
-    return moe.launch(MoeCall(x, gate_up, down, topk_weights, topk_ids, "swiglu", out_dtype, batch_invariant))
+    options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias
+    return moe.launch(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))
 
 
 def _moe_fields_on_meta(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
+    activation="swiglu", gate_up_bias=None, down_bias=None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
 
@@ -154,7 +160,8 @@ def _moe_fields_on_meta(
 moe_operator = Operator(
     "fused_moe(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, Tensor down_scales, "
     "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, str format, int n, int k, str down_format, int down_n, "
-    "int down_k, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
+    "int down_k, ScalarType out_dtype, bool batch_invariant=False, str activation='swiglu', Tensor? gate_up_bias=None, "
+    "Tensor? down_bias=None) -> Tensor",
     cpu=_moe_fields_on_cpu,
     cuda=_moe_fields_on_cuda,
     meta=_moe_fields_on_meta,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.gemm.activations import ActivationFunction, out_features
 from cute_kernels.gemm.call import result_dtype
-from cute_kernels.gemm.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.product import (
@@ -34,8 +34,6 @@ from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
 from cute_kernels.gemm.inputs.launch import contiguous
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.plan import aligned
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS
-from cute_kernels.gemm.reference import out_features
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Plan
@@ -64,18 +62,18 @@ def _grouped_plan(
     places: int,
     by_rows: bool,
     form: ExpertsForm,
-    activation: str | None,
+    activation: str | ActivationFunction | None,
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Plan[[GroupedCall], torch.Tensor]:
     """by_rows: whether rows of x are named."""
     index, vector = form.device_index, ALIGNMENT // form.dtype.itemsize
-    product, num_experts = product_of(places, form, batch_invariant), form.num_experts
+    product, num_experts = product_of(places, form, batch_invariant, activation), form.num_experts
     # What lays rows of x in the order of the places, where the product does not take them by index.
     gather = gather_function(DTYPE_NAMES[form.dtype], index) if by_rows and not product.gathers else None
     new_gathered = blank((places, -(-form.k // vector) * vector), form.dtype)
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
-    send = product.bound(form.n, ACTIVATIONS[activation], OUT_KINDS[out_dtype])
+    send = product.bound(form.n, activation, out_dtype)
     pads = bool(form.k % vector)
 
     def launch(call: GroupedCall) -> torch.Tensor:
@@ -147,6 +145,7 @@ class Scratch:
 
 
 Products = tuple[GroupedProduct, GroupedProduct]
+Activation = str | ActivationFunction
 
 
 def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
@@ -156,7 +155,7 @@ def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
         return None
     sizes = *ids.shape, 8 * ids.element_size()
     with GPU.guard(call.x.device):
-        return moe_plan_of(*sizes, call.gate_up.form, call.down.form, out_dtype, call.batch_invariant)
+        return moe_plan_of(*sizes, call.gate_up.form, call.down.form, out_dtype, call.batch_invariant, call.activation)
 
 
 def without_assignments(call: MoeCall) -> torch.Tensor:
@@ -177,12 +176,13 @@ def moe_plan_of(
     down: ExpertsForm,
     out_dtype: torch.dtype,
     batch_invariant: bool = False,
+    activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
     """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
     whether no token's result may depend on what other tokens there are."""
-    few = (entry_products if batch_invariant else assigned_products)(tokens, topk, id_bits, gate_up, down)
-    products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant)
-    return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype)
+    few = (entry_products if batch_invariant else assigned_products)(tokens, topk, id_bits, gate_up, down, activation)
+    products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant, activation)
+    return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype, activation)
 
 
 def make_moe_plan(
@@ -193,6 +193,7 @@ def make_moe_plan(
     gate_up: ExpertsForm,
     down: ExpertsForm,
     out_dtype: torch.dtype,
+    activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
     """The plan of a layer with given products: of `assigned_products`, `entry_products` or `sorted_products`."""
     count, num_experts, (first, second) = tokens * topk, gate_up.num_experts, products
@@ -207,8 +208,8 @@ def make_moe_plan(
     combined = DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index
     combine_fp32 = combine_function(*combined)
     pads_x, pads_hidden = bool(gate_up.k % vector), bool(down.k % vector)
-    send_first = first.bound(gate_up.n, SWIGLU, OUT_KINDS[dtype])
-    send_second = second.bound(down.n, NO_ACTIVATION, OUT_KINDS[between])
+    send_first = first.bound(gate_up.n, activation, dtype)
+    send_second = second.bound(down.n, None, between)
     route = None if few else sorting(gate_up, id_bits, count, None if first.gathers else dtype, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
@@ -238,14 +239,16 @@ def make_moe_plan(
         zeros = gate_up.zeros
         send_first(
             x=x, codes=gate_up.codes.data_ptr(), scales=gate_up.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(), bias=0, out=base, **of_first,
+            zeros=0 if zeros is None else zeros.data_ptr(),
+            bias=0 if call.gate_up_bias is None else call.gate_up_bias.data_ptr(), out=base, **of_first,
         )  # fmt: skip
         if pads_hidden:
             hidden = aligned(hidden)
         zeros = down.zeros
         send_second(
             x=hidden, codes=down.codes.data_ptr(), scales=down.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(), bias=0, out=results, **of_second,
+            zeros=0 if zeros is None else zeros.data_ptr(),
+            bias=0 if call.down_bias is None else call.down_bias.data_ptr(), out=results, **of_second,
         )  # fmt: skip
         combine(
             out=out, results=results, places=places, weights=shares.data_ptr(), topk=topk, num_experts=num_experts,
@@ -282,20 +285,25 @@ def sorting(
     return route
 
 
-def assigned_products(tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm) -> Products | None:
+def assigned_products(
+    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
+) -> Products | None:
     """Both products where they find assignments as they are; None if there are too many, or one does not.
 
     No launch of the first lets another begin before it has waited for the ids, so the second need not.
     """
-    count, forms = tokens * topk, (gate_up, down)
-    layouts = assigned(count, [problem_of(count, form) for form in forms], [layout_of(count, form) for form in forms])
+    count, kinds = tokens * topk, ((gate_up, False, activation), (down,))
+    layouts = assigned(count, [problem_of(count, *kind) for kind in kinds], [layout_of(count, *kind) for kind in kinds])
     return None if layouts is None else as_they_are(layouts, count, topk, id_bits, gate_up)
 
 
-def entry_products(tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm) -> Products | None:
+def entry_products(
+    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
+) -> Products | None:
     """As `assigned_products`, of batch-invariant products."""
     count = tokens * topk
-    layouts = [entry_tiles(problem_of(count, form, True), tokens) for form in (gate_up, down)]
+    problems = problem_of(count, gate_up, True, activation), problem_of(count, down, True)
+    layouts = [entry_tiles(problem, tokens) for problem in problems]
     return None if None in layouts else as_they_are(layouts, count, topk, id_bits, gate_up)
 
 
@@ -310,9 +318,16 @@ def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: E
     return first, second
 
 
-def sorted_products(places: int, gate_up: ExpertsForm, down: ExpertsForm, batch_invariant: bool = False) -> Products:
+def sorted_products(
+    places: int,
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    batch_invariant: bool = False,
+    activation: Activation = "swiglu",
+) -> Products:
     """Both products of sorted assignments."""
-    return behind_each_other(*(product_of(places, form, batch_invariant) for form in (gate_up, down)))
+    first = product_of(places, gate_up, batch_invariant, activation)
+    return behind_each_other(first, product_of(places, down, batch_invariant))
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:

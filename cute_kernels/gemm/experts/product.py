@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.gemm.activations import config_of
 from cute_kernels.gemm.arguments import LIMB_ROWS
 from cute_kernels.gemm.experts.arguments import (
     ASSIGNED,
@@ -66,23 +67,27 @@ class GroupedProduct(Product):
     waits: bool | None = None
     finds_ids: bool = False
 
-    def bound(self, n: int, activation: int, out_kind: int, **added: object) -> Callable[..., Any]:
+    def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
         """As of `Product`; with addresses `SORTED`, or `AS_THEY_ARE`."""
         waits = {} if self.waits is None else {"waits": self.waits}
-        return super().bound(n, activation, out_kind, **waits, **added)
+        return super().bound(n, activation, out_dtype, **waits, **added)
 
 
 @per_gpu
 @lru_cache(maxsize=4096)
-def layout_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedLayout:
+def layout_of(
+    places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
+) -> GroupedLayout:
     """How a grouped product on a CUDA device is laid out."""
-    return chosen(problem_of(places, form, batch_invariant))
+    return chosen(problem_of(places, form, batch_invariant, activation))
 
 
 @per_gpu
 @lru_cache(maxsize=4096)
-def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProblem:
-    """A grouped product on a CUDA device, as layouts are chosen for it."""
+def problem_of(
+    places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
+) -> GroupedProblem:
+    """A grouped product on a CUDA device, as layouts are chosen for it; activation: by name, or as such."""
     return GroupedProblem(
         places=places,
         num_experts=form.num_experts,
@@ -93,14 +98,19 @@ def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) ->
         dtype=DTYPES[form.dtype],
         num_sms=GPU.num_sms(form.device_index),
         batch_invariant=batch_invariant,
+        activation=config_of(activation),
     )
 
 
 @per_gpu
 @lru_cache(maxsize=4096)
-def product_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProduct:
+def product_of(
+    places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
+) -> GroupedProduct:
     """The product of sorted assignments on a CUDA device."""
-    return make_product(layout_of(places, form, batch_invariant), places, form.num_experts, form.device_index)
+    return make_product(
+        layout_of(places, form, batch_invariant, activation), places, form.num_experts, form.device_index
+    )
 
 
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:

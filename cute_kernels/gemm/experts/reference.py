@@ -7,8 +7,9 @@ import itertools
 
 import torch
 
+from cute_kernels.gemm.activations import ActivationFunction, out_features
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.reference import linear_reference, out_features
+from cute_kernels.gemm.reference import linear_reference
 
 
 def grouped_linear_reference(
@@ -18,7 +19,7 @@ def grouped_linear_reference(
     *,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: str | ActivationFunction | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -92,19 +93,22 @@ def fused_moe_reference(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
+    activation: str | ActivationFunction = "swiglu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
+    """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
     What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
 
     Args:
-        x, gate_up, down, topk_ids, topk_weights, out_dtype, batch_invariant: as for
-            `cute_kernels.gemm.experts.fused_moe`.
+        x, gate_up, down, topk_ids, topk_weights, activation, gate_up_bias, down_bias, out_dtype, batch_invariant: as
+            for `cute_kernels.gemm.experts.fused_moe`.
     """
     offsets, rows, places = route_reference(topk_ids, len(gate_up))
     product = functools.partial(grouped_linear_reference, batch_invariant=batch_invariant)
-    hidden = product(x, gate_up, offsets, rows=rows, activation="swiglu")
-    results = product(hidden, down, offsets, out_dtype=torch.float32)
+    hidden = product(x, gate_up, offsets, rows=rows, bias=gate_up_bias, activation=activation)
+    results = product(hidden, down, offsets, bias=down_bias, out_dtype=torch.float32)
     return combine_reference(results, places, topk_weights, out_dtype or x.dtype)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
 from cute_kernels.gemm.arguments import Kernel
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, MOST_PRODUCTS
 
@@ -42,6 +43,7 @@ class LayerProductsConfig:
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
         wide_window: the same where no CTA waits for another.
+        activation: between gate and up and down; None: SwiGLU.
         draw_ahead: stages of the first loader warp that it has yet to ask for when it draws the next work tile.
     """
 
@@ -55,6 +57,7 @@ class LayerProductsConfig:
     window: int = 8
     wide_window: int = 16
     draw_ahead: int = 4
+    activation: ActivationFunction | None = None
 
     @property
     def num_warps(self) -> int:
@@ -101,7 +104,8 @@ class LayerProductsConfig:
     @property
     def name(self) -> str:
         warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}x{self.wide_window}d{self.draw_ahead}"
-        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
+        own = symbol_of(self.activation)
+        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}{own}"
 
     def can_implement(self) -> str | None:
         """None, or why not."""

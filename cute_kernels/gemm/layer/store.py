@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.gemm.epilogue import silu
+from cute_kernels.gemm.activate import Activate
 from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import GROUP, TILE_N, LayerProductsConfig
 from cute_kernels.gemm.layer.exchange import Exchange, empty_other, exchange_of, leave, load_result
@@ -22,7 +22,7 @@ class Storer:
     """What the store warp does."""
 
     def __init__(self, config: LayerProductsConfig):
-        self.config = config
+        self.config, self.activate = config, Activate(config.activation)
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, lane):
@@ -102,7 +102,7 @@ class Storer:
         for row in cutlass.range_constexpr(self.config.rows):
             value = sums[row]
             other = cute.arch.shuffle_sync_bfly(value, 1)
-            gated = silu(value) * other  # in even lanes: gate and up are in turn
+            gated = self.activate.of_pair(value, other)  # in even lanes: gate and up are in turn
             third = cute.arch.shuffle_sync_bfly(gated, 2)
             is_gated = product.gated != 0
             word = cutlass.select_(is_gated, ptx.pack_bf16x2(gated, third), ptx.pack_bf16x2(value, other))

@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.gemm import epilogue
-from cute_kernels.gemm.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.gemm.config import BF16, FP16, FP32
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner
@@ -51,6 +51,9 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
         self.config, self.dense = config, dense
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.activate = self.results.activate
+        # Of experts the standard ones but for the gated one are rare: `store_any` has them.
+        self.in_registers = dense or config.activation is not None
         self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 
@@ -65,7 +68,7 @@ class TileEpilogue:
     def adds_chunks(self, operands, shape):
         """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` takes any other."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
-        plain = (shape.out_kind == own_kind) & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0)
+        plain = (shape.out_kind == own_kind) & self.activate.is_none(shape) & (shape.n % PACKED_VECTOR == 0)
         return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
 
     @cute.jit
@@ -88,22 +91,22 @@ class TileEpilogue:
         """As `run`, of whatever has no residual that is added in chunks."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
-        if plain & self.is_by_feature(shape.activation) & (shape.n % PACKED_VECTOR == 0):
+        if plain & self.is_by_feature(shape) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
-            if const_expr(self.dense):
-                self.activate(shape, acc, first)
+            if const_expr(self.in_registers):
+                self.activate.features(shape, acc, first, self.config.own_m // 2)
             if const_expr(self.config.store.by_tma):
                 self.tma_store.store(operands, store, corner, acc, first)
             else:
                 for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                     self.store_packed(operands, shape, store, corner, acc, first, chunk)
-        elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
+        elif plain & self.activate.is_gated(shape) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_gated(operands, shape, store, corner, acc, first, chunk)
         elif self.is_floats(operands, shape):
             self.add_bias(operands, shape, store, corner, acc, first)
-            self.activate(shape, acc, first)
+            self.activate.features(shape, acc, first, self.config.own_m // 2)
             self.store_floats(operands, shape, store, corner, acc, first)
         else:
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
@@ -118,25 +121,15 @@ class TileEpilogue:
         """For all threads of the warpgroup."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
-    def is_by_feature(self, activation):
-        """Whether results leave one for each feature, of accumulators that `activate` serves."""
-        return activation != SWIGLU if self.dense else activation == NO_ACTIVATION
+    def is_by_feature(self, shape):
+        """Whether results leave one for each feature, activated in registers."""
+        return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
         """Whether results in fp32 leave one for each feature, without a residual; experts' go another way, and those of
         three warpgroups along K, which would spill."""
-        floats = (shape.out_kind == FP32) & (operands.residual == 0) & (shape.activation != SWIGLU)
+        floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
-
-    @cute.jit
-    def activate(self, shape, acc, first: int):
-        """silu or gelu of a tile's accumulators, in registers."""
-        if shape.activation == SILU:
-            for i in cutlass.range_constexpr(self.config.own_m // 2):
-                acc[first + i] = epilogue.silu(acc[first + i])
-        elif shape.activation == GELU:
-            for i in cutlass.range_constexpr(self.config.own_m // 2):
-                acc[first + i] = epilogue.gelu(acc[first + i])
 
     # -- with a residual ----------------------------------------------------------------------------------------------
 
@@ -237,7 +230,8 @@ class TileEpilogue:
 
     @cute.jit
     def store_gated(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
-        """silu(gate) * up of a chunk, rounded; rows of W are gate and up in turn. Stores 8 neighbouring results."""
+        """Activates a chunk's gates and ups and rounds them, then stores 8 neighbouring results; rows of W
+        are gate and up in turn."""
         done, tile_m = self.config.chunks[chunk]
         self.wait(store)
         self.stage_gated(store, acc, first + done // 2, tile_m)
@@ -268,7 +262,7 @@ class TileEpilogue:
                 low, high = acc[place], acc[place + 1]
                 other = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), offset=4)
                 gate, up = cutlass.select_(odd, other, low), cutlass.select_(odd, high, other)
-                result = epilogue.silu(gate) * up
+                result = self.activate.of_pair(gate, up)
                 ptx.store_shared_half(address, 8 * block * GATED_PITCH + 8 * half, pack(result, result))
 
     # -- any kind of output -------------------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ class TileEpilogue:
     def target_of(self, shape, corner: Corner, token, offset):
         """Where four neighbouring results of a token belong."""
         row = corner.row + offset
-        halves = cutlass.select_(shape.activation == SWIGLU, Int32(1), Int32(0))
+        halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         count = cutlass.min(shape.n - row, VECTOR) >> halves
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return epilogue.Target(row, place, count, corner.bias + offset)

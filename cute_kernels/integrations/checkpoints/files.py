@@ -225,7 +225,8 @@ class Filling:
             if isinstance(experts, dict):
                 biases = (pair["gate_up"].bias, pair["down"].bias) if has_biases(module) else None
                 pair = {role: layer.weight for role, layer in pair.items()}
-            made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation_of(module))
+            activation = activation_of(module) or "swiglu"
+            made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation)
             self._made[module] = made.train(module.training)
 
     def _swap(self, model: nn.Module) -> None:

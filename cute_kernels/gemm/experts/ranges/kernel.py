@@ -422,6 +422,9 @@ class RangeRoles:
                 result = self.routing.result_place(shape, number, place)
                 target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
                 target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
+                # Of parts of K the first has the bias: of the others all rows are behind the last.
+                first = self.routing.first_k_block(shape, number) == 0
+                target = replace(target, row=cutlass.select_(first, target.row, shape.n))
                 self.epilogue.load_extras(operands, shape, target, extras)
                 values = self.epilogue.staged_sum(source, vector)
                 for i in cutlass.range_constexpr(4):

@@ -18,13 +18,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.wgmma import ATOM_BYTES
-from cute_kernels.gemm.config import SWIGLU
 from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
 from cute_kernels.gemm.experts.ranges.config import ROW_BITS
 from cute_kernels.gemm.experts.wgmma.entry_config import RINGS, ROW_COLUMNS, EntryConfig, entry_rows, ring_config
@@ -35,6 +34,7 @@ from cute_kernels.gemm.wgmma.kernel import BEGIN, launch_options, make_mainloop
 from cute_kernels.gemm.wgmma.loads import ELEMENTS, TmaLoads, WeightLoads, product
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
+from cute_kernels.gemm.wgmma.places import corner_of
 from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_sizes
 from cute_kernels.gemm.work import Operands, operands_of
@@ -147,13 +147,13 @@ class EntryLoads:
 class EntryResults:
     """Stores a work tile's results, each row where its assignment is: see `TileReduction`.
 
-    Results are of x's dtype, and whole vectors of 16 bytes; there is no bias.
+    Results are of x's dtype, and whole vectors of 16 bytes.
     """
 
     prepares = False
 
     def __init__(self, config: WgmmaConfig):
-        self.config = config
+        self.config, self.places = config, EntryPlaces()
         self.epilogue = TileEpilogue(config, dense=False)
 
     def begin(self) -> None:
@@ -168,12 +168,16 @@ class EntryResults:
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
         """See `TileReduction`."""
+        corner = corner_of(self.config, self.places, shape, work_tile, 0)
+        self.epilogue.add_bias(operands, shape, store, corner, acc, 0)
         self.epilogue.wait(store)
-        if shape.activation == SWIGLU:
+        if self.epilogue.activate.is_gated(shape):
             self.epilogue.stage_gated(store, acc, 0, self.config.tile_m)
             self.epilogue.wait(store)
             self.store_rows(operands, shape.n // 2, store, work_tile, TILE_N // 2, GATED_PITCH)
         else:
+            if const_expr(self.epilogue.in_registers):
+                self.epilogue.activate.features(shape, acc, 0, self.config.own_m // 2)
             self.epilogue.stage_packed(store, acc, 0, self.config.tile_m)
             self.epilogue.wait(store)
             self.store_rows(operands, shape.n, store, work_tile, TILE_N, PACKED_PITCH)
@@ -215,7 +219,7 @@ class EntryKernel:
             tiles=Divisor.of(given.num_tiles),
             waits=given.waits,
         )
-        operands = operands_of(Operands, given, bias=Int64(0), residual=Int64(0), workspace=Int64(0))
+        operands = operands_of(Operands, given, residual=Int64(0), workspace=Int64(0))
         options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, given.ids).launch(**options)
 

@@ -1,0 +1,40 @@
+"""What activations compute with in fp32, beside the operators of Python."""
+
+from __future__ import annotations
+
+from cutlass import Float32
+
+from cute_kernels.device import numbers, ptx
+
+Number = Float32 | float
+
+
+class FloatMath:
+    """Of sm_90 and later. An activation is given one, so that its file needs no compiler to be imported."""
+
+    def number(self, value: Number) -> Float32:
+        return Float32(value)
+
+    def exp2(self, x: Float32) -> Float32:
+        return ptx.exp2(x)
+
+    def sigmoid(self, x: Float32, factor: float = 1.0) -> Float32:
+        """1 / (1 + exp(-factor * x))."""
+        return ptx.reciprocal(Float32(1.0) + ptx.exp2(x * (-ptx.LOG2_E * factor)))
+
+    def absolute(self, x: Float32) -> Float32:
+        return ptx.absolute(x)
+
+    def fma(self, a: Float32, b: Float32, c: Number) -> Float32:
+        """a * b + c, rounded once."""
+        return ptx.fma(a, b, Float32(c))
+
+    def max(self, a: Float32, b: Number) -> Float32:
+        """The larger; NaN loses against a number."""
+        return ptx.fmax(a, Float32(b))
+
+    def max_or_nan(self, a: Float32, b: Number) -> Float32:
+        return numbers.max_or_nan(a, Float32(b))
+
+    def min_or_nan(self, a: Float32, b: Number) -> Float32:
+        return numbers.min_or_nan(a, Float32(b))

@@ -1,0 +1,81 @@
+"""How every kernel applies a product's activation: one object, made of what a configuration holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+
+from cute_kernels.device.float_math import FloatMath
+from cute_kernels.gemm.activations.base import ActivationFunction, standard_activations
+
+if TYPE_CHECKING:
+    from cute_kernels.device.types import RegisterTensor
+
+MATH = FloatMath()
+
+
+class Activate:
+    """The activation of a configuration, or that of the standard ones whose number a launch gives.
+
+    ``shape`` has that number as ``activation``.
+
+    Args:
+        own: of the configuration; None for the standard ones, or none.
+    """
+
+    def __init__(self, own: ActivationFunction | None):
+        self.own = own
+        options = standard_activations() if own is None else (own,)
+        self.gated = tuple(each for each in options if each.gated)
+        self.by_feature = tuple(each for each in options if not each.gated)
+
+    def is_none(self, shape) -> Boolean:
+        """Whether there is none."""
+        return shape.activation == 0 if self.own is None else Boolean(False)
+
+    def is_gated(self, shape) -> Boolean:
+        """Whether a result is made of two rows of the weight."""
+        if self.own is None:
+            (gated,) = self.gated
+            return shape.activation == gated.number
+        return Boolean(self.own.gated)
+
+    def leaves_features(self, shape) -> Boolean:
+        """Whether there is a result for each row of the weight."""
+        if self.own is None:
+            (gated,) = self.gated
+            return shape.activation != gated.number
+        return Boolean(not self.own.gated)
+
+    def of_pair(self, gate: Float32, up: Float32) -> Float32:
+        """A result of the gated one."""
+        (gated,) = self.gated
+        return gated.device(MATH, gate, up)
+
+    def _is(self, shape, one: ActivationFunction) -> Boolean:
+        return shape.activation == one.number if self.own is None else Boolean(True)
+
+    @cute.jit
+    def features(self, shape, acc: RegisterTensor, first: int, count: int, option: int = 0):
+        """Applies what is not gated to results [first : first + count]."""
+        if const_expr(option < len(self.by_feature)):
+            if self._is(shape, self.by_feature[option]):
+                for i in cutlass.range_constexpr(first, first + count):
+                    acc[i] = self.by_feature[option].device(MATH, acc[i])
+            else:
+                self.features(shape, acc, first, count, option + 1)
+
+    @cute.jit
+    def neighbours(self, shape, results: RegisterTensor, count: int):
+        """Applies it to ``count`` results of neighbouring rows; a gated one leaves half as many, the first."""
+        if const_expr(len(self.gated) > 0):
+            if self.is_gated(shape):
+                for i in cutlass.range_constexpr(count // 2):
+                    results[i] = self.of_pair(results[2 * i], results[2 * i + 1])
+            else:
+                self.features(shape, results, 0, count)
+        else:
+            self.features(shape, results, 0, count)

@@ -1,0 +1,40 @@
+"""Activations of products: one class for each, with its formula in torch and on the device.
+
+Kernels choose among the standard ones by a number of the launch. Any other is a value of the configuration, which makes
+a kernel of its own. Adding one is one file that registers its class: it then serves every product, dense or of experts,
+and their references. `cute_kernels.gemm.activate` is what all kernels apply them by.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.gemm.activations.base import (
+    ActivationFunction,
+    activation_named,
+    config_of,
+    gated_activation,
+    name_of,
+    number_of,
+    out_features,
+    register,
+    registered_names,
+    standard_activations,
+)
+from cute_kernels.gemm.activations.clamped_swiglu import ClampedSwiglu
+from cute_kernels.gemm.activations.standard import Gelu, Silu, Swiglu
+
+__all__ = [
+    "ActivationFunction",
+    "ClampedSwiglu",
+    "Gelu",
+    "Silu",
+    "Swiglu",
+    "activation_named",
+    "config_of",
+    "gated_activation",
+    "name_of",
+    "number_of",
+    "out_features",
+    "register",
+    "registered_names",
+    "standard_activations",
+]

@@ -1,0 +1,156 @@
+"""`ActivationFunction`, what every product asks about its activation, and the registry of activations."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from cutlass import Float32
+
+    from cute_kernels.device.float_math import FloatMath
+
+_NAME = re.compile(r"([a-z][a-z0-9_]*)(?:\(([^()]+)\))?\Z")
+_IN_SYMBOLS = str.maketrans({".": "p", "-": "m", "+": "", ",": "_", "(": "_", ")": ""})
+
+KindT = TypeVar("KindT", bound="type[ActivationFunction]")
+_KINDS: dict[str, type[ActivationFunction]] = {}
+_BY_NAME: dict[str, ActivationFunction] = {}  # those that were made, which torch.compile follows
+
+
+@dataclass(frozen=True)
+class ActivationFunction(ABC):
+    """What a product applies to its fp32 sums, biases included: to each feature, or to a gate and an up.
+
+    Subclasses are frozen dataclasses whose fields are numbers with usual values; equal ones are one activation, and one
+    kernel.
+
+    Attributes:
+        kind: a C identifier, by which the class is registered.
+        gated: whether it makes one result of two rows of the weight, gate and up in turn.
+        number: of the standard ones, what a launch gives for it; 0: a configuration has it, for a kernel of its own.
+        name: what operators and messages have: the kind, and numbers in parentheses where there are some.
+    """
+
+    kind: ClassVar[str]
+    gated: ClassVar[bool] = False
+    number: ClassVar[int] = 0
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str: ...  # an attribute of each object: calls look it up
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # 7 and 7.0 are one activation
+            object.__setattr__(self, field.name, float(getattr(self, field.name)))
+        numbers = ",".join(repr(getattr(self, field.name)) for field in fields(self))
+        object.__setattr__(self, "name", f"{self.kind}({numbers})" if numbers else self.kind)
+        _BY_NAME.setdefault(self.name, self)
+
+    @abstractmethod
+    def reference(self, *values: torch.Tensor) -> torch.Tensor:
+        """In torch, in the dtype of the values: x, or gate and up."""
+
+    @abstractmethod
+    def device(self, math: FloatMath, *values: Float32) -> Float32:
+        """Of one thread: x, or gate and up. It computes with ``math`` alone, so its file needs no compiler."""
+
+    def of_rows(self, y: torch.Tensor) -> torch.Tensor:
+        """The reference of y [..., N]; [..., N / 2] where even columns are gates and odd ones ups."""
+        return self.reference(y[..., ::2], y[..., 1::2]) if self.gated else self.reference(y)
+
+
+def register(kind: KindT) -> KindT:
+    """Makes a class of activations known by its kind; returns it.
+
+    Raises:
+        ValueError: the kind is taken by another class, or is no identifier; the message names it.
+    """
+    found = _NAME.match(kind.kind)
+    if found is None or found.group(2):
+        raise ValueError(f"kind: got {kind.kind!r}, want lower-case letters, digits and underscores")
+    if _KINDS.setdefault(kind.kind, kind) is not kind:
+        raise ValueError(f"{kind.kind}: got another activation of that name, want one class for each")
+    return kind
+
+
+def registered_names() -> tuple[str, ...]:
+    """Those of all activations, with usual numbers, the standard ones first."""
+    return tuple(one.name for one in _registered())
+
+
+def _registered() -> list[ActivationFunction]:
+    return [kind() for kind in sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))]
+
+
+def standard_activations() -> tuple[ActivationFunction, ...]:
+    """Those that kernels choose among by a number, in the order of numbers."""
+    return tuple(one for one in _registered() if one.number)
+
+
+def activation_named(given: object) -> ActivationFunction | None:
+    """The activation of a name, or given as such; None for None.
+
+    Raises:
+        ValueError: there is none of that name; the message says which there are.
+    """
+    found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
+    if found is None and given is None:
+        return None
+    if not isinstance(found, ActivationFunction):
+        raise ValueError(f"activation: got {given!r}, want None, {', '.join(map(repr, registered_names()))}")
+    return found
+
+
+def gated_activation(given: object) -> ActivationFunction:
+    """As `activation_named`, of a gated one. Raises ValueError for any other."""
+    found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
+    if not isinstance(found, ActivationFunction) or not found.gated:
+        names = ", ".join(repr(one.name) for one in _registered() if one.gated)
+        raise ValueError(f"activation: got {given!r}, want {names}: of a gate and an up")
+    return found
+
+
+def _parsed(name: str) -> ActivationFunction | None:
+    """The activation of a name that another process made; None if there is none."""
+    found = _NAME.match(name)
+    kind: Callable[..., ActivationFunction] | None = _KINDS.get(found.group(1)) if found else None
+    try:
+        return kind(*map(float, found.group(2).split(","))) if kind and found and found.group(2) else kind and kind()
+    except (TypeError, ValueError):
+        return None
+
+
+def name_of(given: object) -> str | None:
+    """What operators have for an activation."""
+    found = activation_named(given)
+    return None if found is None else found.name
+
+
+def number_of(given: object) -> int:
+    """What a launch gives for an activation; 0 for none."""
+    found = activation_named(given)
+    return 0 if found is None else found.number
+
+
+def config_of(given: object) -> ActivationFunction | None:
+    """What a configuration holds for an activation; None for those that are chosen by a number."""
+    found = activation_named(given)
+    return None if found is None or found.number else found
+
+
+def symbol_of(own: ActivationFunction | None) -> str:
+    """The part of a kernel's name of what its configuration holds."""
+    return "" if own is None else f"_{own.name.translate(_IN_SYMBOLS)}"
+
+
+def out_features(n: int, given: object) -> int:
+    """Columns of the result for a weight of ``n`` rows: a gated activation halves them."""
+    found = activation_named(given)
+    return n // 2 if found is not None and found.gated else n

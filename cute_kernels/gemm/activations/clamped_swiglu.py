@@ -1,0 +1,51 @@
+"""SwiGLU of a clamped gate and a clamped, shifted up: gpt-oss's, MiniMax M3's, DeepSeek V4's and GLM 5's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from cute_kernels.gemm.activations.base import ActivationFunction, register
+
+if TYPE_CHECKING:
+    from cutlass import Float32
+
+    from cute_kernels.device.float_math import FloatMath
+
+
+@register
+@dataclass(frozen=True)
+class ClampedSwiglu(ActivationFunction):
+    """gate * sigmoid(alpha * gate) * (up + shift), gate at most the limit, up between minus and plus the limit.
+
+    | model | alpha | limit | shift |
+    |---|---|---|---|
+    | gpt-oss, MiniMax M3 | 1.702 | 7 | 1 |
+    | DeepSeek V4, GLM 5 | 1 | the model's | 0 |
+
+    NaN stays NaN.
+
+    Args:
+        alpha: what gates are multiplied with before the sigmoid.
+        limit: of gates from above, and of ups on both sides.
+        shift: what is added to ups.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    shift: float = 1.0
+    kind: ClassVar[str] = "clamped_swiglu"
+    gated: ClassVar[bool] = True
+
+    def reference(self, *values: torch.Tensor) -> torch.Tensor:
+        gate, up = values[0].clamp(max=self.limit), values[1].clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
+
+    def device(self, math: FloatMath, *values: Float32) -> Float32:
+        gate = math.min_or_nan(values[0], self.limit)
+        up = math.max_or_nan(math.min_or_nan(values[1], self.limit), -self.limit)
+        if self.shift:
+            up = up + self.shift
+        return gate * math.sigmoid(gate, self.alpha) * up
