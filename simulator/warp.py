@@ -306,6 +306,9 @@ class Warp:
     def min_or_nan(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return Float32(np.minimum(Float32(a), Float32(b)))
 
+    def max_or_nan(self, a: ArrayLike, b: ArrayLike) -> Lanes:
+        return Float32(np.maximum(Float32(a), Float32(b)))
+
     def fma(self, a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
         return Float32(_double(a) * _double(b) + _double(c))
 

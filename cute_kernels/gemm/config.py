@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import HOPPER, Limits
@@ -77,7 +77,22 @@ class Slices(Activations):
         return None
 
 
-SLICES = Slices()
+@dataclass(frozen=True)
+class StreamStore:
+    """Results leave through staging buffers, by warps of their own: `.epilogue`.
+
+    Attributes:
+        epilogue_warps: that add up, store and combine results.
+        num_buffers: of results on their way to them.
+        activation: of results; None: one of the standard ones, or none, as the launch says.
+    """
+
+    epilogue_warps: int = 4
+    num_buffers: int = 2
+    activation: ActivationFunction | None = None
+
+
+SLICES, STREAM_STORE = Slices(), StreamStore()
 ActivationsT = TypeVar("ActivationsT", bound=Activations)
 
 
@@ -98,11 +113,9 @@ class LinearConfig(Generic[ActivationsT]):
         block_k: inputs of a k block: a multiple of the group size that divides the padded K.
         chunk_k_blocks: k blocks of a stage.
         num_stages: pipeline stages; nearly all of them are in flight.
-        num_buffers: of results on their way from the consumer warps to those that store them.
-        epilogue_warps: warps that add up, store and combine results.
+        store: how results leave.
         activations: how x reaches shared memory.
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
-        activation: of results; None: one of the standard ones, or none, as the launch says.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -114,16 +127,22 @@ class LinearConfig(Generic[ActivationsT]):
     block_k: int = 128
     chunk_k_blocks: int = 4
     num_stages: int = 6
-    num_buffers: int = 2
-    epilogue_warps: int = 4
+    store: StreamStore = STREAM_STORE
     activations: ActivationsT = SLICES  # type: ignore[assignment]
     use_pdl: bool = False
-    activation: ActivationFunction | None = None
 
     @property
     def group_size(self) -> int:
         """Inputs that share a scale; 0 for one scale per output feature."""
         return self.format.group_size
+
+    @property
+    def epilogue_warps(self) -> int:
+        return self.store.epilogue_warps
+
+    @property
+    def num_buffers(self) -> int:
+        return self.store.num_buffers
 
     @property
     def tile_k(self) -> int:
@@ -162,10 +181,6 @@ class LinearConfig(Generic[ActivationsT]):
     def x_bytes(self) -> int:
         """Shared memory for activations."""
         return self.activations.x_bytes
-
-    def with_activations(self, **fields: int) -> LinearConfig[ActivationsT]:
-        """The same with other fields of its activations."""
-        return replace(self, activations=replace(self.activations, **fields))
 
     @property
     def k_block_tiles(self) -> int:
@@ -252,7 +267,7 @@ class LinearConfig(Generic[ActivationsT]):
         weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
-        ends = f"{'_pdl' if self.use_pdl else ''}{self.activations.name}{symbol_of(self.activation)}"
+        ends = f"{'_pdl' if self.use_pdl else ''}{self.activations.name}{symbol_of(self.store.activation)}"
         return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> Kernel:

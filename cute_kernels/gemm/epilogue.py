@@ -46,7 +46,7 @@ class Epilogue:
         self.config = config
         self.num_threads = config.epilogue_warps * WARP_THREADS
         self.row_vectors = config.block_rows // VECTOR
-        self.activate = Activate(config.activation)
+        self.activate = Activate(config.store.activation)
 
     @cute.jit
     def run(self, operands, memory, work, tid, lane):

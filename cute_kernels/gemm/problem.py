@@ -21,7 +21,7 @@ class LinearProblem:
         k_pad: K as packed.
         format, dtype: as in :class:`LinearConfig`.
         batch_invariant: whether a row's result must not depend on how many others there are.
-        activation: as in :class:`LinearConfig`.
+        activation: of results, one that a kernel is compiled for; None for the standard ones.
     """
 
     m: int
@@ -41,8 +41,8 @@ class LinearProblem:
 
 
 def weight_fields(problem: object) -> dict[str, Any]:
-    """What a configuration has of a problem, dense or of experts."""
-    return {name: getattr(problem, name) for name in ("format", "dtype", "activation")}
+    """What a configuration has of a problem's weights, dense or of experts."""
+    return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from functools import lru_cache
 from itertools import product
 
 from cute_kernels.formats.weights import GROUP_SIZES, integers
-from cute_kernels.gemm.config import X_PAD, LinearConfig
+from cute_kernels.gemm.config import X_PAD, LinearConfig, StreamStore
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
@@ -187,6 +188,7 @@ def base_config(problem: LinearProblem) -> LinearConfig:
     block_k = 256 if problem.format.group_size == 256 else 128
     return LinearConfig(
         **weight_fields(problem),
+        store=StreamStore(activation=problem.activation),
         n_tiles=1 if problem.format.bits == 8 or problem.num_tiles == 1 else 2,
         block_k=block_k if problem.k_pad % block_k == 0 else 64,
         use_pdl=problem.use_pdl,
@@ -204,7 +206,7 @@ def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
     """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     chunk_k_blocks = chunk // base.k_warps * base.k_warps
-    config = replace(base, chunk_k_blocks=chunk_k_blocks, num_stages=2).with_activations(x_bytes=x_bytes)
+    config = changed(base, chunk_k_blocks=chunk_k_blocks, num_stages=2, x_bytes=x_bytes)
     room = (config.limits.shared_bytes - config.smem_bytes) // (config.stage_bytes + 16)
     return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import QuantizedLinear, quantize_weight, quantized_linear
-from cute_kernels.gemm.experts import QuantizedRoutedExperts
-from cute_kernels.gemm.experts.clamped import ClampedSwiglu
+from cute_kernels.gemm.experts import ClampedSwiglu, QuantizedRoutedExperts
 from cute_kernels.integrations.checkpoints import load_model, load_safetensors
 from tests.integrations.checkpoints import test_float_codes, test_gpt_oss, test_model
 from tests.moe import test_clamped

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.config import LinearConfig, StreamStore
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -41,8 +41,8 @@ CONFIGS = [
     LinearConfig(integers(4, 32, True), "bf16", block_k=64),
     LinearConfig(integers(4, 64), "fp16", block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
     LinearConfig(integers(4, 0, True), "bf16", n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(integers(4), "bf16", k_warps=4, num_buffers=1),
-    LinearConfig(integers(4), "bf16", k_warps=1, epilogue_warps=1),
+    LinearConfig(integers(4), "bf16", k_warps=4, store=StreamStore(num_buffers=1)),
+    LinearConfig(integers(4), "bf16", k_warps=1, store=StreamStore(1)),
     LinearConfig(integers(4, 256, True), "bf16", block_k=256, chunk_k_blocks=2, use_pdl=True),
     LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
     LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),

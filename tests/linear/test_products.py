@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import kernel
-from cute_kernels.gemm.config import X_PAD, LinearConfig
+from cute_kernels.gemm.config import X_PAD, LinearConfig, StreamStore
 from cute_kernels.gemm.weight import PackedWeight
 from layouts import banks
 from tests.attention import warp as machine
@@ -35,7 +35,7 @@ CONFIGS = [
 ] + [
     LinearConfig(integers(4, 128, True), "bf16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
     LinearConfig(integers(4, 32, True), "fp16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, num_buffers=1, epilogue_warps=2),
+    LinearConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, store=StreamStore(2, 1)),
     LinearConfig(integers(8, 64), "bf16", tile_m=16, chunk_k_blocks=2),
 ]
 

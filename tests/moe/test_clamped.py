@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.gemm.experts import PackedExperts, QuantizedRoutedExperts, quantize_experts
-from cute_kernels.gemm.experts.clamped import ClampedSwiglu, clamped_moe
+from cute_kernels.gemm.experts import ClampedSwiglu, PackedExperts, QuantizedRoutedExperts, fused_moe, quantize_experts
 
 EXPERTS, HIDDEN, INNER, TOPK = 4, 96, 80, 2
 BF16 = torch.bfloat16
@@ -43,12 +42,18 @@ def exact(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, seed: int =
     return y
 
 
+def by_layer(parts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    gate_up, down, biases = parts
+    own = {"activation": ClampedSwiglu(), "gate_up_bias": biases[0], "down_bias": biases[1]}
+    return fused_moe(x, gate_up, down, weights, ids, **own, **options)
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("count", [1, 37])
 def test_a_layer_is_its_formula_and_ids_of_no_expert_add_nothing(count, invariant):
     parts = layer()
     x, weights, ids = tokens(count)
-    found = clamped_moe(x, *parts, weights, ids, ClampedSwiglu(), batch_invariant=invariant)
+    found = by_layer(parts, x, weights, ids, batch_invariant=invariant)
     want = exact(x, weights, ids)
     gates = x.double() @ parts[0].dequantize(torch.float64).flatten(0, 1).T
     assert gates.abs().max() > 20  # the clamps are reached
@@ -57,14 +62,14 @@ def test_a_layer_is_its_formula_and_ids_of_no_expert_add_nothing(count, invarian
 
 def test_no_tokens_and_no_expert_of_this_rank():
     x, weights, ids = tokens(5)
-    assert clamped_moe(x[:0], *layer(), weights[:0], ids[:0], ClampedSwiglu()).shape == (0, HIDDEN)
-    assert not clamped_moe(x, *layer(), weights, torch.full_like(ids, -1), ClampedSwiglu()).any()
+    assert by_layer(layer(), x[:0], weights[:0], ids[:0]).shape == (0, HIDDEN)
+    assert not by_layer(layer(), x, weights, torch.full_like(ids, -1)).any()
 
 
 def test_gates_have_no_lower_limit_and_ups_are_shifted():
     pairs = torch.tensor([[-30.0, 0.0], [30.0, 30.0], [-30.0, 30.0], [1.0, -30.0]])
     want = [-30 / (1 + torch.exp(torch.tensor(30 * 1.702))), 56 / (1 + torch.exp(torch.tensor(-7 * 1.702)))]
-    found = ClampedSwiglu()(pairs)[:, 0]
+    found = ClampedSwiglu().of_rows(pairs)[:, 0]
     assert torch.allclose(found[:2], torch.stack(want)) and found[2] == 8 * found[0] and found[3] < -5 * 0.84
 
 
@@ -86,11 +91,25 @@ def test_state_dicts_keep_the_biases_and_miss_them_by_name():
         without.load_state_dict(module.state_dict())
 
 
-def test_biases_and_their_activation_come_together():
+def test_biases_and_activations_are_refused_by_name():
     gate_up, down, biases = layer()
-    with pytest.raises(ValueError, match="^activation: got None with biases, want both"):
-        QuantizedRoutedExperts(gate_up, down, biases)
+    x, weights, ids = tokens(2)
+    with pytest.raises(ValueError, match=r"^activation: got 'gelu', want 'swiglu', 'clamped_swiglu\(1.702,7.0,1.0\)'"):
+        fused_moe(x, gate_up, down, weights, ids, activation="gelu")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^down_bias: got shape \[4, 160\], want \[4, 96\]"):
+        fused_moe(x, gate_up, down, weights, ids, down_bias=biases[0])
+    with pytest.raises(ValueError, match="^activation: got None, want 'swiglu'"):
+        QuantizedRoutedExperts(gate_up, down, biases, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"^bias: got torch.bfloat16 \[4, 96\], want a floating \[4, 160\]"):
         QuantizedRoutedExperts(gate_up, down, (biases[1], biases[1]), ClampedSwiglu())
     with pytest.raises(ValueError, match="^bias: got values that are not finite"):
         QuantizedRoutedExperts(gate_up, down, (biases[0] * torch.inf, biases[1]), ClampedSwiglu())
+
+
+def test_a_compiled_layer_is_one_operator_whose_activation_is_named():
+    parts = layer()
+    x, weights, ids = tokens(3)
+    compiled = torch.compile(lambda *given: by_layer(parts, *given), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, weights, ids), by_layer(parts, x, weights, ids))
+    own = torch.ops.cute_kernels.fused_moe.default._schema
+    assert [each.name for each in own.arguments][-3:] == ["activation", "gate_up_bias", "down_bias"]

@@ -19,7 +19,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
 from cute_kernels.gemm.activations import number_of, out_features
-from cute_kernels.gemm.config import BF16, FP32, LinearConfig
+from cute_kernels.gemm.config import BF16, FP32, LinearConfig, StreamStore
 from cute_kernels.gemm.experts import kernel as moe_kernel
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.arguments import GROUPED
@@ -34,6 +34,7 @@ from cute_kernels.gemm.experts.schedule import (
 )
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.runtime.composed import changed
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -42,7 +43,7 @@ from tests.linear.cases import known
 from tests.moe.machine import Machine
 
 CONFIG = LinearConfig(
-    integers(4, 64), "bf16", block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, epilogue_warps=1, use_pdl=True
+    integers(4, 64), "bf16", block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, store=StreamStore(1), use_pdl=True
 )
 
 
@@ -158,7 +159,7 @@ def launch(
 
 def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     """A small schedule as one would be for many rows: groups, slots and launches are those of `with_launches`."""
-    config = replace(CONFIG, **{name: fields.pop(name) for name in ("n_tiles", "num_buffers") if name in fields})
+    config = changed(CONFIG, **{name: fields.pop(name) for name in ("n_tiles", "num_buffers") if name in fields})
     places, experts = fields.pop("places"), fields.pop("experts")
     problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, integers(4, 64), "bf16", num_sms=num_sms)
     k_blocks = problem.k_pad // config.block_k

@@ -34,19 +34,18 @@ from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.wgmma import limbs, loads
+from cute_kernels.runtime.composed import changed
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
-from tests.moe.range_configs import changed, range_config
+from tests.moe.range_configs import range_config
 
 MODULES = (
     ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
 )  # fmt: skip
-CONFIG = range_config(
-    integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
-)
+CONFIG = range_config(integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, epilogue_warps=1, use_pdl=True)
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
 HALF = np.float32(0.5)
 
@@ -257,7 +256,7 @@ class Launch:
 def config_of(k: int, x_slots: int, **fields: Any) -> RangeConfig:
     config = changed(CONFIG, **fields)
     k_blocks = x_slots * -(-k // 128)
-    config = config.with_activations(x_bytes=k_blocks * config.activations.k_block_bytes(config))
+    config = changed(config, x_bytes=k_blocks * config.activations.k_block_bytes(config))
     assert config.can_implement() is None
     return config
 

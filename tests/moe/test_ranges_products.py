@@ -18,6 +18,7 @@ from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
+from cute_kernels.runtime.composed import changed
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
@@ -47,7 +48,7 @@ class Cta:
     def __init__(self, config: RangeConfig, k: int, slot: int, run_on):
         self.k_blocks = -(-k // 128)
         room = 2 * self.k_blocks * config.activations.k_block_bytes(config)
-        self.config = config.with_activations(x_bytes=room)
+        self.config = changed(config, x_bytes=room)
         self.subject = RangeRoles(self.config, SortedRouting(self.config))
         self.shared = np.full(6 << 17, 0xFF, np.uint8)  # NaN, whatever it is read as
         self.run_on = run_on

@@ -35,9 +35,9 @@ from cute_kernels.gemm.experts.ranges.schedule import (
 from cute_kernels.gemm.experts.ranges.work import BlockRange
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedSchedule
 from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.runtime.composed import changed
 from tests.moe import measured
 from tests.moe.machine import Machine
-from tests.moe.range_configs import changed
 
 
 def problem(places=8, experts=128, n=1536, k=2048, bits=4, group=128, zero=False, dtype="bf16", **more):
@@ -217,7 +217,7 @@ def test_entries_of_few_rows_are_found_among_assignments_as_well(experts, count,
         assert same.config.activations.lane_assignments == lanes and same.config.activations.expert_rounds == 1
         assert replace(same, config=layout.config) == layout
         rounds = layout.config.activations.expert_rounds
-        assert same.config.with_activations(lane_assignments=0, expert_rounds=rounds) == layout.config
+        assert changed(same.config, lane_assignments=0, expert_rounds=rounds) == layout.config
 
 
 @pytest.mark.parametrize("lanes", LANE_ASSIGNMENTS)
@@ -225,9 +225,9 @@ def test_entries_of_few_rows_are_found_among_assignments_as_well(experts, count,
 def test_assignments_are_found_by_few_rows_in_one_round(changes, lanes):
     config = next(layout.config for layout in layouts(problem()) if layout.config.n_tiles == 1)
     assert changed(config, **changes).can_implement() is None
-    assert config.with_activations(lane_assignments=lanes).can_implement() is None
+    assert changed(config, lane_assignments=lanes).can_implement() is None
     assert "assignments" in str(changed(config, lane_assignments=lanes, **changes).can_implement())
-    assert "lane_assignments" in str(config.with_activations(lane_assignments=LANE_ASSIGNMENTS[-1] + 1).can_implement())
+    assert "lane_assignments" in str(changed(config, lane_assignments=LANE_ASSIGNMENTS[-1] + 1).can_implement())
 
 
 def test_names_tell_kernels_of_assignments_from_others():

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
+from cute_kernels.gemm.activations.base import symbol_of
 from cute_kernels.gemm.arguments import LIMB_ROWS, Kernel
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, REGISTER_WGMMA, TMA_TILE_K, WARPGROUP_THREADS, Mainloop
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
@@ -46,7 +46,6 @@ class WgmmaConfig(Generic[M]):
         multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
             share of the activations into the shared memory of all of them. 1: each CTA loads its own.
         mainloop, reduction, store: what the kernel is made of, values of `.mainloops` and `.results`.
-        activation: as of `cute_kernels.gemm.config.LinearConfig`.
     """
 
     format: WeightFormat
@@ -61,7 +60,6 @@ class WgmmaConfig(Generic[M]):
     mainloop: M = REGISTER_WGMMA  # pyright: ignore[reportAssignmentType]
     reduction: Reduction = WHOLE_K
     store: Store = STAGED
-    activation: ActivationFunction | None = None
 
     @property
     def group_size(self) -> int:
@@ -323,7 +321,7 @@ class WgmmaConfig(Generic[M]):
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        return self.mainloop.kernel_name(self) + symbol_of(self.activation)
+        return self.mainloop.kernel_name(self) + symbol_of(self.store.activation)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -53,7 +53,7 @@ class TileEpilogue:
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.activate = self.results.activate
         # Of experts the standard ones but for the gated one are rare: `store_any` has them.
-        self.in_registers = dense or config.activation is not None
+        self.in_registers = dense or config.store.activation is not None
         self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 

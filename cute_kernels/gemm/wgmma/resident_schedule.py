@@ -15,7 +15,7 @@ from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
-from cute_kernels.gemm.wgmma.results import dsmem
+from cute_kernels.gemm.wgmma.results import StagedStore, dsmem
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
@@ -105,6 +105,7 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
     config = WgmmaConfig(
         **weight_fields(problem),
+        store=StagedStore(activation=problem.activation),
         tile_m=tile_m,
         block_k=LIMB_GROUP,
         warpgroups=shape.warpgroups,

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from cute_kernels.gemm.activations.base import ActivationFunction
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from layouts.weights.hopper import TILE_N
 
@@ -48,9 +49,11 @@ class StagedStore:
 
     Attributes:
         chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
+        activation: of results; None: one of the standard ones, or none, as the launch says.
     """
 
     chunk: int = CHUNK_M
+    activation: ActivationFunction | None = None
     by_tma: ClassVar[bool] = False
     name: ClassVar[str] = ""
     alignment: ClassVar[int] = 128
@@ -69,8 +72,12 @@ class StagedStore:
 
 @dataclass(frozen=True)
 class TmaStore:
-    """Results that are plain and in 16 bits leave by TMA; others as `StagedStore` has it: `.tma_store`."""
+    """Results that are plain and in 16 bits leave by TMA; others as `StagedStore` has it: `.tma_store`.
 
+    activation: as of `StagedStore`.
+    """
+
+    activation: ActivationFunction | None = None
     chunk: ClassVar[int] = CHUNK_M
     by_tma: ClassVar[bool] = True
     name: ClassVar[str] = "_tmastore"

@@ -345,7 +345,9 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
             mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster, n_tiles)),
             reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
-            store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
+            store=StagedStore(
+                short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M, problem.activation
+            ),
         )
         config = with_stages(config)
         # A tile half as large would do for the rows there are.
@@ -359,7 +361,7 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     """Large tiles that TMA stores: alone, of CTAs that share activations by TMA multicast, and with a last round cut
     along rows of x."""
-    stored = replace(config, store=TmaStore())
+    stored = replace(config, store=TmaStore(config.store.activation))
     in_rows = replace(stored, reduction=RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
@@ -542,7 +544,7 @@ def shipped_configs() -> list[WgmmaConfig]:
 
 def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
     """A configuration for a problem's weights."""
-    return WgmmaConfig(**weight_fields(problem), **choices)
+    return WgmmaConfig(**weight_fields(problem), **{"store": StagedStore(activation=problem.activation)} | choices)
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:

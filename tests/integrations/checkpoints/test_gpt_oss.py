@@ -14,9 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from cute_kernels import quantize_model
-from cute_kernels.gemm.experts import QuantizedRoutedExperts
+from cute_kernels.gemm.experts import ClampedSwiglu, QuantizedRoutedExperts
 from cute_kernels.gemm.experts.blocks import experts_refusal
-from cute_kernels.gemm.experts.clamped import ClampedSwiglu
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.checkpoints import load_model, load_safetensors
 from tests.integrations.checkpoints.test_model import error
@@ -221,4 +220,4 @@ def test_experts_that_mean_something_else_are_refused():
     config = GptOssConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=TOPK)
     assert experts_refusal(GptOssExperts(config)) is None
     reason = experts_refusal(WithoutAShift(config))
-    assert reason is not None and "compute something else than ClampedSwiglu(alpha=1.702, limit=7.0)" in reason
+    assert reason is not None and "compute something else than clamped_swiglu(1.702,7.0,1.0)" in reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.config import LinearConfig, StreamStore
 from cute_kernels.gemm.experts.ranges.config import (
     BLOCK_K,
     LANE_ASSIGNMENTS,
@@ -23,6 +23,7 @@ from cute_kernels.gemm.experts.ranges.config import (
 from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, usual_entries, usual_rows
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.schedule import MEMORY_BYTES_PER_US
+from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
 STAGES_BYTES = 104 * 1024  # of weights in a pipeline, at most: what is asked for at once is not to be more than needed
@@ -114,7 +115,7 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
     if count > MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
-    config = layout.config.with_activations(lane_assignments=lanes, expert_rounds=1)
+    config = changed(layout.config, lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
 
@@ -171,13 +172,13 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     config: RangeConfig = LinearConfig(
         **weight_fields(problem),
         block_k=BLOCK_K,
-        epilogue_warps=EPILOGUE_WARPS,
+        store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),
         use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
         activations=EntryLimbs(expert_rounds=rounds),
         **shape._asdict(),
     )
-    config = config.with_activations(x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
+    config = changed(config, x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
     stage = config.stage_bytes
     room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
     stages = min(STAGES_BYTES // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps

@@ -30,6 +30,7 @@ from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.results import StagedStore
 from cute_kernels.gemm.wgmma.stages import MAX_STAGES
 from layouts.weights.hopper import TILE_N
 
@@ -146,6 +147,7 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
         **weight_fields(problem),
+        store=StagedStore(activation=problem.activation),
         tile_m=shape.tile_m,
         row_parts=shape.row_parts,
         n_tiles=shape.n_tiles,
@@ -233,6 +235,7 @@ def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignme
     """A configuration with as many stages as there is room for; None if it cannot be compiled."""
     config: EntryConfig = WgmmaConfig(
         **weight_fields(problem),
+        store=StagedStore(activation=problem.activation),
         tile_m=ROW_COLUMNS * rows,
         n_tiles=1,
         warpgroups=RINGS,
