@@ -31,7 +31,6 @@ from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
 from cute_kernels.gemm.layer.config import config_for
 from cute_kernels.gemm.product import MOST_ROWS, factored, make_product
-from cute_kernels.gemm.reference import activate
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
@@ -49,7 +48,7 @@ from tests.gpu.specs import step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, assert_same, make_step, run_separately, with_own_cache
-from tests.linear.cases import launch_product
+from tests.linear.cases import activated, launch_product
 
 CALLS = 2  # of each case: what a launch leaves in a workspace, the next one finds
 PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
@@ -362,7 +361,7 @@ class LayerProductsCase:
         for _ in range(CALLS):
             found = quantized_layer(x, *packed, residual=residual, norm_eps=EPS, **norms)  # pyright: ignore
             middle = (x.float() @ weights[0].dense.float().T + residual.float()).bfloat16()
-            gated = activate(rms_norm(middle, norm, eps=EPS).float() @ weights[1].dense.float().T, "swiglu")
+            gated = activated(rms_norm(middle, norm, eps=EPS).float() @ weights[1].dense.float().T, "swiglu")
             rows = gated @ weights[2].dense.float().T + middle.float()
             assert relative_error(found.rows.rows, rows) <= LAYER_TOLERANCE
             assert found.qkv is not None

@@ -16,12 +16,11 @@ from cute_kernels.gemm import deferred_ops
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred import DeferredParts, leaves_norm
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
-from cute_kernels.gemm.reference import activate
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, is_rounded
-from tests.linear.cases import known, problem_of, with_parts
+from tests.linear.cases import activated, known, problem_of, with_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -278,6 +277,6 @@ def test_no_launch_of_a_chain_is_overtaken_and_a_graph_computes_the_same(m):
     unfused = start.clone()
     for _ in range(6):
         normed = rms_norm(unfused, pair.norm, eps=EPS)
-        gated = activate(quantized_linear(normed, pair.up, out_dtype=torch.float32), "swiglu").bfloat16()
+        gated = activated(quantized_linear(normed, pair.up, out_dtype=torch.float32), "swiglu").bfloat16()
         unfused = quantized_linear(gated, second, residual=unfused)
     assert (want.float() - unfused.float()).norm() <= 2e-2 * unfused.float().norm()

@@ -15,12 +15,11 @@ from cute_kernels.gemm import NormedRows, quantize_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.product import factored, factored_product_of
 from cute_kernels.gemm.product import problem_of as problem_on
-from cute_kernels.gemm.reference import activate
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
-from tests.linear.cases import known, problem_of
+from tests.linear.cases import activated, known, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -309,6 +308,6 @@ def test_a_norm_waits_for_the_launch_that_makes_its_rows(m):
     want = check_back_to_back(chain)
     unfused = start.clone()
     for _ in range(6):
-        gated = activate(quantized_linear(rms_norm(unfused, norm), up, out_dtype=torch.float32), "swiglu").bfloat16()
+        gated = activated(quantized_linear(rms_norm(unfused, norm), up, out_dtype=torch.float32), "swiglu").bfloat16()
         unfused = quantized_linear(gated, down, residual=unfused)
     assert (want.float() - unfused.float()).norm() <= 2e-2 * unfused.float().norm()

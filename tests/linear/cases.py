@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.formats.weights.base import with_row_scales
+from cute_kernels.gemm.activations import activation_named
 from cute_kernels.gemm.normed import DeferredParts, NormedRows, left_to_next
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import Product
@@ -34,6 +35,12 @@ def random_weight(form: WeightFormat, dtype: torch.dtype, n: int, k: int, seed: 
     zeros = torch.randint(0, 1 << form.bits, groups, dtype=torch.uint8, generator=generator)
     blob = hopper.pack(transform.pack(codes, form.bits), form.bits)
     return PackedWeight(blob, scales, zeros if form.has_zeros else None, form, (n, k))
+
+
+def activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """The reference of an activation by name, or y where there is none."""
+    found = activation_named(activation)
+    return y if found is None else found.of_rows(y)
 
 
 @dataclass(frozen=True)

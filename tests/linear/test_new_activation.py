@@ -42,7 +42,6 @@ from cute_kernels.gemm.schedule import make_schedule as make_stream
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import TAKES
 from cute_kernels.runtime.sources import reached
-from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.wanted import record_of, spec_of
 from simulator import Float32, Warp, running
 
@@ -85,7 +84,7 @@ OWN = (SquaredRelu(), ScaledGate(3))
 SYMBOLS = {"squared_relu": "_squared_relu", "scaled_gate(3.0)": "_scaled_gate_3p0"}
 
 
-def kernels(own: ActivationFunction | None) -> Iterator[KernelSpec]:
+def kernels(own: ActivationFunction | None) -> Iterator[GemmSpec | ExpertSpec]:
     """One of each kind of kernel, of products that are served by it."""
     form = integers(4)
     for m, n, k in ((1, 4096, 4096), (8, 4096, 4096), (16, 4096, 4096), (64, 9216, 4096), (512, 8192, 8192)):

@@ -109,7 +109,7 @@ def test_biases_and_activations_are_refused_by_name():
 def test_a_compiled_layer_is_one_operator_whose_activation_is_named():
     parts = layer()
     x, weights, ids = tokens(3)
-    compiled = torch.compile(lambda *given: by_layer(parts, *given), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x, weights, ids: by_layer(parts, x, weights, ids), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, weights, ids), by_layer(parts, x, weights, ids))
     own = torch.ops.cute_kernels.fused_moe.default._schema
     assert [each.name for each in own.arguments][-3:] == ["activation", "gate_up_bias", "down_bias"]

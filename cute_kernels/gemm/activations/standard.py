@@ -29,7 +29,7 @@ class Silu(ActivationFunction):
     number: ClassVar[int] = 1
 
     def reference(self, *values: torch.Tensor) -> torch.Tensor:
-        return functional.silu(*values)
+        return functional.silu(values[0])
 
     def device(self, math: FloatMath, *values: Float32) -> Float32:
         (x,) = values
@@ -45,7 +45,7 @@ class Gelu(ActivationFunction):
     number: ClassVar[int] = 2
 
     def reference(self, *values: torch.Tensor) -> torch.Tensor:
-        return functional.gelu(*values)
+        return functional.gelu(values[0])
 
     def device(self, math: FloatMath, *values: Float32) -> Float32:
         """As max(x, 0) - |x| P(|x|), P(m) the normal distribution's tail beyond m: nothing cancels where x is negative.

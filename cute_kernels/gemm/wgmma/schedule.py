@@ -544,7 +544,8 @@ def shipped_configs() -> list[WgmmaConfig]:
 
 def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
     """A configuration for a problem's weights."""
-    return WgmmaConfig(**weight_fields(problem), **{"store": StagedStore(activation=problem.activation)} | choices)
+    choices.setdefault("store", StagedStore(activation=problem.activation))
+    return WgmmaConfig(**weight_fields(problem), **choices)
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
