@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cutlass import Float32
+from cutlass import Float32, Numeric
 
 from cute_kernels.device import numbers, ptx
 
-Number = Float32 | float
+Number = Numeric | float
 
 
 class FloatMath:
@@ -25,9 +25,9 @@ class FloatMath:
     def absolute(self, x: Float32) -> Float32:
         return ptx.absolute(x)
 
-    def fma(self, a: Float32, b: Float32, c: Number) -> Float32:
+    def fma(self, a: Number, b: Float32, c: Number) -> Float32:
         """a * b + c, rounded once."""
-        return ptx.fma(a, b, Float32(c))
+        return ptx.fma(Float32(a), b, Float32(c))
 
     def max(self, a: Float32, b: Number) -> Float32:
         """The larger; NaN loses against a number."""
