@@ -168,7 +168,7 @@ def test_a_kind_of_format_stands_for_the_recommended_one(alias: Any, name: Any):
     pair = ck.decode_attention(q, rows, rows, lens, kv_format=(alias, name))
     assert torch.equal(pair, found)
     cache = ck.KVCache(1, 8, 16, 2, 64, kv_format=alias)
-    assert [form.name for form in cache.formats] == [name, name]
+    assert [form.name for form in cache.layer_formats[0]] == [name, name]
 
 
 def test_minus_one_is_one_scale_a_row():

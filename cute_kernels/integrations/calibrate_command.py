@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.formats.kv import LayerFormats, format_of, format_pair, formats_of_layer
+from cute_kernels.kv_cache.constants import CacheConstants
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.transformers.budget import Needle
+
+CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -29,7 +38,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     command.add_argument(
-        "--kv-format", type=kv_format, default="int4_g4", metavar="NAME[,NAME]", help="of the cache, or K's,V's"
+        "--kv-format",
+        type=kv_format,
+        metavar="NAME[,NAME]",
+        help="of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4)",
+    )
+    command.add_argument(
+        "--budget",
+        type=share,
+        metavar="SHARE",
+        help="instead of --kv-format: bytes of the cache as a share of BF16's (0.42, say), within which each layer "
+        "gets a format by what it loses there. -o then names a .json file of formats and a report, which kv_format= "
+        "takes; constants go beside it (.safetensors)",
+    )
+    command.add_argument(
+        "--needles",
+        type=count,
+        default=8,
+        metavar="N",
+        help="--budget: that are hidden in text and asked for (default: 8)",
     )
     command.add_argument("--window", type=positive, default=1024, metavar="N", help="tokens at a time (default: 1024)")
     command.add_argument(
@@ -59,8 +86,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     return command
 
 
-def kv_format(text: str) -> str | tuple[str, str]:
-    """A format, or two with a comma between them, as an argument."""
+def kv_format(text: str) -> str | tuple[str, str] | LayerFormats:
+    """A format, or two with a comma between them, or a file of formats by layer, as an argument."""
+    if text.endswith(".json"):
+        try:
+            return LayerFormats.load(text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     names = text.split(",")
     try:
         k, v = format_pair(names[0] if len(names) == 1 else tuple(names))
@@ -74,6 +106,11 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A number of at least 0 as an argument."""
+    return 0 if text == "0" else positive(text)
 
 
 def share(text: str) -> float:
@@ -90,34 +127,64 @@ def share(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and says what is in it."""
     _check(arguments)
+    arguments.kv_format = arguments.kv_format or "int4_g4"
     try:
+        from cute_kernels.integrations.transformers.budget import choose_formats
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
         from cute_kernels.integrations.transformers.fit import fit_transforms
     except ImportError as error:
         raise ValueError(f"transformers: cannot be imported ({error}), want pip install 'transformers>=5.0'") from error
-    windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
+    tokenizer = tokenizer_of(arguments.model)
+    text = tokens_of(tokenizer, arguments.text)
+    windows = windows_of(text, arguments.window, arguments.windows)
     model = model_of(arguments.model, torch.device(arguments.device))
     about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}
     batches = [{"input_ids": some.to(arguments.device)} for some in windows.split(arguments.batch)]
-    constants = calibrate_cache(
-        model,
-        batches,
-        arguments.kv_format,
-        center=not arguments.no_center,
-        factors=not arguments.no_factors,
-        rotation=not arguments.no_rotation,
-        values={None: False, "factors": "factors", "all": True}[arguments.values],
-        seed=arguments.seed,
-        about=about | {"window": str(windows.shape[1])},
-    )
+    calibration: dict[str, Any] = {
+        "center": not arguments.no_center,
+        "factors": not arguments.no_factors,
+        "rotation": not arguments.no_rotation,
+        "values": {None: False, "factors": "factors", "all": True}[arguments.values],
+        "seed": arguments.seed,
+        "about": about | {"window": str(windows.shape[1])},
+    }
+    if arguments.budget is not None:
+        needles = needles_of(tokenizer, text, windows.shape[1], arguments.needles)
+        formats, constants = choose_formats(
+            model, batches, arguments.budget, needles=needles, say=partial(print, flush=True), calibration=calibration
+        )
+        return _write_formats(arguments.output, formats, constants)
+    constants = calibrate_cache(model, batches, arguments.kv_format, **calibration)
     if arguments.fit is not None:
         constants = fit_transforms(
             model, batches, arguments.kv_format, constants, steps=arguments.fit, text_weight=arguments.text_weight
         )
-    constants.save(arguments.output)
-    print(f"{arguments.output}: {constants.num_layers} layers, {arguments.output.stat().st_size / 1024:.0f} KiB")
+    _write_constants(arguments.output, constants)
+    return 0
+
+
+def _write_constants(path: Path, constants: CacheConstants) -> None:
+    constants.save(path)
+    print(f"{path}: {constants.num_layers} layers, {path.stat().st_size / 1024:.0f} KiB")
     for name, value in sorted(constants.about.items()):
         print(f"  {name:<12}  {value}")
+
+
+def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> int:
+    """Writes formats by layer, and constants beside them if there are any; says what was measured."""
+    formats.save(path)
+    report = cast("dict[str, Any]", formats.report)
+    print(f"{path}: {len(formats)} layers, {report['bytes_per_token']} bytes a token")
+    print(f"  {'':<28}  {'of BF16':>8}  {'KL, nats':>9}  {'top-1':>7}")
+    for name, one in report["all_layers"].items():
+        mark = "  chosen" if name == report["chosen"] else ""
+        print(f"  {name:<28}  {one['share']:8.1%}  {one['kl']:9.5f}  {one['agreement']:7.2%}{mark}")
+    runs = [(pair, len(list(same))) for pair, same in itertools.groupby(formats.layers)]
+    print("  layers: " + "; ".join(f"{many} x {' + '.join(dict.fromkeys(pair))}" for pair, many in runs))
+    print(f"  needles: {report['needles']['found']} of {report['needles']['of']} that exact keys and values find")
+    print("  time of a step: not measured")
+    if any(transform is not None for transform in constants.transforms) or constants.scales:
+        _write_constants(path.with_suffix(".safetensors"), constants)
     return 0
 
 
@@ -127,7 +194,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--text-weight: got {arguments.text_weight:g} without --fit, want both: it is of what a fit lowers"
         )
-    formats = [format_of(name) for name in format_pair(arguments.kv_format)]
+    if arguments.budget is not None:
+        for option, given in (("--kv-format", arguments.kv_format), ("--fit", arguments.fit)):
+            if given is not None:
+                raise ValueError(
+                    f"{option}: got it with --budget, want it in a run after that, with the file of formats"
+                )
+        if arguments.output.suffix != ".json":
+            raise ValueError(f"--output: got {arguments.output}, want a .json file with --budget")
+    formats = [format_of(name) for name in formats_of_layer(arguments.kv_format or "int4_g4", 0)]
     if arguments.fit is not None and any(form.in_blocks for form in formats):
         raise ValueError(
             f"--fit: got it with {formats[0].name}, whose keys lie in blocks, want a format of rows, or no --fit"
@@ -178,6 +253,28 @@ def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]
             yield torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
 
     return torch.cat(list(read()))
+
+
+def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:
+    """Prompts of about ``length`` tokens, each with a number told at another depth and asked for at its end."""
+    from cute_kernels.integrations.transformers.budget import Needle
+
+    drawn, needles = random.Random(0), []
+    for i in range(many):
+        city, number = CITIES[i % len(CITIES)], "".join(drawn.choices("123456789", k=5))
+        told, asked, answer = (
+            torch.tensor(tokenizer(part)["input_ids"], dtype=torch.int64)
+            for part in (
+                f"\nThe secret number of {city} is {number}.\n",
+                f"\nWhat is the secret number of {city}? The secret number of {city} is ",
+                number,
+            )
+        )
+        begin = drawn.randrange(max(1, len(text) - length))
+        hay = text[begin : begin + max(0, length - len(told) - len(asked) - len(answer))]
+        depth = len(hay) * i // max(many - 1, 1)
+        needles.append(Needle(torch.cat((hay[:depth], told, hay[depth:], asked, answer)), len(asked), len(answer)))
+    return needles
 
 
 def windows_of(tokens: torch.Tensor, length: int, most: int) -> torch.Tensor:

@@ -16,21 +16,22 @@ It owns the memory and knows which tokens lie where. When to run which sequence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from cute_kernels import attention
 from cute_kernels.arguments import check_count, device_of
+from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache_checks import (
     check_max_seqs,
     check_new_tokens,
     check_sizes,
-    formats_for,
     is_transformed,
+    layers_formats,
 )
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 from cute_kernels.kv_cache.exported import ExportedSequence
@@ -50,6 +51,18 @@ if TYPE_CHECKING:
 CACHE_LAYOUTS = ("NHD", "HND")
 
 
+def _pages(
+    forms: Sequence[KvFormat], shape: tuple[int, ...], head_dim: int, device: torch.device | None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Zeros for K or V of all layers: one tensor [layers, *shape, row], or one for each layer if formats differ."""
+    alike = all(form == forms[0] for form in forms)
+    made = [
+        torch.zeros(*layers, *shape, form.row_elements(head_dim), dtype=form.cache_dtype, device=device)
+        for layers, form in ([((len(forms),), forms[0])] if alike else [((), form) for form in forms])
+    ]
+    return made[0] if alike else tuple(made)
+
+
 class KVCache:
     """K and V of all layers in pages, and the sequences that own them.
 
@@ -66,7 +79,8 @@ class KVCache:
         page_size: tokens per page, a multiple of 16 from 16 to 256.
         num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
         kv_format: a name in `cute_kernels.formats.kv.FORMATS`, "int4", "int8" or "fp8" for the recommended ones, or a
-            pair of names for K and V.
+            pair of names for K and V; one or a pair for each layer by its number (-1: all others), or a file of these
+            (``*.json``, see `LayerFormats`).
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).
         dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
@@ -78,7 +92,9 @@ class KVCache:
             a calibration has found comes by `set_constants`.
 
     Attributes:
-        k_pages, v_pages: [num_layers, *a layer's cache], what `append_kv` and `decode_attention` take, by layer.
+        k_pages, v_pages: what `append_kv` and `decode_attention` take, by layer: [num_layers, *a layer's cache], or a
+            tuple of caches where layers differ in format.
+        layer_formats: K's and V's of each layer.
         tails: of keys in blocks (`KeyTails`), or None.
     """
 
@@ -90,7 +106,7 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         *,
-        kv_format: KvFormats,
+        kv_format: KvFormats | Mapping[int, KvFormats] | Path,
         v_head_dim: int | None = None,
         cache_layout: CacheLayout = "NHD",
         dtype: torch.dtype = torch.bfloat16,
@@ -103,9 +119,10 @@ class KVCache:
         check_sizes(num_layers, num_pages, page_size, num_kv_heads, (head_dim, v_head_dim), max_seq_len)
         if cache_layout not in CACHE_LAYOUTS:
             raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
-        self.formats = formats_for(kv_format, dtype)
-        check_max_seqs(self.formats[0], max_seqs, head_dim)
-        self.kv_format = kv_format
+        self.kv_format = told_formats(kv_format)
+        self.layer_formats = layers_formats(self.kv_format, num_layers, dtype)
+        keys = self.layer_formats[0][0]
+        check_max_seqs(keys, max_seqs, head_dim)
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self.head_dims = (head_dim, v_head_dim)
         self.cache_layout, self.dtype = cache_layout, dtype
@@ -113,14 +130,16 @@ class KVCache:
         where = device_of(device)
         inner = (page_size, num_kv_heads) if cache_layout == "NHD" else (num_kv_heads, page_size)
         self.k_pages, self.v_pages = (
-            torch.zeros(num_layers, num_pages, *inner, form.row_elements(dim), dtype=form.cache_dtype, device=where)
-            for form, dim in zip(self.formats, self.head_dims, strict=True)
+            _pages(forms, (num_pages, *inner), dim, where)
+            for forms, dim in zip(zip(*self.layer_formats, strict=True), self.head_dims, strict=True)
         )
-        self.device = self.k_pages.device
+        self.device = self.k_pages[0].device
         self.tails: KeyTails | None = None
         if max_seqs is not None:
-            self.tails = KeyTails(self.formats[0], (num_layers, max_seqs, num_kv_heads, head_dim), page_size, where)
-        self._constants = LayerConstants(self.formats, (num_layers, num_kv_heads, head_dim, v_head_dim), self.device)
+            self.tails = KeyTails(keys, (num_layers, max_seqs, num_kv_heads, head_dim), page_size, where)
+        self._constants = LayerConstants(
+            self.layer_formats, (num_layers, num_kv_heads, head_dim, v_head_dim), self.device
+        )
         self._constants.transforms = self._constants.checked_transforms("transform", transform)
 
     @property
@@ -428,11 +447,12 @@ class KVCache:
         sequence = self._pages[seq_id]
         if self.tails is not None:
             raise ValueError(
-                f"seq_id: got {seq_id!r} of a cache of {self.formats[0].name} keys, whose newest lie beside the pages; "
-                "want a cache of another format"
+                f"seq_id: got {seq_id!r} of a cache of {self.layer_formats[0][0].name} keys, whose newest lie beside "
+                "the pages; want a cache of another format"
             )
+        whole = self._one_tensor_each(f"seq_id: got {seq_id!r}")
         pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
-        k, v = (self._rows(held[:, pages], sequence.length) for held in (self.k_pages, self.v_pages))
+        k, v = (self._rows(held[:, pages], sequence.length) for held in whole)
         return ExportedSequence(k, v, self.keys)
 
     def import_sequence(self, seq_id: SeqId, exported: ExportedSequence) -> None:
@@ -447,11 +467,14 @@ class KVCache:
         if not isinstance(exported, ExportedSequence):
             raise TypeError(f"exported: got {type(exported).__name__}, want an ExportedSequence")
         if self.tails is not None:
-            raise ValueError(f"exported: got rows for a cache of {self.formats[0].name} keys, want another format's")
+            raise ValueError(
+                f"exported: got rows for a cache of {self.layer_formats[0][0].name} keys, want another format's"
+            )
+        k_pages, v_pages = self._one_tensor_each("exported: got rows")
         exported.check_for(self.keys)
         self.allocate(seq_id, exported.num_tokens)
         pages = torch.tensor(self._pages[seq_id].pages, dtype=torch.int64, device=self.device)
-        for held, rows in ((self.k_pages, exported.k), (self.v_pages, exported.v)):
+        for held, rows in ((k_pages, exported.k), (v_pages, exported.v)):
             tokens = torch.arange(exported.num_tokens, device=self.device)
             page, row = pages[tokens // self.page_size], tokens % self.page_size
             target = held.transpose(2, 3) if self.cache_layout == "HND" else held
@@ -468,13 +491,17 @@ class KVCache:
         sequence = self._pages[seq_id]
         pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
         operands = zip(
-            (self.k_pages, self.v_pages), self.formats, self.head_dims, self._constants.scales(layer), strict=True
+            (self.k_pages, self.v_pages),
+            self.layer_formats[layer],
+            self.head_dims,
+            self._constants.scales(layer),
+            strict=True,
         )
         transform = self.transforms[layer]
         wide = dtype or self.dtype if transform is None else torch.float32
         k, v = (
             form.dequantize(
-                self._rows(held[layer : layer + 1, pages], sequence.length // form.block_tokens * form.block_tokens)[0],
+                self._rows(held[layer][None, pages], sequence.length // form.block_tokens * form.block_tokens)[0],
                 head_dim,
                 wide,
                 scale,
@@ -489,12 +516,13 @@ class KVCache:
 
     def memory_report(self) -> MemoryReport:
         """What the memory holds now."""
-        layer_bytes = self.k_pages[0].nbytes + self.v_pages[0].nbytes
-        names = dict.fromkeys(form.name for form in self.formats)
-        rows = sum(form.row_bytes(dim) for form, dim in zip(self.formats, self.head_dims, strict=True))
+        names = dict.fromkeys(" + ".join(dict.fromkeys(form.name for form in pair)) for pair in self.layer_formats)
+        rows = sum(
+            form.row_bytes(dim) for pair in self.layer_formats for form, dim in zip(pair, self.head_dims, strict=True)
+        )
         return MemoryReport(
-            kv_format=" + ".join(names),
-            layer_bytes=(layer_bytes,) * self.num_layers,
+            kv_format=", ".join(names),
+            layer_bytes=tuple(k.nbytes + v.nbytes for k, v in zip(self.k_pages, self.v_pages, strict=True)),
             scale_bytes=self._constants.nbytes,
             tail_bytes=0 if self.tails is None else self.tails.rows.nbytes,
             page_size=self.page_size,
@@ -504,7 +532,7 @@ class KVCache:
             sequences=len(self._pages),
             tokens=sum(self.seq_len(seq_id) for seq_id in self._pages),
             tokens_stored=self._pages.stored_tokens(),
-            token_bytes=self.num_layers * self.num_kv_heads * rows,
+            token_bytes=self.num_kv_heads * rows,
             token_bytes_bf16=self.num_layers * self.num_kv_heads * 2 * sum(self.head_dims),
         )
 
@@ -512,8 +540,9 @@ class KVCache:
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for source, target in copies:
-            for held in (self.k_pages, self.v_pages):  # all layers in one launch
-                held[:, target].copy_(held[:, source])
+            for held in (self.k_pages, self.v_pages):  # all layers in one launch, where they are one tensor
+                for part in (held,) if isinstance(held, torch.Tensor) else (pages[None] for pages in held):
+                    part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
         """The arguments of both operators that are about the cache."""
@@ -524,7 +553,7 @@ class KVCache:
         return tails | {
             "k_cache": self.k_pages[layer],
             "v_cache": self.v_pages[layer],
-            "kv_format": self.kv_format,
+            "kv_format": tuple(form.name for form in self.layer_formats[layer]),
             "block_table": batch.block_table,
             "cache_layout": self.cache_layout,
             "k_scale": k_scale,
@@ -536,6 +565,12 @@ class KVCache:
         """Pages [layers, pages, ...] as rows [layers, length, num_kv_heads, row], copied."""
         pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
         return pages.flatten(1, 2)[:, :length].contiguous()
+
+    def _one_tensor_each(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's pages; ValueError where layers differ in format."""
+        if not isinstance(self.k_pages, torch.Tensor) or not isinstance(self.v_pages, torch.Tensor):
+            raise ValueError(f"{what} for a cache whose layers differ in format, want one format in all of them")
+        return self.k_pages, self.v_pages
 
     def _check_empty(self, what: str) -> None:
         if len(self._pages):

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.checks import check_readable
-from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair, formats_of_layer
 from cute_kernels.formats.kv.transforms import CacheTransform
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
@@ -56,6 +56,15 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
     return formats
 
 
+def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
+    """`formats_for` each layer; keys in blocks are all layers' or none's."""
+    found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
+    in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
+    if in_blocks is not None and any(keys != in_blocks for keys, _ in found):
+        raise ValueError(f"kv_format: got {in_blocks.name} keys in some layers, want them in all, or in none")
+    return found
+
+
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
     """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and can be read."""
     if (max_seqs is None) == keys.in_blocks:
@@ -94,13 +103,13 @@ def checked_scale(
 ) -> torch.Tensor | None:
     """A layer's scale; TypeError or ValueError unless it is there, and right, exactly where the format wants one.
 
-    held: all layers' scales, [num_layers, *a scale]; None for a format without.
+    held: where it goes; None for a format without.
     """
     if held is None:
         if scale is not None:
             raise ValueError(f"{name}: got a scale, want None: {form.name} keeps none beside the cache")
         return None
-    want = tuple(held.shape[1:])
+    want = tuple(held.shape)
     if scale is None:
         raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
     check_floating(**{name: scale})

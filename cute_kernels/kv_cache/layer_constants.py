@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cute_kernels.arguments import check_count
@@ -18,7 +20,7 @@ class LayerConstants:
     """Scales and transforms of all layers. Scales are NaN until they are given.
 
     Args:
-        formats: of K and V.
+        formats: of K and V, by layer.
         shape: (num_layers, num_kv_heads, K's head_dim, V's).
         device: where they lie.
 
@@ -27,44 +29,44 @@ class LayerConstants:
     """
 
     def __init__(
-        self, formats: tuple[KvFormat, KvFormat], shape: tuple[int, int, int, int], device: torch.device
+        self, formats: Sequence[tuple[KvFormat, KvFormat]], shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         self._formats, self._device = formats, device
         self._num_layers, self._num_kv_heads, *head_dims = shape
         self._head_dims = (head_dims[0], head_dims[1])
-        k_scales, v_scales = map(self._unset, formats, self._head_dims)
-        self._scales = (k_scales, v_scales)
+        self._scales: list[Scales] = [
+            (self._unset(k, head_dims[0]), self._unset(v, head_dims[1])) for k, v in self._formats
+        ]
         self._given: set[int] = set()
         self.transforms: tuple[CacheTransform | None, ...] = (None,) * self._num_layers
 
     def _unset(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
-        """All layers' scales of a format that keeps them beside the cache; None for others."""
+        """A layer's scale of a format that keeps one beside the cache; None for others."""
         if form.given_scale is None:
             return None
-        shape = (self._num_layers, *scale_shape(form.given_scale, self._num_kv_heads, head_dim))
+        shape = scale_shape(form.given_scale, self._num_kv_heads, head_dim)
         return torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the scales."""
-        return sum(scale.nbytes for scale in self._scales if scale is not None)
+        return sum(scale.nbytes for pair in self._scales for scale in pair if scale is not None)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What every layer is written with: equal for layers that read each other's rows. Waits for the device."""
         return tuple(
-            layer_key(self._formats, self._head_dims, self._num_kv_heads, self.scales(layer), transform)
-            for layer, transform in enumerate(self.transforms)
+            layer_key(formats, self._head_dims, self._num_kv_heads, scales, transform)
+            for formats, scales, transform in zip(self._formats, self._scales, self.transforms, strict=True)
         )
 
     def scales(self, layer: int) -> Scales:
         """K's and V's of a layer; None for a format without."""
-        k_scales, v_scales = self._scales
-        return None if k_scales is None else k_scales[layer], None if v_scales is None else v_scales[layer]
+        return self._scales[layer]
 
     def check_given(self, layer: int) -> None:
         """ValueError where a format wants scales and the layer's were never given."""
-        if layer not in self._given and any(scale is not None for scale in self._scales):
+        if layer not in self._given and any(scale is not None for scale in self._scales[layer]):
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
 
     def set_scales(self, layer: int, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
@@ -73,11 +75,11 @@ class LayerConstants:
         given = {"k_scale": k_scale, "v_scale": v_scale}
         checked = [
             checked_scale(name, scale, form, held)
-            for (name, scale), form, held in zip(given.items(), self._formats, self._scales, strict=True)
+            for (name, scale), form, held in zip(given.items(), self._formats[layer], self._scales[layer], strict=True)
         ]
-        for held, scale in zip(self._scales, checked, strict=True):
+        for held, scale in zip(self._scales[layer], checked, strict=True):
             if held is not None and scale is not None:
-                held[layer].copy_(scale.reshape(held.shape[1:]))
+                held.copy_(scale.reshape(held.shape))
         self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:

@@ -1,11 +1,13 @@
 """`cute-kernels calibrate`, on a model and a tokenizer of this test's own."""
 
 import argparse
+import json
 
 import pytest
 import torch
 
 from cute_kernels.__main__ import main
+from cute_kernels.formats.kv import LayerFormats
 from cute_kernels.integrations import calibrate_command
 from cute_kernels.kv_cache.constants import CacheConstants
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -73,6 +75,34 @@ def test_parts_may_be_left_out(directory, tmp_path):
     assert first is not None and set(first.arrays) == {"k_center"} and first.k_rotation == 1
 
 
+def test_a_budget_of_bytes_gives_formats_by_layer_with_a_report(directory, tmp_path, capsys):
+    text, out = write_text(tmp_path / "text.txt", 400), tmp_path / "mix.json"
+    options = ["--budget", "0.42", "--window", "48", "--windows", "4", "--device", "cpu", "--needles", "2"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
+    said = capsys.readouterr().out
+    assert "layer 2 of 2: KL bf16 0.0e+00" in said and "chosen" in said and "time of a step: not measured" in said
+    formats = LayerFormats.load(out)
+    report = json.loads(json.dumps(formats.report))
+    assert len(formats) == 2 and report["share"] <= 0.42 and report["needles"]["of"] <= 2
+    constants = CacheConstants.load(tmp_path / "mix.safetensors")
+    assert constants.num_layers == 2 and " in " in constants.about["kv_format"]
+    again = ["--kv-format", str(out), "--window", "48", "--device", "cpu", "--fit", "1"]
+    fitted = tmp_path / "fitted.safetensors"
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(fitted), *again]) == 0
+    assert CacheConstants.load(fitted).num_layers == 2
+
+
+def test_needles_are_told_before_they_are_asked_for():
+    def letters(text):
+        return {"input_ids": [ord(char) for char in text]}
+
+    for needle in calibrate_command.needles_of(letters, torch.full((900,), 32), 200, 3):
+        told = "".join(map(chr, needle.tokens.tolist()))
+        answer = told[-needle.answer :]
+        assert len(needle.tokens) == 200 and told.count(answer) == 2 and answer.isdecimal()
+        assert told[: -needle.answer].endswith(" is ") and told[-needle.asked - needle.answer :].startswith("\nWhat")
+
+
 @pytest.mark.parametrize("wrong", ["model", "text", "short", "binary"])
 def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, capsys, wrong):
     text, model = write_text(tmp_path / "text.txt", 15 if wrong == "short" else 40), directory
@@ -94,6 +124,9 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
     [
         (["--fit", "3", "--kv-format", "int4_channel32,int4_g2"], "--fit: got it with int4_channel32"),
         (["--text", "none.txt"], "--text: got none.txt, which does not exist"),
+        (["--budget", "0.4"], "--output: got"),
+        (["--budget", "0.4", "--kv-format", "int8"], "--kv-format: got it with --budget"),
+        (["--budget", "0.4", "--fit", "3"], "--fit: got it with --budget"),
         ([], "MODEL: got /nowhere, which does not exist"),
     ],
 )
@@ -120,7 +153,7 @@ def test_formats_are_read(text, wanted):
     assert calibrate_command.kv_format(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["int3", "int4,int4,int4", "", "int4,"])
+@pytest.mark.parametrize("text", ["int3", "int4,int4,int4", "", "int4,", "/nowhere/mix.json"])
 def test_what_is_no_format_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         calibrate_command.kv_format(text)

@@ -19,6 +19,7 @@ from cute_kernels.formats.kv.base import (
     KvFormat,
     load_code,
 )
+from cute_kernels.formats.kv.by_layer import LayerFormats, formats_of_layer, told_formats
 from cute_kernels.formats.kv.channel_blocks import CHANNEL_BLOCKS, WAITING
 from cute_kernels.formats.kv.registry import (
     ALIASES,
@@ -46,11 +47,14 @@ __all__ = [
     "DecodeReader",
     "ExtendReader",
     "KvFormat",
+    "LayerFormats",
     "code_of",
     "format_of",
     "format_pair",
+    "formats_of_layer",
     "load_code",
     "modules_of",
     "names",
     "register",
+    "told_formats",
 ]

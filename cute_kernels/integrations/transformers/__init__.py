@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.budget import choose_formats
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
 from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
 from cute_kernels.integrations.transformers.fit import fit_transforms
@@ -35,6 +36,7 @@ __all__ = [
     "attention",
     "calibrate",
     "calibrate_cache",
+    "choose_formats",
     "fit_transforms",
     "make_mask",
     "register",

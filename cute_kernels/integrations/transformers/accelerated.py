@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
-from cute_kernels.formats.kv import HEAD_DIMS, format_of, format_pair
+from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, format_of, format_pair, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.gemm.fp8 import check_activations
@@ -151,6 +151,7 @@ def accelerate(
     if kv_format is None and kv_transform is not None:
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
+        kv_format = told_formats(kv_format)
         scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, kv_transform)
         _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
@@ -466,6 +467,9 @@ def _named(kv_format: object) -> str:
     """A format as the summary prints it."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format
+    if isinstance(kv_format, LayerFormats):
+        counts = {one: kv_format.layers.count(one) for one in dict.fromkeys(kv_format.layers)}
+        return ", ".join(f"{_named(one)} in {count} layers" for one, count in counts.items())
     if isinstance(kv_format, Mapping):
         named = {layer: _named(one) for layer, one in kv_format.items()}
         return ", ".join(f"{'others' if layer == -1 else f'layer {layer}'}: {one}" for layer, one in named.items())

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
-from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv import format_of, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.transformers.cache_options import (
     FormatOfLayers,
@@ -340,7 +340,8 @@ class DecodeCache(Cache):
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
-            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``; or a file of these, which `cute-kernels calibrate --budget` has
+            written. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
@@ -361,6 +362,7 @@ class DecodeCache(Cache):
         scales: Scales | None = None,
         kv_transform: Transforms | None = None,
     ) -> None:
+        kv_format = told_formats(kv_format)
         scales, transforms = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, transforms)
         if max_seq_len is not None:

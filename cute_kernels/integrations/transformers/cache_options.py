@@ -8,13 +8,15 @@ from typing import Any, cast
 
 import torch
 
+from cute_kernels.formats import kv
 from cute_kernels.formats.kv import FORMATS, format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.integrations.transformers.latents import LATENT_FORMATS
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 
-FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
-"""A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
+FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"] | Path
+"""A format for all layers, a pair of K's and V's, one or a pair for each layer by its number (-1: all others), or a
+file of these (``*.json``, see `LayerFormats`)."""
 Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
 """K's and V's scale of each layer, for formats whose scale lies beside the cache."""
 Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
@@ -23,14 +25,9 @@ Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransf
 
 def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
     """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
-    if kv_format in LATENT_FORMATS:
+    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format, kv_format
-    if not isinstance(kv_format, Mapping):
-        return format_pair(kv_format)
-    found = kv_format.get(index, kv_format.get(-1))
-    if found is None:
-        raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
-    return format_pair(found)
+    return kv.formats_of_layer(kv_format, index)
 
 
 def constants_for(

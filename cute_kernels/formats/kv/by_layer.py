@@ -1,0 +1,96 @@
+"""Formats of a model's cache layer by layer, and their file: JSON that `cute-kernels calibrate --budget` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from cute_kernels.formats.kv.registry import format_of, format_pair
+from cute_kernels.names import KvFormatName
+
+T = TypeVar("T")
+FORMAT, VERSION = "cute_kernels.layer_formats", 1
+
+
+@dataclass(frozen=True)
+class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
+    """K's and V's format of every layer: a mapping that is taken wherever ``kv_format`` may differ by layer.
+
+    Args:
+        layers: (K's, V's) of each.
+        report: JSON-able, how they were chosen.
+
+    Raises:
+        TypeError, ValueError: there are no layers, or a format is unknown.
+    """
+
+    layers: tuple[tuple[KvFormatName, KvFormatName], ...]
+    report: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers: got none, want K's and V's format of each")
+        for pair in self.layers:
+            for name in format_pair(pair):
+                format_of(name)
+
+    def __getitem__(self, layer: int) -> tuple[KvFormatName, KvFormatName]:
+        if not 0 <= layer < len(self.layers):
+            raise KeyError(layer)
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.layers)))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file."""
+        data = {"format": FORMAT, "version": VERSION, "layers": self.layers, "report": dict(self.report)}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerFormats:
+        """The formats of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no file of formats, or of a later version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path}: got no JSON ({error}), want what `cute-kernels calibrate --budget` writes"
+            ) from None
+        kind = (data.get("format"), data.get("version")) if isinstance(data, dict) else None
+        if kind != (FORMAT, VERSION) or not isinstance(data.get("layers"), list):
+            raise ValueError(f"{path}: got {kind}, want layers of {(FORMAT, VERSION)}")
+        try:
+            return cls(tuple(format_pair(pair) for pair in data["layers"]), data.get("report", {}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def told_formats(kv_format: T) -> T | LayerFormats:
+    """What ``kv_format`` says: the formats of a file where it is one's path (``*.json``), else itself."""
+    if isinstance(kv_format, Path) or (isinstance(kv_format, str) and kv_format.endswith(".json")):
+        return LayerFormats.load(kv_format)
+    return kv_format
+
+
+def formats_of_layer(kv_format: object, layer: int) -> tuple[KvFormatName, KvFormatName]:
+    """K's and V's of a layer, of a name, a pair, or a mapping by the layer's number (-1: all others).
+
+    Raises TypeError for anything else, ValueError if a mapping has none for the layer.
+    """
+    if not isinstance(kv_format, Mapping):
+        return format_pair(kv_format)
+    found = kv_format.get(layer, kv_format.get(-1))
+    if found is None:
+        raise ValueError(f"kv_format: got none for layer {layer}, want one, or one for -1: all others")
+    return format_pair(found)

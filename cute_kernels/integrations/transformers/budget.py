@@ -1,0 +1,334 @@
+"""A format for each layer of a model's cache, from a budget of bytes.
+
+Windows of text are read once with exact K and V. Their last tokens are then read again with the cache of one layer in
+one format: the KL divergence of the next token is that layer's loss. Losses of layers add up, nearly. A knapsack over
+them finds the formats, and the model with all of these is measured once more, beside each format in all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from cute_kernels.formats.kv import KvFormat, LayerFormats, format_of, format_pair
+from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.calibrate import (
+    Batch,
+    CacheMoments,
+    attending,
+    calibrate_cache,
+    gather_moments,
+    inputs_of,
+)
+from cute_kernels.integrations.transformers.known_code import cache_argument
+from cute_kernels.kv_cache.constants import CacheConstants, Scales
+from cute_kernels.model_layers import compiled_from
+from cute_kernels.names import KvFormatName
+
+Pair = tuple[KvFormatName, KvFormatName]
+_TAIL = 64  # tokens of each window that are read again
+_COLUMNS = 32  # that share a scale in the INT4 candidates, where a head has as many
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A prompt, int64 [tokens], whose last ``answer`` tokens it has told before; the question takes ``asked`` more."""
+
+    tokens: torch.Tensor
+    asked: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What one layer's cache is read as: formats, and constants of the layer."""
+
+    formats: tuple[KvFormat, KvFormat]
+    transform: CacheTransform | None
+    scales: Scales
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [batch, heads, tokens, columns] behind the cache."""
+        transform = self.transform or CacheTransform()
+        written = transform.keys(k.transpose(1, 2)), transform.values(v.transpose(1, 2))
+        k_read, v_read = (
+            form.dequantize(form.quantize(x, scale), x.shape[-1], x.dtype, scale)
+            for form, x, scale in zip(self.formats, written, self.scales, strict=True)
+        )
+        return transform.original_keys(k_read).transpose(1, 2), transform.restore(v_read).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A text whose beginning is in ``cache``, exactly, and what the model says of the tokens that follow.
+
+    tokens: int64 [batch, tokens]. exact: fp32 log probabilities [batch, scored, vocabulary] of the last ones.
+    """
+
+    cache: Cache
+    tokens: torch.Tensor
+    exact: torch.Tensor
+
+
+class Probes:
+    """Texts that a model has read once, to be read again through formats.
+
+    Args:
+        model: a transformers model that generates.
+        batches: its inputs, ``input_ids`` [batch, columns] without padding; the last columns are read again.
+        needles: prompts with their answers.
+
+    Raises:
+        ValueError: there is nothing to read, or a batch has padding or too few columns.
+    """
+
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], needles: Sequence[Needle] = ()) -> None:
+        self._model = cast("PreTrainedModel", compiled_from(model))
+        self._texts = [self._probe(*_window(batch)) for batch in map(inputs_of, batches)]
+        self._needles = [self._probe(one.tokens[None], one.asked + one.answer, one.answer) for one in needles]
+        if not self._texts:
+            raise ValueError("batches: got none, want at least one")
+
+    @torch.no_grad()
+    def _probe(self, tokens: torch.Tensor, tail: int, scored: int) -> _Probe:
+        tokens = tokens.to(self._model.device)
+        cache = Cache(layer_class_to_replicate=DynamicLayer)
+        with attending(self._model, attention):
+            self._forward(tokens[:, :-tail], cache, 1)
+            exact = self._forward(tokens[:, -tail:], cache, scored + 1)
+        cache.crop(-tail)
+        return _Probe(cache, tokens[:, -tail:], exact)
+
+    def _forward(self, tokens: torch.Tensor, cache: Cache, kept: int) -> torch.Tensor:
+        given = {cache_argument(self._model.forward): cache, "logits_to_keep": kept}
+        return self._model(tokens, use_cache=True, **given).logits[:, :-1].float().log_softmax(-1)
+
+    @torch.no_grad()
+    def _again(self, probe: _Probe, reads: Mapping[int, _Read]) -> torch.Tensor:
+        """As ``probe.exact``, where some layers' caches are read otherwise."""
+
+        def attend(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: Foreign,
+            **options: Foreign,
+        ) -> object:
+            if (read := reads.get(cast("int", getattr(module, "layer_idx", -1)))) is not None:
+                key, value = read(key, value)
+            return cast("Callable[..., object]", attention)(module, query, key, value, *args, **options)
+
+        with attending(self._model, attend):
+            found = self._forward(probe.tokens, probe.cache, probe.exact.shape[1] + 1)
+        probe.cache.crop(-probe.tokens.shape[1])
+        return found
+
+    def loss(self, reads: Mapping[int, _Read]) -> tuple[float, float]:
+        """(KL divergence of the next token in nats, share of tokens whose likeliest one stays)."""
+        divergence, agreed = [], []
+        for probe in self._texts:
+            found = self._again(probe, reads)
+            divergence.append((probe.exact.exp() * (probe.exact - found)).sum(-1).flatten())
+            agreed.append((probe.exact.argmax(-1) == found.argmax(-1)).flatten())
+        return float(torch.cat(divergence).double().mean()), float(torch.cat(agreed).double().mean())
+
+    def needles(self, reads: Mapping[int, _Read]) -> tuple[int, int]:
+        """(needles found with these caches, of so many that exact ones find)."""
+        found = of = 0
+        for probe in self._needles:
+            told = probe.tokens[:, -probe.exact.shape[1] :]
+            if bool((probe.exact.argmax(-1) == told).all()):
+                of += 1
+                found += bool((self._again(probe, reads).argmax(-1) == told).all())
+        return found, of
+
+
+def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
+    """(tokens, how many of the last are read again, how many are scored) of a batch."""
+    tokens, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("batches: got one with padding, want windows of text, each as long as the others of its batch")
+    if tokens.shape[1] < 4:
+        raise ValueError(f"batches: got one of {tokens.shape[1]} columns, want at least 4")
+    tail = min(_TAIL, tokens.shape[1] // 2)
+    return tokens, tail, tail - 1
+
+
+def candidates_for(head_dim: int, dtype: torch.dtype) -> tuple[Pair, ...]:
+    """What a layer may have: 16 bits, K and V in INT8, V in INT4 beside it, INT4.
+
+    head_dim: columns of the model's heads, of which 32 share a scale in INT4, or all there are. dtype: the model's.
+    """
+    dense: KvFormatName = "fp16" if dtype == torch.float16 else "bf16"
+    four = cast("KvFormatName", f"int4_g{1 << max(0, min(3, int(math.log2(max(head_dim // _COLUMNS, 1)))))}")
+    return (dense, dense), ("int8_token_head", "int8_token_head"), ("int8_token_head", four), (four, four)
+
+
+def choose_formats(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    budget: float,
+    *,
+    candidates: Sequence[KvFormatName | Pair] | None = None,
+    needles: Sequence[Needle] = (),
+    moments: CacheMoments | None = None,
+    say: Callable[[str], None] | None = None,
+    calibration: Mapping[str, Any] | None = None,
+) -> tuple[LayerFormats, CacheConstants]:
+    """Formats of a model's cache, layer by layer, that lose the least within a budget of bytes, and their constants.
+
+    Args:
+        model: as `calibrate_cache` takes it.
+        batches: windows of text like what the model will read: ``input_ids`` [batch, columns], no padding.
+        budget: bytes of a token's K and V in all layers, as a share of their bytes in BF16: 0.42, say.
+        candidates: formats, or pairs of K's and V's, that a layer may have; default: those of `candidates_for`.
+        needles: prompts whose answers are looked for as well, with the formats that are chosen.
+        moments: what `gather_moments` has found on the batches already.
+        say: called with a line after each layer.
+        calibration: what `calibrate_cache` takes besides, by name: ``center``, ``factors``, ``values`` and so on.
+
+    Returns:
+        The formats, whose ``report`` has KL, agreement, needles, bytes and every layer's losses; and constants.
+
+    Raises:
+        ValueError: no candidate's bytes are within the budget, a candidate's keys lie in blocks, or as
+            `calibrate_cache`.
+    """
+    if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
+        raise ValueError(f"budget: got {budget!r}, want a share of BF16's bytes, above 0 and at most 1")
+    moments = gather_moments(model, batches) if moments is None else moments
+    shapes = [_shape(one.sizes) for one in moments.layers]
+    pairs = [format_pair(one) for one in candidates or candidates_for(shapes[0][1], model.dtype)]
+    sizes, most = _sizes(pairs, shapes, budget)
+    known = [calibrate_cache(model, batches, pair, moments=moments, **(calibration or {})) for pair in pairs]
+    reads = [[_read(pair, one, layer) for pair, one in zip(pairs, known, strict=True)] for layer in range(len(shapes))]
+    probes = Probes(model, batches, needles)
+    names = [_name(pair) for pair in pairs]
+    losses = []
+    for layer, layer_reads in enumerate(reads):
+        losses.append(
+            [0.0 if _is_exact(one, model.dtype) else max(0.0, probes.loss({layer: one})[0]) for one in layer_reads]
+        )
+        if say is not None:
+            told = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
+            say(f"layer {layer + 1} of {len(reads)}: KL {told}")
+    whole = {name: (i,) * len(reads) for i, name in enumerate(names)} | {"mix": least_loss(losses, sizes, most)}
+    measured: dict[str, dict[str, Any]] = {}
+    for name, chosen in whole.items():
+        kl, agreement = probes.loss({layer: reads[layer][i] for layer, i in enumerate(chosen)})
+        size = sum(layer_sizes[i] for layer_sizes, i in zip(sizes, chosen, strict=True))
+        measured[name] = {
+            "bytes_per_token": size,
+            "share": size / _dense_bytes(shapes),
+            "kl": kl,
+            "agreement": agreement,
+        }
+    fitting = [name for name, one in measured.items() if one["bytes_per_token"] <= most]
+    best = min(
+        fitting, key=lambda name: (measured[name]["kl"], name != "mix")
+    )  # a mix that is none: as it was measured
+    needles_found, needles_of = probes.needles({layer: reads[layer][i] for layer, i in enumerate(whole[best])})
+    report = {
+        "budget": budget,
+        "chosen": best,
+        **measured[best],
+        "needles": {"found": needles_found, "of": needles_of},
+        "step_ms": None,  # nobody has measured it: `python -m bench e2e` does, on a GPU
+        "sum_of_layers_kl": sum(row[i] for row, i in zip(losses, whole[best], strict=True)),
+        "all_layers": measured,
+        "layer_losses": {name: [row[i] for row in losses] for i, name in enumerate(names)},
+    }
+    formats = LayerFormats(tuple(pairs[i] for i in whole[best]), report)
+    return formats, _merged(known, whole[best], formats)
+
+
+def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
+    """Which candidate each layer takes: the least sum of losses whose sizes add up to at most ``most``.
+
+    Raises ValueError if even the smallest are too many.
+
+    Examples:
+        >>> least_loss([[0.0, 1.0], [0.0, 5.0]], [[4, 2], [4, 2]], 6)
+        (1, 0)
+    """
+    rest = [sum(min(layer) for layer in sizes[i + 1 :]) for i in range(len(sizes))]
+    reached: dict[int, tuple[float, Any]] = {0: (0.0, None)}  # by bytes: loss, and (what was chosen before, which)
+    for layer_losses, layer_sizes, left in zip(losses, sizes, rest, strict=True):
+        found: dict[int, tuple[float, Any]] = {}
+        for used, (loss, before) in reached.items():
+            for i, (more, size) in enumerate(zip(layer_losses, layer_sizes, strict=True)):
+                total = used + size
+                if total + left <= most and (total not in found or loss + more < found[total][0]):
+                    found[total] = (loss + more, (before, i))
+        reached, best = {}, math.inf
+        for total in sorted(found):  # what nothing smaller beats
+            if found[total][0] < best:
+                reached[total], best = found[total], found[total][0]
+    if not reached:
+        raise ValueError(f"sizes: got at least {sum(min(layer) for layer in sizes)} bytes, want at most {most}")
+    chain, chosen = min(reached.values(), key=lambda one: one[0])[1], []
+    while chain is not None:
+        chain, i = chain
+        chosen.append(i)
+    return tuple(reversed(chosen))
+
+
+def _shape(sizes: tuple[int, int, int] | None) -> tuple[int, int, int]:
+    assert sizes is not None
+    return sizes
+
+
+def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
+    return sum(2 * heads * (k + v) for heads, k, v in shapes)
+
+
+def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
+    """(each layer's bytes of a token by candidate, most bytes of all layers); ValueError for too small a budget."""
+    for pair in pairs:
+        if any(format_of(name).in_blocks for name in pair):
+            raise ValueError(f"candidates: got {_name(pair)}, whose keys lie in blocks, want formats of rows")
+    sizes = [
+        [heads * sum(format_of(name).row_bytes(dim) for name, dim in zip(pair, dims, strict=True)) for pair in pairs]
+        for heads, *dims in shapes
+    ]
+    dense = _dense_bytes(shapes)
+    least = sum(map(min, sizes)) / dense
+    if least > budget:
+        raise ValueError(
+            f"budget: got {budget:g}, want at least {math.ceil(1000 * least) / 1000:g}, what the smallest of "
+            f"{', '.join(map(_name, pairs))} takes in every layer"
+        )
+    return sizes, int(budget * dense * (1 + 1e-9))
+
+
+def _read(pair: Pair, constants: CacheConstants, layer: int) -> _Read:
+    scales = constants.scales[layer] if constants.scales else (None, None)
+    return _Read((format_of(pair[0]), format_of(pair[1])), constants.transforms[layer], scales)
+
+
+def _is_exact(read: _Read, dtype: torch.dtype) -> bool:
+    return all(not form.is_coded and form.cache_dtype == dtype for form in read.formats)
+
+
+def _name(pair: Pair) -> str:
+    return pair[0] if pair[0] == pair[1] else " + ".join(pair)
+
+
+def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
+    """Each layer's constants, of the candidate that it takes."""
+    transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
+    scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
+    given = scales if any(scale is not None for pair in scales for scale in pair) else ()
+    count = {pair: formats.layers.count(pair) for pair in dict.fromkeys(formats.layers)}
+    named = ", ".join(f"{_name(pair)} in {number} layers" for pair, number in count.items())
+    return CacheConstants(transforms, given, dict(known[0].about) | {"kv_format": named})

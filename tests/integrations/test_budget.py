@@ -1,0 +1,167 @@
+"""Formats by layer from a budget of bytes: the knapsack, the file, measured losses, and caches that take them."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from cute_kernels.formats.kv import LayerFormats, format_of, told_formats
+from cute_kernels.kv_cache import KVCache
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+ck = pytest.importorskip("cute_kernels.integrations.transformers")
+budget = pytest.importorskip("cute_kernels.integrations.transformers.budget")
+MIX = LayerFormats((("int8_token_head", "int4_g2"), ("int4_g4", "int4_g4")), {"kl": 0.5})
+
+
+def make_batches(count=2, tokens=48):
+    return [torch.randint(1, VOCABULARY, (2, tokens)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("most", [9, 14, 20, 27, 31])
+def test_the_knapsack_loses_least_of_all_choices(most):
+    draw = torch.Generator().manual_seed(most)
+    losses = torch.rand(5, 3, generator=draw).tolist()
+    sizes = torch.randint(1, 9, (5, 3), generator=draw).tolist()
+
+    def total(table, chosen):
+        return sum(row[i] for row, i in zip(table, chosen, strict=True))
+
+    there = [one for one in itertools.product(range(3), repeat=5) if total(sizes, one) <= most]
+    if not there:
+        with pytest.raises(ValueError, match=f"want at most {most}"):
+            budget.least_loss(losses, sizes, most)
+        return
+    found = budget.least_loss(losses, sizes, most)
+    assert found in there and total(losses, found) == pytest.approx(min(total(losses, one) for one in there))
+
+
+def test_layers_that_lose_more_get_more_bits():
+    losses = [[0.0, 9.0], [0.0, 1.0], [0.0, 1.0], [0.0, 8.0]]
+    assert budget.least_loss(losses, [[4, 1]] * 4, 10) == (0, 1, 1, 0)
+
+
+def test_formats_by_layer_are_what_their_file_says(tmp_path):
+    MIX.save(tmp_path / "mix.json")
+    for read in (LayerFormats.load(tmp_path / "mix.json"), told_formats(str(tmp_path / "mix.json"))):
+        assert (
+            isinstance(read, LayerFormats)
+            and read == MIX
+            and read.report == {"kl": 0.5}
+            and dict(read) == dict(enumerate(MIX.layers))
+        )
+    assert told_formats("int4_g4") == "int4_g4" and told_formats({-1: "bf16"}) == {-1: "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no", "got no JSON"),
+        ("[]", "got None"),
+        (
+            '{"format": "cute_kernels.layer_formats", "version": 2, "layers": []}',
+            r"got \('cute_kernels.layer_formats', 2",
+        ),
+        ('{"format": "cute_kernels.layer_formats", "version": 1, "layers": []}', "layers: got none"),
+        ('{"format": "cute_kernels.layer_formats", "version": 1, "layers": ["int3"]}', "got 'int3'"),
+    ],
+)
+def test_a_file_that_says_no_formats_is_named(text, message, tmp_path):
+    path = tmp_path / "mix.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        LayerFormats.load(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(FileNotFoundError):
+        told_formats(tmp_path / "none.json")
+
+
+def test_a_model_gets_the_formats_that_lose_least_within_its_bytes():
+    model, said = DECODERS["llama"].build(torch.bfloat16), []
+    formats, constants = ck.choose_formats(model, make_batches(), 0.45, say=said.append)
+    report = json.loads(json.dumps(formats.report))
+    assert len(formats) == constants.num_layers == len(said) == 2 and report["share"] <= 0.45
+    assert set(report["all_layers"]) == {"bf16", "int8_token_head", "int8_token_head + int4_g2", "int4_g2", "mix"}
+    assert report["all_layers"]["bf16"]["kl"] == 0 and report["all_layers"]["bf16"]["agreement"] == 1
+    fitting = [one["kl"] for one in report["all_layers"].values() if one["share"] <= 0.45]
+    assert report["kl"] == min(fitting) and report["needles"] == {"found": 0, "of": 0} and report["step_ms"] is None
+    assert all(len(losses) == 2 for losses in report["layer_losses"].values())
+    assert report["bytes_per_token"] == sum(
+        4 * format_of(name).row_bytes(64) // 2 for pair in formats.layers for name in pair
+    )
+    assert all(
+        (transform is None) == (pair[0] == "bf16")
+        for transform, pair in zip(constants.transforms, formats.layers, strict=True)
+    )
+
+
+def test_all_of_the_bytes_lose_nothing_and_too_few_are_refused():
+    model = DECODERS["llama"].build(torch.bfloat16)
+    formats, constants = ck.choose_formats(model, make_batches(1), 1.0)
+    assert formats.layers == (("bf16", "bf16"),) * 2 and constants.transforms == (None, None)
+    assert formats.report["kl"] == 0
+    with pytest.raises(ValueError, match="budget: got 0.2, want at least 0.313"):
+        ck.choose_formats(model, make_batches(1), 0.2)
+    with pytest.raises(ValueError, match="budget: got 42"):
+        ck.choose_formats(model, make_batches(1), 42)
+    with pytest.raises(ValueError, match="int4_channel32 .* lie in blocks"):
+        ck.choose_formats(model, make_batches(1), 0.5, candidates=[("int4_channel32", "int4_g4")])
+    padded = {"input_ids": make_batches(1)[0], "attention_mask": torch.ones(2, 48).tril()}
+    with pytest.raises(ValueError, match="padding"):
+        budget.Probes(model, [padded])
+
+
+def test_a_needle_is_asked_for_behind_the_cache():
+    model = DECODERS["llama"].build(torch.float32)
+    tokens = torch.randint(1, VOCABULARY, (40,))
+    with torch.no_grad():
+        for place in (38, 39):
+            tokens[place] = model(tokens[None, :place]).logits[0, -1].argmax()
+    probes = budget.Probes(model, make_batches(1), [budget.Needle(tokens, 5, 2)])
+    assert probes.needles({}) == (1, 1)
+    assert probes.loss({}) == (pytest.approx(0, abs=1e-6), 1.0)
+
+
+def test_every_cache_takes_formats_by_layer(tmp_path):
+    MIX.save(tmp_path / "mix.json")
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.register()
+    model.set_attn_implementation(ck.ATTENTION_NAME)
+    tokens = make_batches(1)[0]
+    found = []
+    for kv_format in (tmp_path / "mix.json", str(tmp_path / "mix.json"), MIX, dict(MIX)):
+        cache = ck.DecodeCache(kv_format, 64)
+        with torch.no_grad():
+            model(tokens, past_key_values=cache)
+            found.append(model(tokens[:, :1], past_key_values=cache).logits)
+        assert [layer.formats for layer in cache.layers] == list(MIX.layers)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_a_paged_cache_of_several_formats_is_each_layers_own(tmp_path):
+    MIX.save(tmp_path / "mix.json")
+    mixed = KVCache(2, 8, 16, 2, 64, kv_format=tmp_path / "mix.json")
+    apart = [KVCache(1, 8, 16, 2, 64, kv_format=pair) for pair in MIX.layers]
+    for cache in (mixed, *apart):
+        cache.allocate("a", 20)
+        cache.fork("a", "b")
+        cache.extend("b", 1)  # a page is copied in every layer
+    q, k, v = (torch.randn(21, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    for layer, own in enumerate(apart):
+        results = []
+        for cache, index in ((mixed, layer), (own, 0)):
+            cache.append(index, cache.make_batch(1).update(["b"], 1), k[:1], v[:1])
+            results.append(
+                (cache.attend(index, cache.make_batch(1).update(["b"], 1), q[None, :1]), *cache.read(index, "b"))
+            )
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert mixed.memory_report().token_bytes == sum(own.memory_report().token_bytes for own in apart)
+    assert mixed.memory_report().layer_bytes == tuple(own.memory_report().layer_bytes[0] for own in apart)
+    assert "int8_token_head + int4_g2, int4_g4" in str(mixed.memory_report())
+    with pytest.raises(ValueError, match="layers differ in format"):
+        mixed.export_sequence("a")
+    with pytest.raises(ValueError, match="in some layers"):
+        KVCache(2, 8, 32, 2, 64, kv_format={0: ("int4_channel32", "int4_g2"), -1: "int4_g4"}, max_seqs=2)
+    with pytest.raises(ValueError, match="got none for layer 1"):
+        KVCache(2, 8, 16, 2, 64, kv_format={0: "int4_g4"})
