@@ -20,10 +20,10 @@ from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
 
 class RoutingKernel:
-    """One compiled variant; :class:`RoutingConfig` says which."""
+    """One compiled variant; :class:`RoutingConfig` says which. warps: of the CTA."""
 
-    def __init__(self, config: RoutingConfig):
-        self.config = config
+    def __init__(self, config: RoutingConfig, warps: int = 0):
+        self.config, self.warps = config, warps or ROUTING_WARPS
 
     def launch(self, given, stream):
         """One CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
@@ -48,17 +48,23 @@ class RoutingKernel:
         topk: Int32,
         num_experts: Int32,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        counts = smem.allocate(4 * MAX_EXPERTS * ROUTING_WARPS, byte_alignment=16).toint()
+        counts = smem.allocate(4 * MAX_EXPERTS * self.warps, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
         if const_expr(self.config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
+        self.sort(ids, offsets, rows, places, count, topk, num_experts, (counts, totals))
+
+    @cute.jit
+    def sort(self, ids, offsets, rows, places, count, topk, num_experts, memory):
+        """Sorts with all warps of a CTA; memory: shared memory of a count for each warp and expert, and of totals."""
+        counts, totals = memory
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
         # Few assignments are those of few warps.
-        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), ROUTING_WARPS)
+        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), self.warps)
         run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS
         begin, end = warp * run, cutlass.min((warp + 1) * run, count)
         mine = counts + warp * (4 * MAX_EXPERTS)
@@ -69,7 +75,7 @@ class RoutingKernel:
             expert = self.expert_of(ids, first + lane, end, num_experts)
             self.take(mine, expert, num_experts, lane)
         cute.arch.sync_threads()
-        for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
+        for expert in cutlass.range(thread, num_experts, self.warps * WARP_THREADS, unroll=1):
             self.sum_warps(counts + expert * 4, totals + expert * 4, num_warps)
         cute.arch.sync_threads()
         if warp == 0:

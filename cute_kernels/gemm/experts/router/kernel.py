@@ -1,0 +1,238 @@
+"""Kernels of a router: from hidden states to sorted assignments in one launch, or from logits where tokens are many.
+
+`RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
+expert's K; the sum over lanes, then over warps is always taken in the same order, whatever the number of tokens. Logits
+go to the first CTA through a workspace, where each announces itself (:mod:`cute_kernels.device.exchange`). That CTA
+chooses experts, a warp for a token, and sorts the assignments if it is told where to.
+
+| who | reads | then |
+|---|---|---|
+| every thread | its first piece of an expert's weight, before the kernel ahead has ended; then hidden states | sums |
+| every CTA | partial sums of its warps, in shared memory, behind a barrier | publishes logits |
+| the first CTA, a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
+| the first CTA, if it sorts | ids, behind a barrier | counting sort |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import Poll, Published, publish, reset
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.experts.config import RoutingConfig
+from cute_kernels.gemm.experts.router.config import MAX_TOKENS, WARPS, RouterConfig, SelectConfig
+from cute_kernels.gemm.experts.router.selection import ALL_LANES, Choice, Selection
+from cute_kernels.gemm.experts.routing import RoutingKernel
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+
+VECTOR = 8  # elements of a thread's piece of a row: 16 bytes of 16-bit ones
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Addresses and sizes of a launch; run-time values."""
+
+    hidden: Int64
+    weight: Int64
+    offsets: Int64
+    rows: Int64
+    places: Int64
+    workspace: Int64
+    tokens: Int32
+    vectors: Int32  # of a row
+    expert_shift: Int32
+
+
+class RouterKernel:
+    """One compiled variant; :class:`RouterConfig` says which."""
+
+    def __init__(self, config: RouterConfig):
+        self.config = config
+        self.selection = Selection(config.lane_experts, config.dtype)
+        self.sorting = RoutingKernel(RoutingConfig(32), WARPS)
+
+    def launch(self, given, stream):
+        """Launches over the experts; ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
+        tokens, k = extents(given.hidden)
+        names = ("weight", "offsets", "rows", "places", "workspace", "expert_shift")
+        operands = Operands(
+            hidden=ptx.address(given.hidden),
+            tokens=tokens,
+            vectors=k // VECTOR,
+            **{name: getattr(given, name) for name in names},
+        )
+        experts = given.experts
+        ctas = (experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
+        self.kernel(operands, Choice.of(given, experts)).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=self.config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, choice):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        smem = cutlass.utils.SmemAllocator()
+        partial = smem.allocate(4 * WARPS * MAX_TOKENS, byte_alignment=16).toint()
+        counts = smem.allocate(4 * WARPS * MAX_EXPERTS, byte_alignment=16).toint()
+        totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
+        self.multiply(operands, choice, partial, block, warp, lane)
+        cute.arch.sync_threads()
+        self.publish_logits(operands, choice, partial, block, thread)
+        if block == 0:
+            for token in cutlass.range(warp, operands.tokens, WARPS, unroll=1):
+                self.choose(operands, choice, token, lane)
+            if operands.offsets != 0:
+                cute.arch.sync_threads()
+                count = operands.tokens * choice.top_k
+                sorted_as = operands.offsets, operands.rows, operands.places
+                self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, (counts, totals))
+
+    @cute.jit
+    def multiply(self, operands, choice, partial, block, warp, lane):
+        """Leaves a warp's part of its expert's product with each token in shared memory, fp32 [warp][token]."""
+        config = self.config
+        slot = warp & ((Int32(1) << operands.expert_shift) - 1)
+        expert = cutlass.min((block << operands.expert_shift) + slot, choice.experts - 1)
+        first = (warp >> operands.expert_shift) * WARP_THREADS + lane
+        stride = (Int32(WARPS) >> operands.expert_shift) * WARP_THREADS
+        row = operands.weight + Int64(expert) * operands.vectors * self.weight_bytes
+        # A thread that has no piece reads the last one, which counts for nothing.
+        own = self.load_weight(row, cutlass.min(first, operands.vectors - 1))
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        sums = cute.make_rmem_tensor(config.tile_tokens, Float32)
+        for begin in cutlass.range(0, operands.tokens, config.tile_tokens, unroll=1):
+            sums.fill(0.0)
+            if first < operands.vectors:
+                self.add(operands, sums, own, begin, first)
+            for piece in cutlass.range(first + stride, operands.vectors, stride, unroll=4):
+                self.add(operands, sums, self.load_weight(row, piece), begin, piece)
+            value = Float32(0.0)
+            for t in cutlass.range_constexpr(config.tile_tokens):
+                value = cutlass.select_(lane == t, lanes.lane_sum(sums[t], ALL_LANES), value)
+            if lane < config.tile_tokens:
+                ptx.store_shared(partial + (warp * MAX_TOKENS + begin + lane) * 4, 0, [value])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a thread's piece of a row."""
+        return VECTOR * (4 if self.config.weight == "fp32" else 2)
+
+    def load_weight(self, row, piece) -> list[Any]:
+        """The words of a piece of an expert's weight."""
+        address = row + Int64(piece) * self.weight_bytes
+        return [word for byte in range(0, self.weight_bytes, 16) for word in ptx.load_global_words(address, byte, 4)]
+
+    @cute.jit
+    def add(self, operands, sums, words, begin, piece):
+        """Adds the products of a piece of the weight with that of each token of a tile. Behind the last token there is
+        the last one again, whose sums nobody reads."""
+        pieces = []
+        for t in cutlass.range_constexpr(self.config.tile_tokens):
+            token = cutlass.min(begin + t, operands.tokens - 1)
+            address = operands.hidden + (Int64(token) * operands.vectors + piece) * (2 * VECTOR)
+            pieces.append(ptx.load_global_words(address, 0, 4, constant=False))
+        weights = [numbers.from_bits(word) for word in words]
+        if const_expr(self.config.weight == "own"):
+            weights = self.unpack(words)
+        for t in cutlass.range_constexpr(self.config.tile_tokens):
+            for x, w in zip(self.unpack(pieces[t]), weights, strict=True):
+                sums[t] = ptx.fma(x, w, sums[t])
+
+    def unpack(self, words) -> list[Any]:
+        """The numbers of words of the configuration's dtype."""
+        halves = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)
+        if self.config.dtype == "fp16":
+            halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
+        return [half(word) for word in words for half in halves]
+
+    @cute.jit
+    def publish_logits(self, operands, choice, partial, block, thread):
+        """Publishes the logits of a CTA's experts, a thread for a token and an expert at a time."""
+        shift = operands.expert_shift
+        mask = (Int32(1) << shift) - 1
+        for pair in cutlass.range(thread, operands.tokens << shift, WARPS * WARP_THREADS, unroll=1):
+            token, slot = pair >> shift, pair & mask
+            expert = (block << shift) + slot
+            if expert < choice.experts:
+                logit = Float32(0.0)
+                if choice.bias != 0:
+                    logit = self.selection.load_number(choice.bias, expert, choice.bias_wide)
+                for part in cutlass.range(slot, WARPS, mask + 1, unroll=1):
+                    word = ptx.load_shared(partial + (part * MAX_TOKENS + token) * 4, 0)
+                    logit = logit + numbers.from_bits(word)
+                publish(operands.workspace + Int64(token * choice.experts + expert) * 4, [logit])
+
+    @cute.jit
+    def choose(self, operands, choice, token, lane):
+        """Chooses a token's experts, once its logits are there."""
+        first = operands.workspace + Int64(token * choice.experts) * 4
+        places = [first + Int64(self.selection.expert(i, lane)) * 4 for i in range(self.selection.count)]
+        there = [self.selection.expert(i, lane) < choice.experts for i in range(self.selection.count)]
+        words = cute.make_rmem_tensor(self.selection.count, Uint32)
+        sources = [Published(place, words=1, wanted=one) for place, one in zip(places, there, strict=True)]
+        Poll(sources, together=True).load(words)
+        for i in cutlass.range_constexpr(self.selection.count):
+            if there[i]:
+                reset(places[i], 1)
+        logits = cute.make_rmem_tensor(self.selection.count, Float32)
+        for i in cutlass.range_constexpr(self.selection.count):
+            logits[i] = numbers.from_bits(words[i])
+        self.selection.choose(choice, logits, token, lane)
+
+
+class SelectKernel:
+    """Experts of tokens whose logits a product before has left: a warp for each; :class:`SelectConfig` says which."""
+
+    def __init__(self, config: SelectConfig):
+        self.config = config
+        self.selection = Selection(config.lane_experts, config.dtype)
+
+    def launch(self, given, stream):
+        """Launches over the tokens; ``given`` has the arguments `SELECT` of :mod:`.arguments`."""
+        tokens, experts = extents(given.logits)
+        self.kernel(ptx.address(given.logits), tokens, Choice.of(given, experts)).launch(
+            grid=(cute.ceil_div(tokens, WARPS), 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            use_pdl=self.config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, logits: Int64, tokens: Int32, choice):
+        block, _, _ = cute.arch.block_idx()
+        token = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        if const_expr(self.config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        if token < tokens:
+            self.choose(logits + Int64(token) * choice.experts * 4, choice, token, lane)
+
+    @cute.jit
+    def choose(self, first, choice, token, lane):
+        """Chooses a token's experts by the logits at an address."""
+        logits = cute.make_rmem_tensor(self.selection.count, Float32)
+        for i in cutlass.range_constexpr(self.selection.count):
+            expert = self.selection.expert(i, lane)
+            logits[i] = Float32(0.0)
+            if expert < choice.experts:
+                address = first + Int64(expert) * 4
+                logits[i] = numbers.from_bits(ptx.load_global_words(address, 0, 1, constant=False)[0])
+                if choice.bias != 0:
+                    logits[i] = logits[i] + self.selection.load_number(choice.bias, expert, choice.bias_wide)
+        self.selection.choose(choice, logits, token, lane)

@@ -1,0 +1,208 @@
+"""A token's experts, chosen by a warp: lane l has experts l, l + 32, l + 64 ... in its registers.
+
+Experts are ranked by keys: integers that order as the numbers do that they are made of, NaN above all of them. A warp
+finds the greatest of its keys by redux.sync, which fp32 numbers have not, and of equal ones the lowest index; there is
+a round of it for each expert that is chosen. Lane j keeps the j-th.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.experts.router.routing import LEAST_SUM, SCORINGS
+
+NONE = -(2**31)  # below the key of any number
+NAN_KEY = 0x7FFFFFFF
+LEAST_KEY = 0x807FFFFF - 2**32  # of -inf
+NOWHERE = 1 << 20  # above all indices
+GROUP_SHIFT = 20  # of the reciprocal of a group's size: exact for experts below 1024
+ALL_LANES = lanes.neighbours(WARP_THREADS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a `Routing` a launch is told; run-time values, as the arguments of :mod:`.arguments`."""
+
+    bias: Int64
+    correction: Int64
+    ids: Int64
+    weights: Int64
+    top_k: Int32
+    scoring: Int32
+    ranks_logits: Int32
+    renormalize: Int32
+    groups: Int32
+    kept_groups: Int32
+    bias_wide: Int32
+    correction_wide: Int32
+    scale: Float32
+    experts: Int32
+    group_reciprocal: Int32
+
+    @staticmethod
+    def of(given, experts) -> Choice:
+        """Of a launch's arguments."""
+        names = (name for name in Choice.__dataclass_fields__ if name not in ("experts", "group_reciprocal"))
+        size = experts // given.groups
+        reciprocal = ((Int32(1) << GROUP_SHIFT) + size - 1) // size
+        return Choice(**{name: getattr(given, name) for name in names}, experts=experts, group_reciprocal=reciprocal)
+
+
+def key_of(x: Float32) -> Int32:
+    """The key of a number; -0 and 0 have the same."""
+    word = numbers.bits(x)
+    word = cutlass.select_(word == Uint32(0x80000000), Uint32(0), word)
+    is_nan = (word & Uint32(0x7FFFFFFF)) > Uint32(0x7F800000)
+    signed = Int32(word)
+    return cutlass.select_(is_nan, Int32(NAN_KEY), signed ^ ((signed >> 31) & Int32(0x7FFFFFFF)))
+
+
+def number_of(key: Int32) -> Float32:
+    """The number that a key is of."""
+    return numbers.from_bits(Uint32(key ^ ((key >> 31) & Int32(0x7FFFFFFF))))
+
+
+class Selection:
+    """Chooses experts of a token for a kernel whose lanes have ``lane_experts`` of its logits each."""
+
+    def __init__(self, lane_experts: int, dtype: str):
+        self.count, self.dtype = lane_experts, dtype
+
+    def expert(self, i: int, lane: Int32) -> Int32:
+        """The index of a lane's i-th expert."""
+        return lane + i * WARP_THREADS
+
+    @cute.jit
+    def load_number(self, address, index, wide):
+        """An element of a bias or correction, which are older than the kernel before this one."""
+        value = Float32(0.0)
+        if wide != 0:
+            value = numbers.from_bits(numbers.load_global_part(address + Int64(index) * 4, 0, 4))
+        else:
+            word = numbers.load_global_part(address + Int64(index) * 2, 0, 2)
+            if const_expr(self.dtype == "bf16"):
+                value = ptx.bf16x2_low_to_float(word)
+            else:
+                value = ptx.half2_low_to_float(word)
+        return value
+
+    @cute.jit
+    def choose(self, choice, logits, token, lane):
+        """Stores a token's ids and weights; logits: the lane's, of any value where there is no expert."""
+        scores = cute.make_rmem_tensor(self.count, Float32)
+        keys = cute.make_rmem_tensor(self.count, Int32)
+        self.score(choice, scores, logits, lane)
+        for i in cutlass.range_constexpr(self.count):
+            ranked = cutlass.select_(choice.ranks_logits != 0, logits[i], scores[i])
+            if (choice.correction != 0) & (self.expert(i, lane) < choice.experts):
+                ranked = ranked + self.load_number(choice.correction, self.expert(i, lane), choice.correction_wide)
+            keys[i] = cutlass.select_(self.expert(i, lane) < choice.experts, key_of(ranked), Int32(NONE))
+        if choice.groups > 1:
+            self.keep_groups(choice, keys, lane)
+        own, weight = Int32(0), Float32(0.0)
+        for j in cutlass.range(choice.top_k, unroll=1):
+            found, value = self.take(keys, scores, lane)
+            own = cutlass.select_(lane == j, found, own)
+            weight = cutlass.select_(lane == j, value, weight)
+        if choice.renormalize != 0:
+            counted = cutlass.select_(lane < choice.top_k, weight, Float32(0.0))
+            weight = weight * ptx.reciprocal(lanes.lane_sum(counted, ALL_LANES) + Float32(LEAST_SUM))
+        if lane < choice.top_k:
+            place = Int64(token * choice.top_k + lane) * 4
+            ptx.store_global(choice.ids + place, [Uint32(own)])
+            ptx.store_global(choice.weights + place, [weight * choice.scale])
+
+    @cute.jit
+    def score(self, choice, scores, logits, lane):
+        """Fills in the scores of the lane's experts."""
+        if choice.scoring == SCORINGS.index("softmax"):
+            top, total = -Float32.inf, Float32(0.0)
+            for i in cutlass.range_constexpr(self.count):
+                there = self.expert(i, lane) < choice.experts
+                top = ptx.fmax(top, cutlass.select_(there, logits[i], -Float32.inf))
+            top = lanes.lane_max(top, ALL_LANES)
+            for i in cutlass.range_constexpr(self.count):
+                there = self.expert(i, lane) < choice.experts
+                scores[i] = ptx.exp2((logits[i] - top) * Float32(ptx.LOG2_E))
+                total = total + cutlass.select_(there, scores[i], Float32(0.0))
+            inverse = ptx.reciprocal(lanes.lane_sum(total, ALL_LANES))
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = scores[i] * inverse
+        elif choice.scoring == SCORINGS.index("sigmoid"):
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = ptx.reciprocal(ptx.exp2(logits[i] * Float32(-ptx.LOG2_E)) + Float32(1.0))
+        else:
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = root_of_softplus(logits[i])
+
+    @cute.jit
+    def take(self, keys, scores, lane):
+        """(index, score) of the first of the warp's experts, which is taken out."""
+        index, _ = self.first(keys, lane)
+        value = Float32(0.0)
+        for i in cutlass.range_constexpr(self.count):
+            is_first = self.expert(i, lane) == index
+            value = cutlass.select_(is_first, scores[i], value)
+            keys[i] = cutlass.select_(is_first, Int32(NONE), keys[i])
+        return index, cute.arch.shuffle_sync(value, index % WARP_THREADS)
+
+    def first(self, keys, lane) -> tuple[Any, Any]:
+        """(index, key) of the first of the warp's experts: the greatest key, of equal ones the lowest index."""
+        best, index = keys[0], self.expert(0, lane)
+        for i in range(1, self.count):
+            more = keys[i] > best
+            best = cutlass.select_(more, keys[i], best)
+            index = cutlass.select_(more, self.expert(i, lane), index)
+        top = ptx.warp_max(best)
+        return -ptx.warp_max(cutlass.select_(best == top, -index, Int32(-NOWHERE))), top
+
+    @cute.jit
+    def keep_groups(self, choice, keys, lane):
+        """Ranks the experts of all groups but those kept as -inf; lane g has the key of group g."""
+        own = Int32(NONE)
+        within = cute.make_rmem_tensor(self.count, Int32)
+        for group in cutlass.range(choice.groups, unroll=1):
+            for i in cutlass.range_constexpr(self.count):
+                inside = (self.group(choice, i, lane) == group) & (self.expert(i, lane) < choice.experts)
+                within[i] = cutlass.select_(inside, keys[i], Int32(NONE))
+            index, best = self.first(within, lane)
+            for i in cutlass.range_constexpr(self.count):
+                within[i] = cutlass.select_(self.expert(i, lane) == index, Int32(NONE), within[i])
+            _, second = self.first(within, lane)
+            own = cutlass.select_(lane == group, key_of(number_of(best) + number_of(second)), own)
+        kept = Uint32(0)
+        for _ in cutlass.range(choice.kept_groups, unroll=1):
+            top = ptx.warp_max(own)
+            first = -ptx.warp_max(cutlass.select_(own == top, -lane, Int32(-NOWHERE)))
+            kept = kept | (Uint32(1) << Uint32(first))
+            own = cutlass.select_(lane == first, Int32(NONE), own)
+        for i in cutlass.range_constexpr(self.count):
+            left = (kept >> Uint32(self.group(choice, i, lane))) & Uint32(1) == Uint32(0)
+            there = self.expert(i, lane) < choice.experts
+            keys[i] = cutlass.select_(left & there, Int32(LEAST_KEY), keys[i])
+
+    def group(self, choice, i: int, lane: Int32) -> Int32:
+        """The group of a lane's i-th expert."""
+        return (self.expert(i, lane) * choice.group_reciprocal) >> GROUP_SHIFT
+
+
+def root_of_softplus(x: Float32) -> Float32:
+    """sqrt(log(1 + exp(x))).
+
+    With u = exp(-|x|), log(1 + u) is 2 atanh(s) of s = u / (2 + u), at most 1 / 3: seven terms of its series.
+    """
+    u = ptx.exp2(ptx.absolute(x) * Float32(-ptx.LOG2_E))
+    s = u * ptx.reciprocal(u + Float32(2.0))
+    square, series = s * s, Float32(1.0 / 13)
+    for term in (11, 9, 7, 5, 3, 1):
+        series = ptx.fma(series, square, Float32(1.0 / term))
+    soft = ptx.fmax(x, Float32(0.0)) + (s + s) * series
+    root = soft * numbers.reciprocal_root(soft)
+    return cutlass.select_((soft == Float32(0.0)) | (soft == Float32.inf), soft, root)
