@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench import moe_router
 from bench.linear import FEW_SAMPLES, MANY_FLOPS
 from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
@@ -90,6 +91,7 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -
     found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, ExpertSpec(GatherConfig()): None}
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
+        found |= dict.fromkeys(moe_router.specs(model))
         for count in tokens:
             problems = problems_of(MoeShape(model, count))
             for of_mode in (problems, [replace(problem, batch_invariant=True) for problem in problems]):
@@ -193,7 +195,7 @@ def run(
     tokens: Iterable[int] = TOKENS,
     peers: Iterable[MoePeer] = PEERS,
 ) -> None:
-    """One row per model and number of tokens under the record's key "moe".
+    """One row per model and number of tokens under the record's key "moe", and of its router under "moe_router".
 
     Peers that are slow to start join in a second round, which measures every row anew, all in turn as ever: a run that
     ends before a peer has compiled itself has recorded all else.
@@ -219,6 +221,8 @@ def _run_model(
 ) -> None:
     """Measures a model's rows; found: rows by name. waiting: why peers that are to join later are not there."""
 
+    routers: list[dict[str, Any]] = bench.recorder.data.get("moe_router", [])
+
     def work() -> None:
         layer = Layer.of(make_weights(model), peers)
         layer.why_not |= waiting
@@ -227,7 +231,13 @@ def _run_model(
         for count in tokens:
             shape = MoeShape(model, count)
             bench.attempt(f"moe: {shape.name}", partial(row, shape, layer))
+            if moe_router.is_wanted(shape, routers):
+                bench.attempt(f"moe: router, {shape.name}", partial(router_row, shape, layer))
         bench.floor.release()
+
+    def router_row(shape: MoeShape, layer: Layer) -> None:
+        routers.append(moe_router.measure(bench, shape, layer.weights))
+        bench.recorder.set("moe_router", routers)
 
     def row(shape: MoeShape, layer: Layer) -> None:
         found[shape.name] = measure(bench, shape, layer)
@@ -387,6 +397,7 @@ def text(record: dict[str, Any]) -> str:
     reasons = {name: peer["why_not"] for row in rows for name, peer in row["peers"].items() if "why_not" in peer}
     lines += [f"{name}: {reason}" for name, reason in reasons.items()]
     lines += [f"host cost of a layer, {name}: {us} us" for name, us in record.get("moe_host_us", {}).items()]
+    lines += moe_router.lines(record.get("moe_router", []))
     lines += [
         f"{'ok     ' if bar['met'] else 'NOT MET'} {bar['what']}: {bar['measured']} ({bar['bar']})"
         for bar in record["bars"]

@@ -6,7 +6,17 @@ import importlib
 
 from cute_kernels.runtime.spec import KernelSpec
 
-ROOMS = ("attention", "gemm", "gemm.experts", "gemm.layer", "kv_cache", "mla", "mla.cache", "norm")
+ROOMS = (
+    "attention",
+    "gemm",
+    "gemm.experts",
+    "gemm.experts.router",
+    "gemm.layer",
+    "kv_cache",
+    "mla",
+    "mla.cache",
+    "norm",
+)
 
 
 def family_rooms() -> list[str]:

@@ -148,7 +148,8 @@ def run(made: Case, run_on: Any, *, expert_shift: int = 2, sort: bool = False) -
     given, results = chosen(made, machine)
     count = tokens * made.routing.top_k
     sizes = {"offsets": experts + 1, "rows": count, "places": count}
-    tables = {name: machine.put(torch.full((size,), -7, dtype=torch.int32)) if sort else 0 for name, size in sizes.items()}
+    blank = {name: torch.full((size,), -7, dtype=torch.int32) if sort else None for name, size in sizes.items()}
+    tables = {name: machine.put(tensor) for name, tensor in blank.items()}
     words = tokens * experts
     workspace = machine.put(torch.full((words,), EMPTY_WORD - 2**32, dtype=torch.int32))
     given |= tables | {

@@ -9,7 +9,6 @@ from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, com
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.router.config import RouterConfig, SelectConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -22,7 +21,7 @@ class ExpertSpec(KernelSpec):
     dense product's, and its work tiles are those of all experts.
     """
 
-    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig | RouterConfig | SelectConfig
+    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
     family: ClassVar[str] = "moe"
 
     @property

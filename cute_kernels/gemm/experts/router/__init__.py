@@ -1,6 +1,8 @@
 """The router of a mixture of experts: from hidden states to each token's experts and their weights.
 
-Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call`, `ops`.
+Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call`, `ops`,
+`plan` (which kernel serves a call), `kernel` (one launch from hidden states, or from logits), `selection` (how a warp
+chooses a token's experts).
 """
 
 from __future__ import annotations

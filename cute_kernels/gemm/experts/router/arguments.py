@@ -1,16 +1,16 @@
 """What the kernels of routers are launched with: declared here, and nowhere else listed.
 
-    experts, top_k, renormalize, groups, kept_groups, scale
-                         as `Routing` has them; scoring: the number of the name in `SCORINGS`
-    ranks_logits         whether experts are ranked by their logits
-    bias, correction     [experts] or 0; bias_wide, correction_wide: whether they are fp32, else they are of the
-                         configuration's dtype
-    ids, weights         int32 and fp32 [T, top_k]
-    of `ROUTER`          hidden [T, K] of the configuration's dtype, T at most MAX_TOKENS, K a multiple of 8, on 16 bytes;
-                         weight [experts, K], on 16 bytes; workspace: T * experts words, EMPTY. 1 << expert_shift experts
-                         of a CTA; all CTAs must fit on the GPU together. offsets, rows, places: as of `ROUTING` of
-                         :mod:`cute_kernels.gemm.experts.arguments`, or 0: nothing is sorted
-    of `SELECT`          logits fp32 [T, experts], without the bias
+experts, top_k, renormalize, groups, kept_groups, scale
+                     as `Routing` has them; scoring: the number of the name in `SCORINGS`
+ranks_logits         whether experts are ranked by their logits
+bias, correction     [experts] or 0; bias_wide, correction_wide: whether they are fp32, else they are of the
+                     configuration's dtype
+ids, weights         int32 and fp32 [T, top_k]
+of `ROUTER`          hidden [T, K] of the configuration's dtype, T at most MAX_TOKENS, K a multiple of 8, on 16
+                     bytes; weight [experts, K], on 16 bytes; workspace: T * experts words, EMPTY. 1 << expert_shift
+                     experts of a CTA; all CTAs must fit on the GPU together. offsets, rows, places: as of `ROUTING`
+                     of :mod:`cute_kernels.gemm.experts.arguments`, or 0: nothing is sorted
+of `SELECT`          logits fp32 [T, experts], without the bias
 """
 
 from __future__ import annotations

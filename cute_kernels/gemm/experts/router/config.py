@@ -13,7 +13,7 @@ from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 WARPS = 8
 MAX_TOKENS = 64  # of a launch that has the product in it
 MAX_CHOICES = WARP_THREADS  # experts of a token, and groups: one of a lane
-LANE_EXPERTS = (1, 2, 4, 8, 16)
+LANE_EXPERTS = (4, 8, 16)
 TILE_TOKENS = (1, 8)
 
 

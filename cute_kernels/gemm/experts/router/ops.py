@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm.experts.router.call import RouteCall, check_route
-from cute_kernels.gemm.experts.router.reference import route_reference
+from cute_kernels.gemm.experts.router.plan import Routed, by_torch, route_plan, without_tokens
 from cute_kernels.gemm.experts.router.routing import Routing
-from cute_kernels.runtime.operator import Operator
+from cute_kernels.runtime.operator import Operator, is_direct, launcher
+from cute_kernels.runtime.plans import identity
 
-Routed = tuple[torch.Tensor, torch.Tensor]
 
-
-@torch.no_grad()
 def route(call: RouteCall) -> Routed:
     """`cute_kernels.gemm.experts.route`."""
+    if is_direct(call.hidden, call.weight, call.bias, call.correction):
+        return launch(call)
+    check_route(call)
     if needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
-        check_route(call)
-        return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
-    return _by_torch(check_route(call))
+        with torch.no_grad():
+            return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
+    return by_torch(call)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,16 +30,32 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 
-def _by_torch(call: RouteCall) -> Routed:
-    return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
+def _key(call: RouteCall) -> tuple[Any, ...]:
+    hidden, weight, routing, bias, correction = call
+    return (
+        hidden.shape,
+        hidden.dtype,
+        hidden.layout,
+        hidden.get_device(),
+        identity(weight),
+        routing,
+        None if bias is None else identity(bias),
+        None if correction is None else identity(correction),
+    )
 
 
-@torch.no_grad()
-def _fields_by_torch(hidden, weight, bias, correction, *numbers) -> Routed:
-    return _by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+launch = launcher(_key, check_route, route_plan, without_tokens)
 
 
-def _fields_on_meta(hidden, weight, bias, correction, top_k, *_) -> Routed:
+def _on_cpu(hidden, weight, bias, correction, *numbers) -> Routed:
+    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+
+
+def _on_cuda(hidden, weight, bias, correction, *numbers) -> Routed:
+    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+
+
+def _on_meta(hidden, weight, bias, correction, top_k, *_) -> Routed:
     shape = hidden.shape[0], top_k
     return hidden.new_empty(shape, dtype=torch.int32), hidden.new_empty(shape, dtype=torch.float32)
 
@@ -44,7 +63,7 @@ def _fields_on_meta(hidden, weight, bias, correction, top_k, *_) -> Routed:
 _operator = Operator(
     "route(Tensor hidden, Tensor weight, Tensor? bias, Tensor? correction, int top_k, str scoring, bool renormalize, "
     "float scale, int groups, int kept_groups) -> (Tensor, Tensor)",
-    cpu=_fields_by_torch,
-    cuda=_fields_by_torch,
-    meta=_fields_on_meta,
+    cpu=_on_cpu,
+    cuda=_on_cuda,
+    meta=_on_meta,
 )

@@ -123,10 +123,10 @@ class Selection:
     def score(self, choice, scores, logits, lane):
         """Fills in the scores of the lane's experts."""
         if choice.scoring == SCORINGS.index("softmax"):
-            top, total = -Float32.inf, Float32(0.0)
+            top, total = Float32(-Float32.inf), Float32(0.0)
             for i in cutlass.range_constexpr(self.count):
                 there = self.expert(i, lane) < choice.experts
-                top = ptx.fmax(top, cutlass.select_(there, logits[i], -Float32.inf))
+                top = ptx.fmax(top, cutlass.select_(there, logits[i], Float32(-Float32.inf)))
             top = lanes.lane_max(top, ALL_LANES)
             for i in cutlass.range_constexpr(self.count):
                 there = self.expert(i, lane) < choice.experts

@@ -1,0 +1,146 @@
+"""The plans of calls of routers: which kernel serves them, and the launches of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import (
+    MAX_CHOICES,
+    MAX_TOKENS,
+    TILE_TOKENS,
+    WARPS,
+    RouterConfig,
+    SelectConfig,
+    lane_experts_of,
+)
+from cute_kernels.gemm.experts.router.reference import route_reference
+from cute_kernels.gemm.experts.router.routing import SCORINGS
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.inputs.launch import contiguous
+from cute_kernels.gemm.product import workspace
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.operator import Plan
+from cute_kernels.runtime.plans import ALIGNMENT
+
+VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
+Routed = tuple[torch.Tensor, torch.Tensor]
+
+
+def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
+    """The plan of a checked call; None for one without tokens."""
+    hidden, index = call.hidden, call.hidden.get_device()
+    if not len(hidden):
+        return None
+    if not is_served(call):
+        return Plan(index, by_torch)
+    with GPU.guard(hidden.device):
+        multiplies = len(hidden) <= MAX_TOKENS and takes_product(call)
+        send = _bound(call, multiplies, index)
+    size = len(hidden), call.routing.top_k
+    new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
+
+    def launch(call: RouteCall) -> Routed:
+        hidden, bias, correction = call.hidden, call.bias, call.correction
+        ids, weights = GPU.empty(*new_ids), GPU.empty(*new_weights)
+        addresses = {
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "correction": 0 if correction is None else correction.data_ptr(),
+            "ids": ids.data_ptr(),
+            "weights": weights.data_ptr(),
+        }
+        if multiplies:
+            hidden = contiguous(hidden.detach())
+            hidden = hidden.clone() if hidden.data_ptr() % ALIGNMENT else hidden
+            send(hidden=hidden, weight=call.weight.data_ptr(), **addresses)
+        else:
+            send(logits=product(hidden, call.weight), **addresses)
+        return ids, weights
+
+    return Plan(index, launch)
+
+
+def without_tokens(call: RouteCall) -> Routed:
+    """The result of a checked call without tokens."""
+    shape = 0, call.routing.top_k
+    return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
+
+
+@torch.no_grad()
+def by_torch(call: RouteCall) -> Routed:
+    """What torch makes of a checked call, on any device."""
+    return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
+
+
+@torch.no_grad()
+def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 logits [T, E] without the bias."""
+    if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return functional.linear(hidden.float(), weight.float())
+
+
+def is_served(call: RouteCall) -> bool:
+    """Whether a kernel chooses experts."""
+    routing, added = call.routing, (call.bias, call.correction)
+    if call.hidden.dtype == torch.float32 or not is_supported(call.hidden.get_device()):
+        return False
+    known = (call.hidden.dtype, torch.float32)
+    if any(tensor is not None and (tensor.dtype not in known or not tensor.is_contiguous()) for tensor in added):
+        return False
+    return len(call.weight) <= MAX_EXPERTS and max(routing.top_k, routing.groups) <= MAX_CHOICES
+
+
+def takes_product(call: RouteCall) -> bool:
+    """Whether the kernel takes hidden states and the router's weight; else torch multiplies them."""
+    hidden, weight = call.hidden, call.weight
+    if weight.dtype not in (hidden.dtype, torch.float32) or hidden.shape[1] % VECTOR or weight.data_ptr() % ALIGNMENT:
+        return False
+    return expert_shift_of(len(weight), GPU.num_sms(hidden.get_device())) is not None
+
+
+def expert_shift_of(experts: int, num_sms: int) -> int | None:
+    """The logarithm of the experts of a CTA: as few as there are SMs for, as all CTAs run at the same time; None if
+    there are too few SMs."""
+    return next((shift for shift in range(WARPS.bit_length()) if -(-experts >> shift) <= num_sms), None)
+
+
+def config_of(call: RouteCall, multiplies: bool) -> RouterConfig | SelectConfig:
+    """The kernel that serves a checked call; multiplies: whether it has the product in it."""
+    dtype, lanes = DTYPES[call.hidden.dtype], lane_experts_of(len(call.weight))
+    if not multiplies:
+        return SelectConfig(dtype, lanes)
+    weight = "own" if call.weight.dtype == call.hidden.dtype else "fp32"
+    return RouterConfig(dtype, weight, lanes, TILE_TOKENS[len(call.hidden) > 1])
+
+
+def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
+    """The kernel that serves a call, with all that stays the same from call to call; its tensors by name."""
+    config, (tokens, _), experts = config_of(call, multiplies), call.hidden.shape, len(call.weight)
+    routing = call.routing
+    fixed: dict[str, object] = {
+        "top_k": routing.top_k,
+        "scoring": SCORINGS.index(routing.scoring),
+        "ranks_logits": int(routing.ranks_logits(call.correction is not None)),
+        "renormalize": int(routing.renormalize),
+        "groups": routing.groups,
+        "kept_groups": routing.kept_groups,
+        "scale": float(routing.scale),
+    }
+    for name, tensor in (("bias", call.bias), ("correction", call.correction)):
+        fixed[f"{name}_wide"] = int(tensor is None or tensor.dtype == torch.float32)
+    function = load(RouterSpec(config), arch_of(index))
+    if not multiplies:
+        return config.kernel().arguments.bound(function, fixed)
+    fixed |= {"offsets": 0, "rows": 0, "places": 0, "experts": experts}
+    fixed["expert_shift"] = expert_shift_of(experts, GPU.num_sms(index))
+    made = {"workspace": lambda: workspace(index, tokens * experts)}
+    return config.kernel().arguments.bound(function, fixed, made=made)
