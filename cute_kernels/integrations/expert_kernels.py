@@ -1,4 +1,4 @@
-"""Which kernels a layer of experts will ask for."""
+"""Which kernels a layer of experts of an engine will ask for, and its result for any number of tokens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,48 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from cute_kernels import fused_moe
+from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.choice import GroupedLayout, assigned
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import DTYPE_NAMES
 from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
-from cute_kernels.gemm.packed_experts import ExpertsForm
+from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32
 EACH_TOKENS = 16  # up to so many, every number has kernels of its own; from then on neighbours share theirs
+
+
+def multiply(
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    batch_invariant: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Writes and returns `fused_moe` of any number of tokens.
+
+    x, out: [tokens, K]. topk_weights, topk_ids: [tokens, topk].
+    """
+    for start in range(0, x.shape[0], MAX_TOKENS):
+        rows = slice(start, start + MAX_TOKENS)
+        fused_moe(
+            x[rows],
+            gate_up,
+            down,
+            topk_ids=topk_ids[rows],
+            topk_weights=topk_weights[rows],
+            batch_invariant=batch_invariant,
+            out=out[rows],
+        )
+    return out
 
 
 def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:

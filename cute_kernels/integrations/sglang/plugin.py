@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.sglang import attention, linear, versions
+from cute_kernels.integrations.sglang import attention, linear, moe, versions
 from cute_kernels.integrations.sglang.log import logger, say_once
 from cute_kernels.integrations.sglang.seams import Hook
 
@@ -34,7 +34,7 @@ class Seam(Protocol):
     def serve(interface: versions.Interface, wanted: bool) -> None: ...
 
 
-SEAMS: tuple[Seam, ...] = (linear, attention)
+SEAMS: tuple[Seam, ...] = (linear, moe, attention)
 
 
 def register() -> None:

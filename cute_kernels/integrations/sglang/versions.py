@@ -17,6 +17,7 @@ class Interface:
     Attributes:
         tested: how this version is known to work, for people.
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
+        compressed_tensors_experts, gptq_experts, awq_experts: those of layers of experts.
         attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
             line may give. page_sizes: the function that says which page size such a name wants.
     """
@@ -27,6 +28,12 @@ class Interface:
     )
     gptq: str = f"{_GPU}.gptq_kernels.GPTQMarlinLinearKernel"
     awq: str = f"{_GPU}.awq_kernels.AWQMarlinLinearKernel"
+    compressed_tensors_experts: str = (
+        "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe."
+        "CompressedTensorsWNA16MoE"
+    )
+    gptq_experts: str = f"{_GPU}.gptq_kernels.GPTQMarlinMoEKernel"
+    awq_experts: str = f"{_GPU}.awq_kernels.AWQMoEKernel"
     attention_backends: str = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"
     attention_choices: str = "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES"
     page_sizes: str = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"

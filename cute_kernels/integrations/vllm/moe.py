@@ -19,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels import fused_moe
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
@@ -176,17 +175,9 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
             )
         if expert_map is not None:  # other ranks' experts become -1, which add nothing
             topk_ids = expert_map[topk_ids.long()]
-        for start in range(0, hidden_states.shape[0], MAX_TOKENS):
-            rows = slice(start, start + MAX_TOKENS)
-            fused_moe(
-                hidden_states[rows],
-                self.gate_up,
-                self.down,
-                topk_ids=topk_ids[rows],
-                topk_weights=topk_weights[rows],
-                batch_invariant=self.batch_invariant,
-                out=output[rows],
-            )
+        expert_kernels.multiply(
+            hidden_states, self.gate_up, self.down, topk_weights, topk_ids, self.batch_invariant, output
+        )
 
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:

@@ -27,12 +27,12 @@ from unittest import mock
 import torch
 
 from cute_kernels.integrations.sglang import linear, log, plugin, register, rows, seams, versions
-from tests.integrations.sglang import layers, seam_attention
+from tests.integrations.sglang import layers, seam_attention, seam_moe
 from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
 from tests.integrations.vllm import stubs
 
-PARTS_OF_CHECKS = (seam_attention,)
+SEAMS = (seam_attention, seam_moe)
 """Modules that put their checks on the list."""
 QUANTIZATION = "sglang.srt.layers.quantization"
 COMPRESSED_TENSORS = f"{QUANTIZATION}.compressed_tensors.schemes"
@@ -48,7 +48,8 @@ PARTS = (
     "sglang.kernels",
     "sglang.srt.batch_invariant_ops",
     "sglang.srt.distributed",
-    "sglang.srt.layers.moe",
+    "sglang.srt.layers.moe.fused_moe_triton",
+    "sglang.srt.layers.moe.token_dispatcher",
     "sglang.srt.configs",
 )
 """What is stood in for."""
@@ -77,7 +78,10 @@ def set_up(folder: Path) -> None:
     operators.register_custom_op = operators.register_custom_op_from_extern = as_it_is
     sys.modules[operators.__name__] = operators
     scheme = importlib.import_module(f"{COMPRESSED_TENSORS}.compressed_tensors_scheme")
-    sys.modules[COMPRESSED_TENSORS].CompressedTensorsLinearScheme = scheme.CompressedTensorsLinearScheme
+    schemes = sys.modules[COMPRESSED_TENSORS]
+    schemes.CompressedTensorsLinearScheme = scheme.CompressedTensorsLinearScheme
+    schemes.CompressedTensorsMoEScheme = scheme.CompressedTensorsMoEScheme
+    schemes.WNA16_SUPPORTED_BITS = [4, 8]
     seams.capability_of = lambda device: (9, 0)
     from sglang.srt import plugins
 
