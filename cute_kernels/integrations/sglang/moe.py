@@ -86,7 +86,8 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
         return  # nothing was loaded since: parameters that are packed have no loader
     try:
         form = kind.form(owner)
-        reasons = reasons_of(form, layer, getattr(layer, kind.scales.format("w2")))
+        w2_scales = getattr(layer, kind.scales.format("w2"))
+        reasons = [*reasons_of(form, layer, w2_scales.shape[2]), *reasons_against(w2_scales.device)]
         packed = [] if reasons else [_packed(kind, form, layer, name) for name in NAMES]
         reasons = reasons or _make_ready(layer, packed)
     except (AttributeError, TypeError, ValueError) as error:
@@ -106,17 +107,17 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
     say_once("experts run here")
 
 
-def _packed(kind: Kind, form: Form, layer: torch.nn.Module, name: str) -> PackedExperts:
+def _packed(kind: Kind, form: Form, layer: Foreign, name: str) -> PackedExperts:
     words, scales = (getattr(layer, text.format(name)).data for text in (kind.words, kind.scales))
     zeros = getattr(layer, kind.zeros.format(name)).data if form.zero_point else None
-    options = {"bits": form.bits, "group_size": form.group_size or None, "dtype": scales.dtype}
+    options = {"bits": form.bits, "group_size": form.group_size or None, "dtype": layer.moe_runner_config.params_dtype}
     return kind.pack(words, scales, zeros, **options, gated=name == "w13")
 
 
-def reasons_of(form: Form, layer: Foreign, scales: torch.Tensor) -> list[str]:
-    """Why a layer is left to SGLang. scales: w2's, [E, groups, hidden size]."""
+def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
+    """Why a layer is left to SGLang. hidden: features of the model."""
     config = layer.moe_runner_config
-    features, hidden = config.intermediate_size_per_partition, scales.shape[2]
+    features, dtype = config.intermediate_size_per_partition, config.params_dtype  # GPTQ's scales may have another
     limits = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)
     wrong = {
         "its hooks were not seen to take effect": not in_place,
@@ -124,7 +125,7 @@ def reasons_of(form: Form, layer: Foreign, scales: torch.Tensor) -> list[str]:
         f"groups of {form.group_size}": form.group_size not in (0, *GROUP_SIZES),
         "act-order": form.act_order,
         f"experts of {features} features": bool(features % (TILE_N // 2) or hidden % TILE_N),
-        f"activations in {scales.dtype}": scales.dtype not in DTYPES,
+        f"activations in {dtype}": dtype not in DTYPES,
         f"the activation {config.activation}": config.activation != "silu" or not config.is_gated,
         "limits": any(limit is not None for limit in limits),
         "biases": any(getattr(layer, name, None) is not None for name in BIASES),
@@ -132,7 +133,7 @@ def reasons_of(form: Form, layer: Foreign, scales: torch.Tensor) -> list[str]:
         "results of experts that are not added up": bool(config.no_combine),
         **_wrong_of_server(),
     }
-    return [*(what for what, is_so in wrong.items() if is_so), *reasons_against(scales.device)]
+    return [what for what, is_so in wrong.items() if is_so]
 
 
 def _wrong_of_server() -> dict[str, bool]:
@@ -157,7 +158,7 @@ def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
         return []
     tokens = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS)
     forms = packed[0].form, packed[1].form
-    specs = expert_kernels.specs(*forms, layer.top_k, tokens, packed[0].scales.dtype, rows.is_deterministic())
+    specs = expert_kernels.specs(*forms, layer.top_k, tokens, packed[0].form.dtype, rows.is_deterministic())
     if (reason := ready.why_not_ready(device, specs, WANTED)) is not None:
         return [reason]
     share_workspaces()

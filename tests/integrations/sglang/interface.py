@@ -170,7 +170,7 @@ def a_gpus_part_of_the_inputs_is_served_but_in_act_order() -> None:
 
 @check
 def what_is_not_served_is_left_by_name() -> None:
-    assert "groups of 16 of 512 inputs" in left(Checkpoint("ct", 4, 16))
+    assert "groups of 8 of 512 inputs" in left(Checkpoint("ct", 4, 8))
     assert "awq: codes of 8 bits; supported: 4" in left(Checkpoint("awq", 8, 128, zero_point=True))
     with mock.patch.object(seams, "capability_of", lambda device: (8, 0)):
         assert "compute capability (8, 0); supported: (9, 0)" in left(Checkpoint("ct"))

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from cute_kernels.integrations.sglang import doctor
+from cute_kernels.integrations.sglang import doctor, plugin
 from cute_kernels.integrations.sglang.versions import interface_of
 from tests.integrations.sglang.checks import CHECKS
 from tests.integrations.sglang.interface import VERSION
@@ -56,7 +56,8 @@ def test_the_doctor_says_what_would_be_served_and_what_keeps_it():
 
     assert said(None) == "ok: not installed"
     assert "limited: 0.5.24 is installed, nothing is replaced" in said("0.5.24")
-    assert f"ok: {VERSION}, served: weight-only linear layers, attention with --attention-backend" in said()
+    everything = ", ".join(seam.WHAT for seam in plugin.SEAMS)
+    assert said().startswith(f"ok: {VERSION}, served: {everything}; CUTE_KERNELS_SGLANG=0")
     assert "ok" in said(SGLANG_PLUGINS="other, cute_kernels") and "served" in said(SGLANG_PLUGINS="")
     assert "limited: SGLANG_PLUGINS does not name cute_kernels" in said(SGLANG_PLUGINS="other")
     assert "ok" in said(CUTE_KERNELS_SGLANG="0") and "nothing is replaced" in said(CUTE_KERNELS_SGLANG="0")
