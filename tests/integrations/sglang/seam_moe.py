@@ -78,7 +78,9 @@ def make(form: Checkpoint, **config: Any) -> Experts:
     layer: Any = torch.nn.Module()
     layer.moe_tp_size, layer.top_k, layer.intermediate_size_per_partition = 1, TOPK, FEATURES
     layer.w13_scale_dtype = form.dtype
-    layer.moe_runner_config = MoeRunnerConfig(intermediate_size_per_partition=FEATURES, params_dtype=form.dtype, **config)
+    layer.moe_runner_config = MoeRunnerConfig(
+        intermediate_size_per_partition=FEATURES, params_dtype=form.dtype, **config
+    )
     scheme = _scheme(form)
     scheme.create_weights(layer, COUNT, HIDDEN, FEATURES, form.dtype, weight_loader=lambda *_, **__: None)
     kind = next(kind for kind in moe.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
