@@ -229,6 +229,35 @@ def _nibbles_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
     return [machine.lop3(word, mask, 0, AND) for word in (x, top) for mask in (NIBBLES_LOW, NIBBLES_HIGH)]
 
 
+def _bytes_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
+    return [machine.lop3(x, 0x00FF00FF, 0, AND), machine.prmt(x, 0, 0x4341)]
+
+
+def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> Callable[[Machine, Words], Words]:
+    """Half the range of codes comes off subnormal numbers, exactly, by one multiply-add; factors: of words in turn."""
+
+    def finish(machine: Machine, words: Words) -> Words:
+        return [machine.fma2(word, factors[i % len(factors)], minus_half, form) for i, word in enumerate(words)]
+
+    return finish
+
+
+# ------------------------------------------------------------------------------------------------------------- FP4
+
+
+def _e2m1_to_bf16(machine: Machine, x: np.ndarray) -> Words:
+    """Sign to bit 15, exponent and mantissa to bits 8-6."""
+    signs, rest = splat(0x8000), splat(0x01C0)
+    words = []
+    for pair in (*(machine.shl(x, place) for place in (12, 8, 4)), x):
+        words.append(machine.lop3(pair, signs, machine.lop3(machine.shr(pair, 6), rest, 0, AND), AND_OR))
+    return words
+
+
+def _times_two_to_126(machine: Machine, words: Words) -> Words:
+    return [machine.mul2(word, 0x7E80, BF16) for word in words]
+
+
 # ------------------------------------------------------------------------------------------------------------- FP8
 
 
@@ -263,6 +292,12 @@ def biased_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
 def signed_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
     """Two's complement codes."""
     return lambda code: ((code.astype(np.int64) ^ (1 << (bits - 1))) - (1 << (bits - 1))).astype(np.float64)
+
+
+def e2m1_value(code: np.ndarray) -> np.ndarray:
+    """FP4 E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7]
+    return np.where(code & 8, -numbers, numbers)
 
 
 def e4m3_value(code: np.ndarray) -> np.ndarray:
@@ -330,6 +365,38 @@ CONVERSIONS: dict[str, Conversion] = {
             _times_two_to_120,
             e4m3_value,
             "A scale multiplies into the 2**120 factor; NaN codes come out as +-480.",
+        ),
+        Conversion(
+            "u4_bf16_centred",
+            4,
+            BF16,
+            16,
+            _nibbles_to_subnormals,
+            _less_half((0x7F00, 0x7D00), 0xBE00, BF16),
+            biased_value(4),
+            "In units of 2**-6, which the scale takes in; one more multiply-add scales and shifts.",
+            (-6,) * 8,
+        ),
+        Conversion(
+            "u8_bf16_centred",
+            8,
+            BF16,
+            16,
+            _bytes_to_subnormals,
+            _less_half((0x7F00,), 0xC000, BF16),
+            biased_value(8),
+            "The same of bytes.",
+            (-6,) * 4,
+        ),
+        Conversion(
+            "e2m1_bf16",
+            4,
+            BF16,
+            16,
+            _e2m1_to_bf16,
+            _times_two_to_126,
+            e2m1_value,
+            "MXFP4 and NVFP4.",
         ),
         Conversion("e5m2_f16", 8, F16, 16, _e5m2_to_f16, _unchanged, e5m2_value, "Inf and NaN are kept."),
     )

@@ -18,6 +18,7 @@ from layouts.patterns import ACCESSES, Access
 from layouts.proofs import Proof, prove
 from layouts.transform import Transform
 from layouts.weights import fastertransformer, hopper, operand
+from layouts.weights.formats import WEIGHT_TILES
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,15 @@ class Entry:
 
 def entries() -> dict[str, Entry]:
     """All entries by name, grouped by kind."""
-    found = [*_swizzles(), *_transforms(), *_conversions(), *_fragments(), *_accesses(), *_kv_formats()]
+    found = [
+        *_swizzles(),
+        *_transforms(),
+        *_conversions(),
+        *_fragments(),
+        *_accesses(),
+        *_weight_tiles(),
+        *_kv_formats(),
+    ]
     return {entry.name: entry for entry in found}
 
 
@@ -210,6 +219,11 @@ def _verify_access(access: Access) -> tuple[Proof, ...]:
         claim = f"{banks} banks in parallel, as published"
         proofs.append(prove(found.banks == (banks,), claim, "exhaustive", len(addresses)))
     return tuple(proofs)
+
+
+def _weight_tiles() -> Iterator[Entry]:
+    for tile in WEIGHT_TILES:
+        yield Entry(tile.name, "weight tiles", tile, tile.describe(), tile.verify, partial(figures.scale_map, tile))
 
 
 KV_FORMATS: tuple[KvRow, ...] = (

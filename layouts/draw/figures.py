@@ -14,6 +14,8 @@ from layouts.fragments import Fragment
 from layouts.kv import KvRow
 from layouts.patterns import Access
 from layouts.transform import Transform
+from layouts.weights.formats import WeightTile
+from layouts.weights.hopper import TILE_N
 
 WRAP = 64
 
@@ -214,6 +216,28 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
         "colour: element; digit in a coloured box: its bit, ~ inverted; white and grey: constants of the magic number"
     )
     return Panel("after extraction, before the arithmetic", cells, labels, names, note)
+
+
+def scale_map(tile: WeightTile) -> Figure:
+    """Who loads each scale of a tile, then the banks of the first warp's load of them."""
+    cells = []
+    for row in range(tile.rows):
+        for feature in range(TILE_N):
+            warp, of_warp = divmod(feature, 16)
+            first = 4 * (of_warp % 8)
+            facts = {"feature": feature, "byte": tile.scale_place(feature, row), "warp": warp}
+            facts |= {"lanes": f"{first}-{first + 3}", "of the two of a lane": "first" if of_warp < 8 else "second"}
+            color = hue(of_warp % 8, 8)
+            cells.append(Cell(row, feature, str(first), color, facts, group=f"warp{warp}g{of_warp % 8}"))
+    size = tile.group_size
+    labels = [f"inputs {size * i}-{size * (i + 1) - 1}" for i in range(tile.groups)]
+    labels += [f"second level, byte {i}" for i in range(tile.second_bytes // tile.scale_bytes)]
+    across = [str(feature) if feature % 8 == 0 else "" for feature in range(TILE_N)]
+    title = f"a tile's scales, {tile.scale_bytes} B each, features across: the first of the four lanes that load each"
+    banks = bank_map(tile.load())
+    return Figure(
+        tile.name, [Panel(title, cells, labels, across), *banks.panels], f"{tile.describe()}; {banks.caption}"
+    )
 
 
 def byte_map(fmt: KvRow, width: int = 16) -> Figure:

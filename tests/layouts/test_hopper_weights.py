@@ -10,8 +10,10 @@ from layouts.algebra import offsets
 from layouts.banks import report
 from layouts.decode import CONVERSIONS
 from layouts.fragments import wgmma_a
+from layouts.proofs import ProofError
 from layouts.transform import unpack
 from layouts.weights import hopper
+from layouts.weights.formats import WEIGHT_TILES, WeightTile
 
 CASES = [(c.bits, name) for name, c in CONVERSIONS.items()]
 
@@ -105,3 +107,27 @@ def test_sharding_commutes_with_packing(bits, world_size, tiles_n, tiles_k, data
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_tiles_of_weight_formats_are_those_of_the_formats():
+    from cute_kernels.formats.weights import weight_format
+
+    for tile in WEIGHT_TILES:
+        form = weight_format(tile.name)
+        own = form.bits, form.group_size, form.scale_bytes, form.more_groups * form.scale_bytes
+        assert own == (tile.bits, tile.group_size, tile.scale_bytes, tile.second_bytes), tile.name
+
+
+def test_a_tile_whose_scales_lie_apart_is_not_proved():
+    """Rows of 96 bytes would leave holes; scales of one bank for all features would conflict."""
+
+    class Apart(WeightTile):
+        def scale_place(self, feature: int, group: int) -> int:
+            return 128 * feature + group
+
+    with pytest.raises(ProofError, match="each once"):
+        Apart("w4_g128", 4, "u4_bf16", 128, 1).verify()
+    with pytest.raises(ProofError, match="without conflicts"):
+        Apart("w4_g128", 4, "u4_bf16", 128, 1)._prove_banks()
+    with pytest.raises(ProofError, match="in the order of every format"):
+        WeightTile("w8_g128", 8, "e5m2_f16", 128, 2)._prove_order()

@@ -66,6 +66,7 @@ def test_the_registry_covers_every_kind():
         "fast conversions",
         "fragments",
         "shared-memory accesses",
+        "weight tiles",
         "KV rows",
     }
 
