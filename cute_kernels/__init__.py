@@ -5,7 +5,14 @@ from cute_kernels import (
     _weight_importers,  # noqa: F401  # gives PackedWeight its from_...
 )
 from cute_kernels._version import __version__
-from cute_kernels.attention import decode_attention, extend_attention, merge_states, mixed_attention, pack_tree_mask
+from cute_kernels.attention import (
+    decode_attention,
+    extend_attention,
+    merge_over_ranks,
+    merge_states,
+    mixed_attention,
+    pack_tree_mask,
+)
 from cute_kernels.gemm import (
     NormedRows,
     PackedWeight,
@@ -71,6 +78,7 @@ __all__ = [
     "interleave_experts",
     "interleave_weights",
     "layer_norm",
+    "merge_over_ranks",
     "merge_states",
     "mixed_attention",
     "mla_decode",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {  # that they did what they are for
     "awq_checkpoint": r"layers +as loaded +as before[\s\S]*the same tokens from",
+    "context_parallel": r"2 ranks with 100 tokens each: out 0\.00\d+, log-sum-exp 0\.0000",
     "custom_layout": r"swizzled .*: 4 wavefronts, 0 conflicts[\s\S]*swizzled\.svg",
     "decode_loop": r"\{'a': 48, 'c': 48\}",
     "moe_layer": r"relative difference from 16 bits: 0\.\d+",

@@ -7,13 +7,14 @@ and `kernel`; `merge_states` joins results over parts of a context, `mixed` serv
 
 from cute_kernels.attention.decode import decode_attention, decode_attention_splits
 from cute_kernels.attention.extend import extend_attention, pack_tree_mask
-from cute_kernels.attention.merge_states import merge_states
+from cute_kernels.attention.merge_states import merge_over_ranks, merge_states
 from cute_kernels.attention.mixed import mixed_attention
 
 __all__ = [
     "decode_attention",
     "decode_attention_splits",
     "extend_attention",
+    "merge_over_ranks",
     "merge_states",
     "mixed_attention",
     "pack_tree_mask",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed
 
 from cute_kernels.arguments import check_contiguous, check_tensors, shape_of
 from cute_kernels.attention.arguments import MERGE
@@ -47,6 +48,33 @@ def merge_states(
     """
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return route(cuda=launch, cpu=reference, operator=_operator, **tensors)(out_a, lse_a, out_b, lse_b)
+
+
+def merge_over_ranks(
+    out: torch.Tensor, lse: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the keys of all ranks, each of which has attended to its own: context parallelism.
+
+    Args:
+        out, lse: this rank's, as `merge_states` takes them, of one shape on all ranks. A rank whose part has no keys
+            passes lse -inf.
+        group: the ranks whose parts make a whole; default: all.
+
+    Returns:
+        (out, lse) for all keys. Parts are merged in the order of the ranks, so every rank has the same bits.
+
+    Raises:
+        TypeError, ValueError: as `merge_states`.
+    """
+    check_states(out, lse, out, lse)
+    count = torch.distributed.get_world_size(group)
+    outs, sums = ([torch.empty_like(own) for _ in range(count)] for own in (out, lse))
+    torch.distributed.all_gather(outs, out, group)
+    torch.distributed.all_gather(sums, lse, group)
+    merged = outs[0], sums[0]
+    for part in zip(outs[1:], sums[1:], strict=True):
+        merged = merge_states(*merged, *part)
+    return merged
 
 
 def check_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:

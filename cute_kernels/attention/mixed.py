@@ -8,12 +8,20 @@ Over codes both want all SMs, and the kernels run one after the other; docs/desi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_apart, check_contiguous, check_place, check_tensors, check_vector, shape_of
+from cute_kernels.arguments import (
+    check_apart,
+    check_contiguous,
+    check_flag,
+    check_place,
+    check_tensors,
+    check_vector,
+    shape_of,
+)
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.decode import decode_attention
 from cute_kernels.attention.extend import extend_attention
@@ -31,6 +39,7 @@ OF_BOTH += ("v_scale", "transform", "num_splits")
 OF_EXTEND = ("unpack", "max_seq_len", "fp8_products")
 
 
+@overload
 def mixed_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -40,23 +49,58 @@ def mixed_attention(
     cu_seqlens_q: torch.Tensor,
     num_decodes: int,
     kv_format: KvFormats,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+    sm_margin: int | None = ...,
+    **options: object,
+) -> torch.Tensor: ...
+
+
+@overload
+def mixed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    num_decodes: int,
+    kv_format: KvFormats,
+    return_lse: bool,
+    out: torch.Tensor | None = ...,
+    sm_margin: int | None = ...,
+    **options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def mixed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    num_decodes: int,
+    kv_format: KvFormats,
+    return_lse: bool = False,
     out: torch.Tensor | None = None,
     sm_margin: int | None = None,
     **options: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`extend_attention` of a batch whose first requests have one query each, which `decode_attention` serves.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
         num_decodes: requests 0 to num_decodes - 1 have exactly one query each: engines order batches so. It is not
             checked on a GPU, where cu_seqlens_q is not looked at.
+        return_lse: also return the log-sum-exp of the scores, as :func:`extend_attention` does.
         out: where to write the result, as q, contiguous.
         sm_margin: SMs that the other requests' kernel leaves to decoding, which runs beside it then. Default: chosen
             by what both have to do; one kernel after the other where that is better, as it is for codes.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
             as both calls have them; unpack, max_seq_len and fp8_products, as :func:`extend_attention` has them.
 
-    Returns out, as :func:`extend_attention`. On a GPU decoding may run on a stream of its own, which the current one
+    Returns what :func:`extend_attention` does. On a GPU decoding may run on a stream of its own, which the current one
     waits for; graphs capture both.
 
     Raises:
@@ -82,25 +126,36 @@ def mixed_attention(
         _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,
     )
 
+    check_flag("return_lse", return_lse)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+
+    def keep(part: slice, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        if lse is not None and isinstance(result, tuple):
+            lse[part] = result[1].flatten(0, -2)
+
     def decode() -> None:
-        decode_attention(
+        result = decode_attention(
             q[:num_decodes].unsqueeze(1),
             seq_lens=seq_lens[:num_decodes],
             kv_format=kv_format,
             out=out[:num_decodes].unsqueeze(1),
+            return_lse=return_lse,
             **first,
         )
+        keep(slice(0, num_decodes), result)
 
     def extend(margin: int) -> None:
-        extend_attention(
+        result = extend_attention(
             q[num_decodes:],
             seq_lens=seq_lens[num_decodes:],
             cu_seqlens_q=cu_seqlens_q[num_decodes:] - num_decodes,
             kv_format=kv_format,
             out=out[num_decodes:],
             sm_margin=margin,
+            return_lse=return_lse,
             **rest,
         )
+        keep(slice(num_decodes, None), result)
 
     if num_decodes == 0:
         extend(0)
@@ -115,7 +170,7 @@ def mixed_attention(
             extend(margin or 0)
         else:
             side_by_side(q.device, decode, lambda: extend(margin))
-    return out
+    return out if lse is None else (out, lse)
 
 
 def _margin_of(

@@ -76,7 +76,7 @@ def append_and_extend(
             tokens. The pages of all tokens are in the block table.
         new_k, new_v: K and V of the new tokens, [total_q, num_kv_heads, head_dim] in q's dtype, the last two dimensions
             contiguous, tokens on multiples of 16 bytes. Rotated, where there is RoPE.
-        return_lse: also return the log-sum-exp.
+        return_lse: also return the log-sum-exp of the scores, fp32 [total_q, num_q_heads], natural log.
         options: others of :func:`extend_attention`.
 
     Returns what :func:`extend_attention` does. On a GPU the new tokens are appended on a stream of its own, which the

@@ -143,7 +143,7 @@ def append_and_decode(
 
     Returns:
         As `decode_attention`: out [batch, q_len, num_q_heads, head_dim of V] in q's dtype, with ``return_lse`` also
-        lse, fp32 [batch, q_len, num_q_heads].
+        lse, fp32 [batch, q_len, num_q_heads], natural log.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted, and

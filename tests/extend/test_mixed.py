@@ -75,7 +75,7 @@ def test_decoding_runs_beside_a_prefill_where_that_is_sooner(kv_format, options,
     assert (margin is not None) == beside
 
 
-@pytest.mark.parametrize("name", ["return_lse", "attn_bias", "tree_mask", "new_k"])
+@pytest.mark.parametrize("name", ["attn_bias", "tree_mask", "new_k"])
 def test_options_that_only_one_of_the_calls_has_are_refused_before_anything_runs(name):
     call = make_call("bf16", [1, 5], [40, 30])
     out = torch.full_like(call.q, torch.nan)
