@@ -184,7 +184,7 @@ def _add_records(commands: Any) -> None:
 def _add_e2e(commands: Any) -> None:
     """The command for whole models."""
     e2e = commands.add_parser("e2e", help="decode steps of whole models: bare loops, or as engines serve them")
-    e2e.add_argument("--engine", choices=("steps", "vllm", "transformers"), default="steps")
+    e2e.add_argument("--engine", choices=("steps", "vllm", "sglang", "transformers"), default="steps")
     e2e.add_argument("--models", nargs="+", metavar="MODEL", help="steps: of " + ", ".join(STEP_MODELS))
     e2e.add_argument("--batches", nargs="+", type=_count, metavar="B", help="steps: requests")
     e2e.add_argument("--contexts", nargs="+", type=_count, metavar="T", help="steps: tokens in the cache")
@@ -198,9 +198,11 @@ def _add_e2e(commands: Any) -> None:
         action="append",
         type=_e2e_case,
         metavar="CASE",
-        help="vllm: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], such as llama3-8b:w4:fp8:on@1,32; repeatable",
+        help="engines: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], such as llama3-8b:w4:fp8:on@1,32; repeatable",
     )
-    e2e.add_argument("--limit", type=_count, default=300, help="vllm: seconds that a case, or all together, may take")
+    e2e.add_argument(
+        "--limit", type=_count, default=300, help="engines: seconds that a case, or all together, may take"
+    )
     e2e.add_argument("--together", action="store_true", help="vllm: engines start side by side; each is timed alone")
     e2e.add_argument("--kernels", action="store_true", help="vllm: record a step's kernels, too")
     e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")

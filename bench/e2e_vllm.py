@@ -1,4 +1,4 @@
-"""A model served by vLLM, with and without the plugin: time per output token, time to first token, requests that fit.
+"""A model served by an engine, with and without the plugin: time per output token, to first token, requests that fit.
 
 Weights are random (vLLM's "dummy" ones), so nothing is downloaded. A start takes more than a minute: each case runs in
 a process of its own, is recorded at once, and is skipped where the record has it. `python -m bench e2e --engine vllm`.
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.e2e_models import MODELS
 from bench.environment import ROOT, environment
 from bench.record import Recorder
 from bench.report import in_markdown
@@ -32,48 +33,11 @@ NEW_TOKENS = 64
 TURNS = 3
 """Of an engine that others are beside; the least counts. An engine alone has one."""
 SAMPLES = 3  # of a turn
-ENTRY_POINT = "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama3-8b": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    # What one of eight GPUs holds, but for the vocabulary, which is made small.
-    "llama2-70b-shard8": {
-        **LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "vocab_size": 4096,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
+ENTRY_POINTS = """[vllm.general_plugins]
+cute_kernels = cute_kernels.integrations.vllm:register
+[sglang.srt.plugins]
+cute_kernels = cute_kernels.integrations.sglang:register
+"""
 WEIGHTS = ("bf16", "w4", "w8")
 
 
@@ -90,6 +54,7 @@ class Case:
         beside: whether other engines have memory on the same GPU: the cache has room for the largest batch alone.
         kernels: whether the kernels of a step are recorded, too.
         block_size: tokens of a page of the cache; 0 for what the engine chooses.
+        engine: "vllm" or "sglang", a module of this folder each: `bench.e2e_sglang` says what the names mean there.
     """
 
     model: str
@@ -102,6 +67,7 @@ class Case:
     beside: bool = False
     kernels: bool = False
     block_size: int = 0
+    engine: str = "vllm"
 
     @property
     def name(self) -> str:
@@ -185,7 +151,7 @@ def start_process(case: Case, folder: Path, tree: Path = ROOT) -> subprocess.Pop
 
     folder: for what it writes, its log. tree: the checkout whose package and benchmark it runs.
     """
-    command = [sys.executable, "-m", "bench.e2e_vllm", json.dumps(asdict(case)), str(folder)]
+    command = [sys.executable, "-m", f"bench.e2e_{case.engine}", json.dumps(asdict(case)), str(folder)]
     with open(folder / "log", "w") as log:
         return subprocess.Popen(command, cwd=tree, env=environment_of(case, folder, tree), stdout=log, stderr=log)
 
@@ -226,13 +192,14 @@ def environment_of(case: Case, folder: Path, tree: Path = ROOT) -> dict[str, str
     info = packages / "cute_kernels_checkout-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels-checkout\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
     path = [str(packages), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "CUTE_KERNELS_VLLM": {"off": "0", "on": "1"}.get(case.plugin, case.plugin),
         "CUTE_KERNELS_VLLM_KV_FORMAT": case.kv_format,
+        "CUTE_KERNELS_SGLANG": "0" if case.plugin == "off" else "1",
         **({"VLLM_CACHE_ROOT": str(folder / "cache")} if case.beside else {}),  # no two write the same graphs
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -376,7 +343,7 @@ class Decoding:
     """
 
     llm: Any
-    prompts: list[dict[str, Any]]
+    prompts: Sequence[Any]
     cold: float = 0.0
     hit: float = math.inf
     all_tokens: float = math.inf
@@ -397,6 +364,7 @@ class Decoding:
         self.hit, self.all_tokens = min(self.hit, hit), min(self.all_tokens, all_tokens)
 
     def _seconds(self, tokens: int) -> float:
+        """How long the engine takes for so many tokens of each request."""
         import vllm
 
         sampling = vllm.SamplingParams(
@@ -407,9 +375,46 @@ class Decoding:
         return time.perf_counter() - begin
 
 
+def prompts_of(case: Case) -> dict[int, list[list[int]]]:
+    """Tokens of the prompts of each batch, drawn once for all of them: no two batches share one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {
+        batch: [torch.randint(5, 4000, (case.context,), generator=generator).tolist() for _ in range(batch)]
+        for batch in case.batches
+    }
+
+
+def take_turns(case: Case, decoding: Iterable[Decoding], turn: Turn) -> None:
+    """Measures each batch, when it is the engine's turn."""
+    for number in range(TURNS if case.beside else 1):
+        if case.beside:
+            turn.wait(number)
+        for each in decoding:
+            each.measure()
+        turn.end(number)
+
+
+def row_of(case: Case, batch: int, measured: Decoding) -> dict[str, Any]:
+    """What is recorded of a batch, whichever engine served it."""
+    import torch
+
+    return {
+        **asdict(case),
+        "case": case.name,
+        "batch": batch,
+        "tpot_ms": measured.per_token * 1e3,
+        "tokens_per_s": batch / measured.per_token,
+        "ttft_s": measured.cold,
+        "ttft_hit_s": measured.hit,
+        "commit": environment()["commit"],
+        "gpu": torch.cuda.get_device_name(),
+    }
+
+
 def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     """Starts the engine and measures each batch, when it is its turn."""
-    import torch
     import vllm
 
     beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
@@ -429,42 +434,28 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     )
     start_s = time.perf_counter() - start
     cache = llm.llm_engine.vllm_config.cache_config
-    generator = torch.Generator().manual_seed(0)
-
-    def prompt() -> dict[str, Any]:
-        return {"prompt_token_ids": torch.randint(5, 4000, (case.context,), generator=generator).tolist()}
-
-    decoding = {batch: Decoding(llm, [prompt() for _ in range(batch)]) for batch in case.batches}
-    for number in range(TURNS if case.beside else 1):
-        if case.beside:
-            turn.wait(number)
-        for each in decoding.values():
-            each.measure()
-        turn.end(number)
+    prompts = prompts_of(case)
+    decoding = {batch: Decoding(llm, [{"prompt_token_ids": each} for each in prompts[batch]]) for batch in prompts}
+    take_turns(case, decoding.values(), turn)
     rows = []
     for batch, each in decoding.items():
         rows.append(
             {
-                **asdict(case),
-                "case": case.name,
-                "batch": batch,
-                "tpot_ms": each.per_token * 1e3,
-                "tokens_per_s": batch / each.per_token,
-                "ttft_s": each.cold,
-                "ttft_hit_s": each.hit,
+                **row_of(case, batch, each),
                 "tokens_that_fit": None if case.beside else cache.num_gpu_blocks * cache.block_size,
                 "start_s": None if case.beside else start_s,
                 "vllm": vllm.__version__,
-                "commit": environment()["commit"],
-                "gpu": torch.cuda.get_device_name(),
-                **({"step": profile_step(llm, each.prompts)} if case.kernels else {}),
+                **({"step": profile_step(llm, list(each.prompts))} if case.kernels else {}),
             }
         )
         print(line_of(rows[-1]), flush=True)
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    measured: Callable[[Case, Path, Turn], list[dict[str, Any]]] = measure,
+) -> int:
     """Measures a case and writes its rows to FOLDER/rows.json: what `measure_apart` starts."""
     parser = argparse.ArgumentParser(description=str(main.__doc__))
     parser.add_argument("case", type=json.loads, metavar="CASE", help="a JSON object, the fields of Case")
@@ -473,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place: Path = options.folder
     case = Case(**{**options.case, "batches": tuple(options.case["batches"])})
     with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
-        (place / "rows.json").write_text(json.dumps(measure(case, Path(folder), Turn(place))))
+        (place / "rows.json").write_text(json.dumps(measured(case, Path(folder), Turn(place))))
     return 0
 
 

@@ -1,0 +1,87 @@
+"""A model served by SGLang, with and without the plug-in: `python -m bench e2e --engine sglang`.
+
+Cases are `bench.e2e_vllm`'s, each in a process of its own. KV is "fp8" or "auto". A plug-in that is "on" serves linear
+layers and experts, and attention too where the cache is FP8: SGLang is asked for it by name; "linear" leaves attention
+to SGLang. Not yet run on a GPU.
+"""
+
+# SGLang is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.e2e_vllm import Case, Decoding, main, model_folder, prompts_of, row_of, take_turns
+from bench.turns import Turn
+from cute_kernels.integrations.sglang.attention import NAME
+
+DEFAULT_CASES = (
+    "llama3-8b:w4:fp8:off",
+    "llama3-8b:w4:fp8:on",
+)
+KV_DTYPES = {"fp8": "fp8_e4m3", "auto": "auto"}
+PLUGINS = ("off", "on", "linear")
+
+
+def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
+    """What `sglang.Engine` is given for a case.
+
+    Raises:
+        ValueError: the case asks for what there is in vLLM alone.
+    """
+    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.beside or case.kernels:
+        raise ValueError(
+            f"case: got {case.name!r}, want KV of {', '.join(KV_DTYPES)} and a plug-in of {', '.join(PLUGINS)}, "
+            "alone and without a cache format, with SGLang"
+        )
+    return {
+        "model_path": str(model_folder(case, folder)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "context_length": case.context + 256,
+        "kv_cache_dtype": KV_DTYPES[case.kv],
+        "attention_backend": NAME if (case.plugin, case.kv) == ("on", "fp8") else None,
+        "page_size": case.block_size or None,
+        "mem_fraction_static": 0.85,
+        "max_running_requests": max(case.batches),
+        "chunked_prefill_size": case.context,
+        "cuda_graph_bs_decode": list(case.batches),
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "log_level": "info",
+    }
+
+
+class SglangDecoding(Decoding):
+    """The same of SGLang's engine, whose prompts are lists of tokens."""
+
+    def _seconds(self, tokens: int) -> float:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        begin = time.perf_counter()
+        self.llm.generate(input_ids=self.prompts, sampling_params=sampling)
+        return time.perf_counter() - begin
+
+
+def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
+    """Starts the engine and measures each batch."""
+    import sglang
+
+    start = time.perf_counter()
+    engine = sglang.Engine(**engine_arguments(case, folder))
+    start_s = time.perf_counter() - start
+    decoding = {batch: SglangDecoding(engine, prompts) for batch, prompts in prompts_of(case).items()}
+    try:
+        take_turns(case, decoding.values(), turn)
+        fit = engine.get_server_info().get("max_total_num_tokens")
+    finally:
+        engine.shutdown()
+    more = {"tokens_that_fit": fit, "start_s": start_s, "sglang": sglang.__version__}
+    return [{**row_of(case, batch, each), **more} for batch, each in decoding.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(measured=measure))
