@@ -122,7 +122,9 @@ def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():
     assert set(folder.glob("*.md")) - {index} == measured | others and not measured & others
     trials = {(folder / link["target"]).resolve() for link in LINK.finditer(history.partition("\n## ")[0])}
     assert set((folder / "history").glob("*.md")) == trials
-    assert all(len(page.read_text().splitlines()) <= 150 for page in measured | others | trials), "want at most 150 lines"
+    assert all(len(page.read_text().splitlines()) <= 150 for page in measured | others | trials), (
+        "want at most 150 lines"
+    )
     for page in measured:
         opening = page.read_text().partition("\n## ")[0]
         assert re.search(r"\]\(((mla|moe|weight_only_linear)\.md)?#where-it-stands\)", opening), page.name

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, result_dtype
@@ -54,7 +55,7 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
         raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
     problem = fp8_problem(form)
     if problem is not None:
-        raise ValueError(f"activations: got {FP8!r} for weights in {form.key}, want {problem}")
+        raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {problem}")
     return True
 
 

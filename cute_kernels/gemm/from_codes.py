@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.arguments import check_flag, check_tensors, device_of, shape_of
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.formats.weights.base import with_row_scales
+from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
 from cute_kernels.gemm.quantize import default_dtype, format_named, pack
 from cute_kernels.gemm.weight import PackedWeight, padded_shape, row_blocks
@@ -60,7 +60,7 @@ def pack_weight(
     check_tensors(codes=codes, scales=scales)
     check_flag("second_divides", second_divides)
     if form.has_zeros:
-        raise ValueError(f"format: got {form.key}, which has zero points, want one without")
+        raise ValueError(f"format: got {spelling(form)}, which has zero points, want one without")
     by_row = _bytes_of("codes", codes, form.code_dtypes)
     if by_row.dim() != 2 or not by_row.numel():
         raise ValueError(f"codes: got shape {shape_of(codes)}, want [N, K], or [N, K / 2] of 4-bit codes")
@@ -165,10 +165,14 @@ def _second_level(
     """fp32 [N] of formats with scales of a second level."""
     if not form.row_scales:
         if second is not None:
-            raise ValueError(f"second: got scales of a second level, want None for a weight in the format {form.key}")
+            raise ValueError(
+                f"second: got scales of a second level, want None for a weight in the format {spelling(form)}"
+            )
         return None
     if second is None:
-        raise ValueError(f"second: got None, want the scale of the second level of a weight in the format {form.key}")
+        raise ValueError(
+            f"second: got None, want the scale of the second level of a weight in the format {spelling(form)}"
+        )
     rows = torch.as_tensor(second)
     if not rows.is_floating_point():
         raise TypeError(f"second: got dtype {rows.dtype}, want floating numbers")

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, shifted, weight_format
-from cute_kernels.formats.weights.base import with_row_scales
+from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.weight import (
@@ -110,7 +110,7 @@ def chosen_format(
         return integers(bits, per_row(group_size), zero_point)
     found = format_named(wanted, dtype)
     if (bits, group_size, zero_point) != (4, 128, False):
-        raise ValueError(f"format: got {found.key} together with bits, group_size or zero_point, want it alone")
+        raise ValueError(f"format: got {spelling(found)} together with bits, group_size or zero_point, want it alone")
     return found
 
 
@@ -124,7 +124,9 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
         raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, its name or its key")
     found = weight_format(wanted) if isinstance(wanted, str) else wanted
     if dtype is not None and DTYPES.get(dtype) not in found.dtypes:
-        raise TypeError(f"dtype: got {dtype}, want {' or '.join(found.dtypes)} for a weight in the format {found.key}")
+        raise TypeError(
+            f"dtype: got {dtype}, want {' or '.join(found.dtypes)} for a weight in the format {spelling(found)}"
+        )
     return found
 
 

@@ -21,7 +21,7 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, weight_format
 from cute_kernels.formats.weights.base import CODE_BITS as BITS
-from cute_kernels.formats.weights.base import without_row_scales
+from cute_kernels.formats.weights.base import spelling, without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
 from cute_kernels.gemm.packed import Packed, kept
 from cute_kernels.runtime.gpu import GPU
@@ -437,7 +437,7 @@ def check_presence(zeros: object, weight_format: WeightFormat) -> None:
     """Raises ValueError unless there are zero points just where the format has some."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
-        raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {weight_format.key}")
+        raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {spelling(weight_format)}")
 
 
 def check_format(bits: object, group_size: object, shape: object) -> None:

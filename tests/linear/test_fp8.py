@@ -18,6 +18,7 @@ from cute_kernels import (
     quantized_linear,
     rms_norm,
 )
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.normed import NormedRows
 from cute_kernels.gemm.operands.fp8 import LEAST, MOST, dequantize_activations
@@ -188,7 +189,7 @@ def test_rows_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize("name", ["nvfp4", "w8g128", "w4g128z"])
 def test_formats_whose_codes_are_no_fp8_operands_are_refused(name):
-    with pytest.raises(ValueError, match=rf"activations: got 'fp8' for weights in {weight_of(name).format.key}"):
+    with pytest.raises(ValueError, match=rf"activations: got 'fp8' for weights in {spelling(weight_of(name).format)}"):
         quantized_linear(numbers(3, 320), weight_of(name), activations="fp8")
     with pytest.raises(ValueError, match="activations: got 'fp8' for weights in"):
         quantize_model(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), format=name, activations="fp8")
@@ -276,14 +277,14 @@ def test_a_layer_rounds_what_it_is_told_to(tmp_path):
 
 def test_a_layer_refuses_formats_and_shifts():
     layer = QuantizedLinear.from_linear(nn.Linear(64, 64, dtype=BF16), 8)
-    with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w8_g128"):
+    with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w8g128"):
         layer.activations = "fp8"
     shifted = QuantizedLinear(weight_of("w4g128", 64, 128), shifts=torch.zeros(64, 1))
     with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w4f_g128"):
         shifted.activations = "fp8"
     into = QuantizedLinear(weight_of("w4g128", 64, 128))
     into.activations = "fp8"
-    with pytest.raises(RuntimeError, match="activations: got 'fp8' for weights in w8_g128"):
+    with pytest.raises(RuntimeError, match="activations: got 'fp8' for weights in w8g128"):
         into.load_state_dict(QuantizedLinear.from_linear(nn.Linear(128, 64, dtype=BF16), 8).state_dict())
 
 

@@ -201,10 +201,10 @@ def test_a_bad_state_dict_is_refused_by_name(changes, message):
 ZEROED = integers(4, 32, True)
 BAD_FIELDS = {
     "no format": ({"format": 4}, "format: got 4, want a WeightFormat, such as cute_kernels.formats.weights.integers"),
-    "zero points there are not": ({"format": ZEROED}, "zeros: got none, want some for a weight in the format w4_g32z"),
+    "zero points there are not": ({"format": ZEROED}, "zeros: got none, want some for a weight in the format w4g32z"),
     "zero points there are": (
         {"zeros": torch.zeros(1, 2, 64).byte()},
-        "zeros: got some, want None for a weight in the format w4_g32$",
+        "zeros: got some, want None for a weight in the format w4g32$",
     ),
     "shape": ({"shape": (0, 64)}, r"shape: got \[0, 64\], want \(N, K\) with N and K at least 1"),
     "signed codes": ({"codes": torch.zeros(1, 1, 2048).char()}, "codes: got dtype torch.int8, want torch.uint8"),

@@ -31,6 +31,7 @@ from cute_kernels.formats.weights import (
     shifted,
 )
 from cute_kernels.formats.weights import weight_format as format_of
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.experts import choice as moe_choice
 from cute_kernels.gemm.experts.compile import specs_of as grouped_specs_of
@@ -132,9 +133,7 @@ def test_what_is_no_format_is_refused_by_name():
             integers(*arguments)
     with pytest.raises(ValueError, match="together with bits, group_size or zero_point, want it alone"):
         quantize_weight(weights(64, 64), 8, format=codebook.CODEBOOK)
-    with pytest.raises(
-        TypeError, match="^dtype: got torch.float16, want bf16 for a weight in the format book4_g32e8m0"
-    ):
+    with pytest.raises(TypeError, match="^dtype: got torch.float16, want bf16 for a weight in the format book4g32e8m0"):
         quantize_weight(weights(64, 64), format=codebook.CODEBOOK, dtype=torch.float16)
 
 
@@ -333,6 +332,12 @@ def kernels_of(form: WeightFormat) -> list[KernelSpec]:
     specs = [GemmSpec(chosen(problem).config) for problem in problems]
     specs += [spec for problem in grouped for spec in grouped_specs_of(moe_choice.chosen(problem).config)]
     return list(dict.fromkeys(specs))
+
+
+@pytest.mark.parametrize("form", KINDS, ids=str)
+def test_a_format_has_one_spelling_which_asks_for_it(form):
+    assert format_of(spelling(form)) is form
+    assert "_" not in spelling(form) or spelling(form) in ("fp8_block", "fp8_block_e8m0")
 
 
 FROM_ELSEWHERE = [form for form in KINDS if not isinstance(form, IntegerFormat)]

@@ -297,6 +297,12 @@ def named(**formats: WeightFormat) -> None:
     _NAMES.update(formats)
 
 
+def spelling(weight_format: WeightFormat) -> str:
+    """How arguments and messages spell a format: the name that `named` gave it, or its key without underscores."""
+    names = (name for name, each in _NAMES.items() if each is weight_format)
+    return next(names, weight_format.key.replace("_", ""))
+
+
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:
     """The registered object of a pickled one, whose class came first, and with it its module."""
     return weight_format(key)

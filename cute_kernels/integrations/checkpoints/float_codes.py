@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
@@ -106,7 +107,9 @@ def _made(
     form = _format_of(names, codes, scales)
     if form.row_scales and second is None:
         if not names.optional:
-            raise ValueError(f"{names.second or names.scales}: got no scale of the second level, want it in {form.key}")
+            raise ValueError(
+                f"{names.second or names.scales}: got no scale of the second level, want it in {spelling(form)}"
+            )
         second = torch.ones(())
     if second is not None:
         fields.check_tensor(names.second, second, (torch.float32,), second.dim(), "any")

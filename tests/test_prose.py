@@ -1,0 +1,81 @@
+"""Pages can be read: short lines, short sentences, names of files that there are, one spelling of a format."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOT_PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "examples/README")
+PAGES = sorted([*(ROOT / f"{name}.md" for name in ROOT_PAGES), *(ROOT / "docs").rglob("*.md")])
+DESIGN = sorted((ROOT / "docs/design").glob("*.md"))
+MOST_CHARACTERS, MOST_WORDS = 160, 25
+LONG_SENTENCES = 8  # of all pages; never more
+NOT_PROSE = re.compile(r"^```.*?^```$|<!-- bench:.*?<!-- /bench -->|<!--.*?-->", re.MULTILINE | re.DOTALL)
+ITEM = re.compile(r"(?:[-*]|\d+\.) ")
+END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\[(*\d])|(?<=[.:;])\s")
+PATH = re.compile(r"`((?:[\w.]+/)+[\w.*]+\.(?:py|json|md|toml))(?::\w+)?`")
+RECORD = re.compile(r"`(\w+\.json)`")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(text: str) -> list[str]:
+    """Lines of a page that are neither code nor tables nor generated."""
+    if text.startswith("<!-- made by"):
+        return []
+    return [line for line in NOT_PROSE.sub("", text).split("\n") if not line.lstrip().startswith("|")]
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a page; a colon or a semicolon ends one, too."""
+    paragraphs: list[list[str]] = [[]]
+    for line in prose(text):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#") or line.startswith("    ") or ITEM.match(stripped):
+            paragraphs.append([])
+        if stripped and not stripped.startswith("#"):
+            paragraphs[-1].append(stripped)
+    return [sentence for lines in paragraphs if lines for sentence in END.split(" ".join(lines))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_of_prose_fit_an_editor(page: Path):
+    assert not [line for line in prose(page.read_text()) if len(line) > MOST_CHARACTERS]
+
+
+def test_sentences_are_short():
+    """A subject, a verb, an object: a sentence with more words than `MOST_WORDS` is read twice."""
+    found = [
+        f"{name(page)}: {sentence}"
+        for page in PAGES
+        for sentence in sentences(page.read_text())
+        if len(sentence.split()) > MOST_WORDS
+    ]
+    assert len(found) <= LONG_SENTENCES, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=name)
+def test_files_that_a_design_page_names_are_there(page: Path):
+    """Paths are those of the repository or of `cute_kernels`; records lie in bench/results."""
+    text = page.read_text()
+    rooms = ("", "cute_kernels", "cute_kernels/gemm", "cute_kernels/attention", "cute_kernels/mla")
+    folders = [ROOT / room for room in rooms]
+    missing = [path for path in PATH.findall(text) if not any([*folder.glob(path)] for folder in folders)]
+    missing += [record for record in RECORD.findall(text) if not (ROOT / "bench/results" / record).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_weight_format_has_one_spelling(page: Path):
+    """ "w4g128", as arguments and messages have it."""
+    assert not re.findall(r"\bw[48]_g(?:\d|channel)", page.read_text())
+
+
+def test_sentences_are_found():
+    text = "# Title\n\nOne two. Three: four\nfive.\n\n- six\n- seven; eight\n\n| a | table |\n\n```\ncode\n```\n"
+    assert sentences(text) == ["One two.", "Three:", "four five.", "- six", "- seven;", "eight"]
