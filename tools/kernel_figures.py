@@ -224,13 +224,13 @@ DECODE = Figure(
             Box("q, lengths, block table", ""),
         )),
         Lane("producer warps", "role", (
-            Box("filling_warps (1 to 4)", "bulk copies, tensor maps or cp.async of words; page numbers a tile ahead; the first one makes the barriers", ("attention/config.py:filling_warps", "attention/loads/ring.py:RingFiller", "attention/loads/copies.py:TileCopier"), 2),
-            Box("warps up to cta_threads", "nothing: lend registers", ("attention/config.py:lends_registers",)),
+            Box("filling_warps (1 to 4)", "bulk copies, tensor maps or cp.async of words; page numbers a tile ahead; the first one makes the barriers", ("attention/decode_config.py:filling_warps", "attention/loads/ring.py:RingFiller", "attention/loads/copies.py:TileCopier"), 2),
+            Box("warps up to cta_threads", "nothing: lend registers", ("attention/decode_config.py:lends_registers",)),
         )),
         Lane("shared memory", "shared", (
-            Box("ring", "num_stages tiles of K and V, raw rows", ("attention/config.py:ring_bytes",), 2),
-            Box("queries", "B operands, where warps share them", ("attention/config.py:query_bytes",)),
-            Box("merge", "takes the ring's place at the end", ("attention/config.py:merge_bytes",)),
+            Box("ring", "num_stages tiles of K and V, raw rows", ("attention/decode_config.py:ring_bytes",), 2),
+            Box("queries", "B operands, where warps share them", ("attention/decode_config.py:query_bytes",)),
+            Box("merge", "takes the ring's place at the end", ("attention/decode_config.py:merge_bytes",)),
         )),
         Lane("consumer warps", "role", (
             Box("num_heads x num_query_blocks x num_slices warps", "each: a KV head, blocks of 8 queries, a slice of each tile's tokens. mma.sync: K Q^T, then P V; scores and output stay in registers", ("attention/mainloops/warp.py:WarpMainloop", "attention/policies.py:WarpMma", "attention/mainloops/logits.py:Logits", "attention/readers/__init__.py:make_readers")),
@@ -253,7 +253,7 @@ DECODE = Figure(
     ),
     (
         Barrier("pipeline, full", "num_stages", "1 with the bytes of the tile; with copies by words one of every producer thread", "consumer warps", ("device/pipeline.py:Pipeline",)),
-        Barrier("pipeline, empty", "num_stages", "num_warps: lane 0 of each consumer warp", "producer warps", ("attention/config.py:num_warps",)),
+        Barrier("pipeline, empty", "num_stages", "num_warps: lane 0 of each consumer warp", "producer warps", ("attention/decode_config.py:num_warps",)),
         Barrier("READY (1)", "the CTA", "producer warps: barriers are initialised", "consumers", ("attention/barriers.py:await_ready",)),
         Barrier("CONSUMERS (2)", "consumers", "all of them: the merge begins", "consumers", ("attention/barriers.py:sync_consumers",)),
         Barrier("PRODUCERS (3)", "producers", "all of them, if more than one", "producers", ("attention/barriers.py:sync_producers",)),
@@ -266,20 +266,20 @@ EXTEND = Figure(
     "Extend attention: ExtendKernel, persistent CTAs",
     (
         Lane("global memory", "memory", (
-            Box("K", "pages, one row after the other, or unpacked by a launch before", ("attention/extend/policies.py:CachedKeys", "attention/extend/policies.py:RaggedKeys", "attention/extend/policies.py:UnpackedKeys")),
+            Box("K", "pages, one row after the other, or unpacked by a launch before", ("attention/extend_policies.py:CachedKeys", "attention/extend_policies.py:RaggedKeys", "attention/extend_policies.py:UnpackedKeys")),
             Box("work tile counter", "slots of 128 rows (positions x heads of a group)"),
             Box("V", "as K"),
         )),
         Lane("producer warps", "role", (
-            Box("K: half of the filling_warps", "TMA of 16-bit rows, or decode rows of codes to 16 bits", ("attention/extend/config.py:filling_warps", "attention/loads/tma.py:TmaTileProducer", "attention/loads/rows.py:RowProducer")),
-            Box("first producer", "draws the next work tile, tells the others", ("attention/extend/kernel.py:publish",)),
-            Box("V: the other half", "as K", ("attention/extend/config.py:decoded",)),
+            Box("K: half of the filling_warps", "TMA of 16-bit rows, or decode rows of codes to 16 bits", ("attention/extend_config.py:filling_warps", "attention/loads/tma.py:TmaTileProducer", "attention/loads/rows.py:RowProducer")),
+            Box("first producer", "draws the next work tile, tells the others", ("attention/extend_kernel.py:publish",)),
+            Box("V: the other half", "as K", ("attention/extend_config.py:decoded",)),
         )),
         Lane("shared memory", "shared", (
-            Box("tiles of K", "num_stages of 128 keys, 128-byte swizzle", ("attention/extend/config.py:tile_bytes",)),
-            Box("work", "WORK_SLOTS (2) of a work tile's numbers", ("attention/extend/policies.py:WORK_SLOTS",)),
-            Box("tiles of V", "num_stages of 128 values", ("attention/extend/config.py:num_stages",)),
-            Box("queries", "64 rows of each warpgroup, which copies them itself", ("attention/extend/config.py:query_bytes",)),
+            Box("tiles of K", "num_stages of 128 keys, 128-byte swizzle", ("attention/extend_config.py:tile_bytes",)),
+            Box("work", "WORK_SLOTS (2) of a work tile's numbers", ("attention/extend_policies.py:WORK_SLOTS",)),
+            Box("tiles of V", "num_stages of 128 values", ("attention/extend_config.py:num_stages",)),
+            Box("queries", "64 rows of each warpgroup, which copies them itself", ("attention/extend_config.py:query_bytes",)),
         )),
         Lane("consumer warpgroups", "role", (
             Box("2 warpgroups, 64 rows of queries each", "scores of block b and values of block b - 1 issued together; the softmax of b runs behind them; the warpgroups issue in turn (ping_pong)", ("attention/mainloops/tiles.py:Consumer", "attention/mainloops/tile_softmax.py:Softmax")),
@@ -307,10 +307,10 @@ EXTEND = Figure(
         Arrow("2 warpgroups, 64 rows of queries each", "parts of split keys"),
     ),
     (
-        Barrier("K's and V's, full", "num_stages each", "tile_fillers: a warp that decodes, or 1 with a TMA tile's bytes", "consumers", ("attention/extend/config.py:tile_fillers",)),
+        Barrier("K's and V's, full", "num_stages each", "tile_fillers: a warp that decodes, or 1 with a TMA tile's bytes", "consumers", ("attention/extend_config.py:tile_fillers",)),
         Barrier("K's and V's, empty", "num_stages each", "8, lane 0 of each consumer warp", "producers", ("device/pipeline.py:Pipeline",)),
-        Barrier("work, full", "WORK_SLOTS", "1, lane 0 of the first producer", "consumers, producers", ("attention/extend/policies.py:WORK_SLOTS",)),
-        Barrier("work, empty", "WORK_SLOTS", "8 consumer warps and the filling_warps", "the first producer", ("attention/extend/policies.py:WORK_SLOTS",)),
+        Barrier("work, full", "WORK_SLOTS", "1, lane 0 of the first producer", "consumers, producers", ("attention/extend_policies.py:WORK_SLOTS",)),
+        Barrier("work, empty", "WORK_SLOTS", "8 consumer warps and the filling_warps", "the first producer", ("attention/extend_policies.py:WORK_SLOTS",)),
         Barrier("FIRST_WARPGROUP (1, 2)", "a warpgroup", "its warps", "its warps: shared memory of their own", ("attention/mainloops/tiles.py:FIRST_WARPGROUP",)),
         Barrier("FIRST_TURN (3, 4)", "consumers", "the other warpgroup has issued its products", "a warpgroup (ping_pong)", ("attention/mainloops/tiles.py:FIRST_TURN",)),
     ),
@@ -355,7 +355,7 @@ APPEND = Figure(
     ),
     (
         Barrier("none between teams", "", "a team is a power of two of a warp's lanes, and a CTA has teams of one kind", "", ("kv_cache/config.py:team_lanes", "kv_cache/config.py:RowTeams")),
-        Barrier("griddepcontrol", "the launch", "leads: attention starts beside the append, and waits for its end before it reads new tokens", "producers of attention", ("kv_cache/config.py:leads", "attention/config.py:after_append")),
+        Barrier("griddepcontrol", "the launch", "leads: attention starts beside the append, and waits for its end before it reads new tokens", "producers of attention", ("kv_cache/config.py:leads", "attention/decode_config.py:after_append")),
     ),
     "append_and_decode may do all of it within the decode kernel, for one new token a request: kv_cache/step_rows.py.",
 )
