@@ -73,7 +73,7 @@ def test_files_that_a_design_page_names_are_there(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_weight_format_has_one_spelling(page: Path):
     """ "w4g128", as arguments and messages have it."""
-    assert not re.findall(r"\bw[48]_g(?:\d|channel)", page.read_text())
+    assert not re.findall(r"\bw[48]f?_g(?:\d|channel)", page.read_text())
 
 
 def test_sentences_are_found():

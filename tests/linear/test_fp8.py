@@ -280,7 +280,7 @@ def test_a_layer_refuses_formats_and_shifts():
     with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w8g128"):
         layer.activations = "fp8"
     shifted = QuantizedLinear(weight_of("w4g128", 64, 128), shifts=torch.zeros(64, 1))
-    with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w4f_g128"):
+    with pytest.raises(ValueError, match="activations: got 'fp8' for weights in w4fg128"):
         shifted.activations = "fp8"
     into = QuantizedLinear(weight_of("w4g128", 64, 128))
     into.activations = "fp8"
