@@ -59,6 +59,12 @@ def test_sentences_are_short():
     assert len(found) <= LONG_SENTENCES, "\n".join(found)
 
 
+def test_a_versions_changes_are_read_in_a_minute():
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert len(versions) >= 2
+    assert all(len(version.strip().splitlines()) <= 60 for version in versions), "want at most 60 lines a version"
+
+
 @pytest.mark.parametrize("page", DESIGN, ids=name)
 def test_files_that_a_design_page_names_are_there(page: Path):
     """Paths are those of the repository or of `cute_kernels`; records lie in bench/results."""
