@@ -10,12 +10,15 @@ to SGLang. Not yet run on a GPU.
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.e2e_vllm import Case, Decoding, main, model_folder, prompts_of, row_of, take_turns
+from bench.e2e_vllm import Case, Decoding, model_folder, prompts_of, row_of, take_turns, write_rows
 from bench.turns import Turn
 from cute_kernels.integrations.sglang.attention import NAME
 
@@ -83,5 +86,14 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     return [{**row_of(case, batch, each), **more} for batch, each in decoding.items()]
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures a case with SGLang and writes its rows to FOLDER/rows.json: what `bench.e2e_vllm` starts."""
+    parser = argparse.ArgumentParser(description=str(main.__doc__))
+    parser.add_argument("case", type=json.loads, metavar="CASE", help="a JSON object, the fields of Case")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    return write_rows(options.case, options.folder, measure)
+
+
 if __name__ == "__main__":
-    sys.exit(main(measured=measure))
+    sys.exit(main())

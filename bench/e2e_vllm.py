@@ -452,20 +452,23 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     return rows
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    measured: Callable[[Case, Path, Turn], list[dict[str, Any]]] = measure,
+def write_rows(
+    fields: dict[str, Any], place: Path, measured: Callable[[Case, Path, Turn], list[dict[str, Any]]]
 ) -> int:
+    """Measures the case of these fields by ``measured`` and writes its rows to ``place``/rows.json."""
+    case = Case(**{**fields, "batches": tuple(fields["batches"])})
+    with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
+        (place / "rows.json").write_text(json.dumps(measured(case, Path(folder), Turn(place))))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measures a case and writes its rows to FOLDER/rows.json: what `measure_apart` starts."""
     parser = argparse.ArgumentParser(description=str(main.__doc__))
     parser.add_argument("case", type=json.loads, metavar="CASE", help="a JSON object, the fields of Case")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    place: Path = options.folder
-    case = Case(**{**options.case, "batches": tuple(options.case["batches"])})
-    with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
-        (place / "rows.json").write_text(json.dumps(measured(case, Path(folder), Turn(place))))
-    return 0
+    return write_rows(options.case, options.folder, measure)
 
 
 if __name__ == "__main__":
