@@ -48,21 +48,22 @@ class RoutingKernel:
         topk: Int32,
         num_experts: Int32,
     ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         counts = smem.allocate(4 * MAX_EXPERTS * self.warps, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
         if const_expr(self.config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-        self.sort(ids, offsets, rows, places, count, topk, num_experts, (counts, totals))
+        self.sort(ids, offsets, rows, places, count, topk, num_experts, (counts, totals), (thread, warp, lane))
 
     @cute.jit
-    def sort(self, ids, offsets, rows, places, count, topk, num_experts, memory):
-        """Sorts with all warps of a CTA; memory: shared memory of a count for each warp and expert, and of totals."""
-        counts, totals = memory
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+    def sort(self, ids, offsets, rows, places, count, topk, num_experts, memory, here):
+        """Sorts with all warps of a CTA; memory: shared memory of a count for each warp and expert, and of totals;
+        here: the thread, its warp and its lane."""
+        (counts, totals), (thread, warp, lane) = memory, here
         # Few assignments are those of few warps.
         num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), self.warps)
         run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS

@@ -98,7 +98,8 @@ class RouterKernel:
                 cute.arch.sync_threads()
                 count = operands.tokens * choice.top_k
                 sorted_as = operands.offsets, operands.rows, operands.places
-                self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, (counts, totals))
+                memory, here = (counts, totals), (thread, warp, lane)
+                self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, memory, here)
 
     @cute.jit
     def multiply(self, operands, choice, partial, block, warp, lane):
