@@ -205,8 +205,8 @@ class QuantizedMoE(nn.Module):
         modules: Any = self._modules  # nn.Module takes a detour to them as attributes
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids = modules["gate"](x)
-        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation)
+        _, weights, ids, *tables = modules["gate"](x)
+        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, *tables)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
@@ -294,15 +294,16 @@ def _routed(
     weights: torch.Tensor,
     invariant: bool,
     activation: ActivationFunction,
+    tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[tokens, hidden] of a layer's experts."""
+    """[tokens, hidden] of a layer's experts; tables: as of `MoeCall`."""
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return differentiable(
             lambda x, weights: _routed(modules, x, ids, weights, invariant, activation), _refuse_gradients, x, weights
         )
     gate_up, down = modules["gate_up"], modules["down"]
-    biases = gate_up.bias, down.bias
-    return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, None, *biases))
+    last = None, gate_up.bias, down.bias, tables
+    return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, *last))
 
 
 def _refuse_gradients(_: torch.Tensor) -> NoReturn:

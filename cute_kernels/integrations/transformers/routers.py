@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
-from cute_kernels.gemm.experts import QuantizedMoE, QuantizedRoutedExperts, Routing, route
+from cute_kernels.gemm.experts import QuantizedMoE, QuantizedRoutedExperts, Routing
+from cute_kernels.gemm.experts.ranges.config import MOST_ASSIGNMENTS
+from cute_kernels.gemm.experts.router.call import RouteCall
+from cute_kernels.gemm.experts.router.ops import route_and_sort
 from cute_kernels.gemm.experts.router.routing import Scoring
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.blocks import Block
@@ -27,6 +31,7 @@ class KnownRouter(Known):
         scale: the attribute with what weights are multiplied with.
         groups: the attributes with the number of groups and of those that are kept.
         correction: the buffer of what is added to scores.
+        function: the attribute with the module of the scoring, where the model's configuration names it.
     """
 
     scoring: Scoring = "softmax"
@@ -34,6 +39,11 @@ class KnownRouter(Known):
     scale: str | None = None
     groups: tuple[str, str] | None = None
     correction: str | None = None
+    function: str | None = None
+
+    def fits(self, router: Foreign) -> bool:
+        """Whether a module of this code has this scoring."""
+        return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:
         """What a module of this code computes."""
@@ -59,29 +69,43 @@ ROUTERS = (
         groups=("num_group", "topk_group"),
         correction="e_score_correction_bias",
     ),
+    KnownRouter(
+        "deepseek_v4",
+        "DeepseekV4TopKRouter",
+        scoring="sqrtsoftplus",
+        scale="routed_scaling_factor",
+        correction="e_score_correction_bias",
+        function="score_fn",
+    ),
 )
 """Whose code is another one's is that one, whatever it is called: GLM-4.5's is DeepSeek V3's."""
 
 
 class RouterBlock(Block):
     """A router's ``forward`` that returns (None, weights fp32, ids int32): `QuantizedMoE` and `QuantizedRoutedExperts`
-    take them as they are, and nobody reads the logits that the module's own returns first."""
+    take them as they are, and nobody reads the logits that the module's own returns first.
+
+    Args:
+        sorts: whether a fourth result says how assignments are sorted, if they are so many that experts want them so:
+            `QuantizedMoE` alone takes it.
+    """
 
     compiles = True
 
-    def __init__(self, module: nn.Module, known: KnownRouter) -> None:
+    def __init__(self, module: nn.Module, known: KnownRouter, sorts: bool) -> None:
         super().__init__(module)
-        self.known, self.routing = known, known.routing(self.module)
+        self.known, self.routing, self.sorts = known, known.routing(self.module), sorts
 
-    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         module = self.module
         if not self._may_pass_by([module]):
             return self.own(hidden_states)
         correction = None if self.known.correction is None else getattr(module, self.known.correction)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        bias = getattr(module, "bias", None)
-        ids, weights = route(x, module.weight, self.routing, bias=bias, correction=correction)
-        return None, weights, ids
+        sorts = self.sorts and x.shape[0] * self.routing.top_k > MOST_ASSIGNMENTS
+        call = RouteCall(x, module.weight, self.routing, getattr(module, "bias", None), correction, sorts)
+        ids, weights, tables = route_and_sort(call)
+        return (None, weights, ids, tables) if sorts else (None, weights, ids)
 
 
 def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
@@ -91,8 +115,8 @@ def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
         if isinstance(module, QuantizedMoE) or isinstance(children.get("experts"), QuantizedRoutedExperts):
             router = children.get("gate", children.get("router"))
             known = None if router is None else recognise(router, ROUTERS)
-            if router is not None and known is not None:
-                yield RouterBlock(router, known)
+            if router is not None and known is not None and known.fits(router):
+                yield RouterBlock(router, known, isinstance(module, QuantizedMoE))
 
 
 def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:

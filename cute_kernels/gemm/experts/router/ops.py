@@ -14,14 +14,19 @@ from cute_kernels.runtime.operator import Operator, is_direct, launcher
 from cute_kernels.runtime.plans import identity
 
 
-def route(call: RouteCall) -> Routed:
+def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`cute_kernels.gemm.experts.route`."""
+    return route_and_sort(call)[:2]
+
+
+def route_and_sort(call: RouteCall) -> Routed:
+    """(ids, weights, tables or None) of a call."""
     if is_direct(call.hidden, call.weight, call.bias, call.correction):
         return launch(call)
     check_route(call)
     if needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
         with torch.no_grad():
-            return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
+            return *_operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields), None
     return by_torch(call)
 
 
@@ -31,7 +36,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _key(call: RouteCall) -> tuple[Any, ...]:
-    hidden, weight, routing, bias, correction = call
+    hidden, weight, routing, bias, correction, sorts = call
     return (
         hidden.shape,
         hidden.dtype,
@@ -41,21 +46,22 @@ def _key(call: RouteCall) -> tuple[Any, ...]:
         routing,
         None if bias is None else identity(bias),
         None if correction is None else identity(correction),
+        sorts,
     )
 
 
 launch = launcher(_key, check_route, route_plan, without_tokens)
 
 
-def _on_cpu(hidden, weight, bias, correction, *numbers) -> Routed:
-    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+def _on_cpu(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
+    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))[:2]
 
 
-def _on_cuda(hidden, weight, bias, correction, *numbers) -> Routed:
-    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+def _on_cuda(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))[:2]
 
 
-def _on_meta(hidden, weight, bias, correction, top_k, *_) -> Routed:
+def _on_meta(hidden, weight, bias, correction, top_k, *_) -> tuple[torch.Tensor, torch.Tensor]:
     shape = hidden.shape[0], top_k
     return hidden.new_empty(shape, dtype=torch.int32), hidden.new_empty(shape, dtype=torch.float32)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from cute_kernels.gemm.experts.plan import Tables
 from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import (
@@ -32,7 +33,7 @@ from cute_kernels.runtime.operator import Plan
 from cute_kernels.runtime.plans import ALIGNMENT
 
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
-Routed = tuple[torch.Tensor, torch.Tensor]
+Routed = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
@@ -47,6 +48,8 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
         send = _bound(call, multiplies, index)
     size = len(hidden), call.routing.top_k
     new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
+    sorted_ones = Tables.of(size[0] * size[1], len(call.weight))
+    new_tables, sorts = blank((sorted_ones.size,), torch.int32), call.sorts and multiplies
 
     def launch(call: RouteCall) -> Routed:
         hidden, bias, correction = call.hidden, call.bias, call.correction
@@ -57,13 +60,20 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
             "ids": ids.data_ptr(),
             "weights": weights.data_ptr(),
         }
-        if multiplies:
-            hidden = contiguous(hidden.detach())
-            hidden = hidden.clone() if hidden.data_ptr() % ALIGNMENT else hidden
-            send(hidden=hidden, weight=call.weight.data_ptr(), **addresses)
-        else:
+        if not multiplies:
             send(logits=product(hidden, call.weight), **addresses)
-        return ids, weights
+            return ids, weights, None
+        tables, offsets, rows, places = None, 0, 0, 0
+        if sorts:
+            tables = GPU.empty(*new_tables)
+            offsets = tables.data_ptr()
+            rows, places = offsets + sorted_ones.rows, offsets + sorted_ones.places
+        hidden = contiguous(hidden.detach())
+        hidden = hidden.clone() if hidden.data_ptr() % ALIGNMENT else hidden
+        send(
+            hidden=hidden, weight=call.weight.data_ptr(), offsets=offsets, rows=rows, places=places, **addresses
+        )  # fmt: skip
+        return ids, weights, tables
 
     return Plan(index, launch)
 
@@ -71,13 +81,13 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
 def without_tokens(call: RouteCall) -> Routed:
     """The result of a checked call without tokens."""
     shape = 0, call.routing.top_k
-    return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
+    return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32), None
 
 
 @torch.no_grad()
 def by_torch(call: RouteCall) -> Routed:
     """What torch makes of a checked call, on any device."""
-    return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
+    return *route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction), None
 
 
 @torch.no_grad()
@@ -140,7 +150,6 @@ def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
     function = load(RouterSpec(config), arch_of(index))
     if not multiplies:
         return config.kernel().arguments.bound(function, fixed)
-    fixed |= {"offsets": 0, "rows": 0, "places": 0, "experts": experts}
-    fixed["expert_shift"] = expert_shift_of(experts, GPU.num_sms(index))
+    fixed |= {"experts": experts, "expert_shift": expert_shift_of(experts, GPU.num_sms(index))}
     made = {"workspace": lambda: workspace(index, tokens * experts)}
     return config.kernel().arguments.bound(function, fixed, made=made)
