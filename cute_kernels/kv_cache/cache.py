@@ -17,7 +17,7 @@ It owns the memory and knows which tokens lie where. When to run which sequence 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -53,14 +53,14 @@ CACHE_LAYOUTS = ("NHD", "HND")
 
 def _pages(
     forms: Sequence[KvFormat], shape: tuple[int, ...], head_dim: int, device: torch.device | None
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Zeros for K or V of all layers: one tensor [layers, *shape, row], or one for each layer if formats differ."""
+) -> torch.Tensor:
+    """Zeros for K or V of all layers: [layers, *shape, row]; a tuple by layer, indexed alike, where formats differ."""
     alike = all(form == forms[0] for form in forms)
-    made = [
+    made = tuple(
         torch.zeros(*layers, *shape, form.row_elements(head_dim), dtype=form.cache_dtype, device=device)
         for layers, form in ([((len(forms),), forms[0])] if alike else [((), form) for form in forms])
-    ]
-    return made[0] if alike else tuple(made)
+    )
+    return made[0] if alike else cast("torch.Tensor", made)
 
 
 class KVCache:
@@ -541,7 +541,7 @@ class KVCache:
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for source, target in copies:
             for held in (self.k_pages, self.v_pages):  # all layers in one launch, where they are one tensor
-                for part in (held,) if isinstance(held, torch.Tensor) else (pages[None] for pages in held):
+                for part in [pages[None] for pages in held] if isinstance(held, tuple) else [held]:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
@@ -568,7 +568,7 @@ class KVCache:
 
     def _one_tensor_each(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's pages; ValueError where layers differ in format."""
-        if not isinstance(self.k_pages, torch.Tensor) or not isinstance(self.v_pages, torch.Tensor):
+        if isinstance(self.k_pages, tuple) or isinstance(self.v_pages, tuple):
             raise ValueError(f"{what} for a cache whose layers differ in format, want one format in all of them")
         return self.k_pages, self.v_pages
 
