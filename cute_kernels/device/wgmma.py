@@ -123,6 +123,14 @@ def multiply_bytes(
     return _issue(sums, count, a, b_low, "k32.s32.s8.s8", "", Int32, "r", loc=loc, ip=ip)
 
 
+@dsl_user_op
+def multiply_e4m3(
+    sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
+) -> list[Float32]:
+    """As `multiply_bytes`, of E4M3 with sums in fp32, which the tensor cores add in some 14 bits."""
+    return _issue(sums, count, a, b_low, "k32.f32.e4m3.e4m3", ", 1, 1", Float32, "f", loc=loc, ip=ip)
+
+
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
     """One instruction; without ``sums`` its ``count`` results are the product alone."""
     return _issue(sums, count, a, b_low, f"k16.f32.{dtype}.{dtype}", ", 1, 1, 0", Float32, "f", loc=loc, ip=ip)

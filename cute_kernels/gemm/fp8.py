@@ -21,10 +21,10 @@ from cute_kernels.gemm.call import LinearCall, result_dtype
 from cute_kernels.gemm.operands.fp8 import (
     E4M3,
     check_scale,
-    fp8_problem,
     fp8_reference,
     quantize_activations,
 )
+from cute_kernels.gemm.operands.fp8_config import fp8_problem
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
 from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
 from cute_kernels.runtime.plans import identity

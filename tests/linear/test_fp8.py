@@ -85,7 +85,8 @@ def test_what_is_not_finite_makes_the_rows_products_nan_and_no_others(value):
     x, weight = numbers(3, 320), weight_of("fp8_block")
     x[1, 130] = value
     codes, scales = quantize_activations(x, 128)
-    assert scales[1].isnan().tolist() == [False, True, False] and not codes.float().isnan().any()
+    assert scales[1].isnan().tolist() == [False, True, False]
+    assert codes.float().isnan().sum() == 1 and not codes[1, 128:130].float().any()
     y = quantized_linear(x, weight, activations="fp8")
     assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 

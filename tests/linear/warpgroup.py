@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from cute_kernels.device import wgmma
 from simulator import Meanings
@@ -34,13 +35,18 @@ def take_tma_tile(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
     return shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2]
 
 
+def e4m3_numbers(codes: np.ndarray) -> np.ndarray:
+    """What bytes of E4M3 stand for, fp64."""
+    return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).double().numpy()
+
+
 @dataclass
 class WarpgroupWarp(LinearWarp):
     """Also stands for `cute_kernels.device.wgmma`; MMAs are done at once, and registers may not be changed early."""
 
     def meanings(self) -> Meanings:
         # Descriptors are plain integer arithmetic and stay as they are.
-        names = ("fence", "commit", "wait", "mma", "multiply_bytes", "wait_for_dots")
+        names = ("fence", "commit", "wait", "wait_for", "mma", "multiply_bytes", "multiply_e4m3", "wait_for_dots")
         return replace(super().meanings(), modules={wgmma: {name: getattr(self, name) for name in names}})
 
     def mul_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
@@ -79,20 +85,31 @@ class WarpgroupWarp(LinearWarp):
     def wait_for_dots(self, dots: Sequence[Lanes], pending: int) -> list[Lanes]:
         return list(dots)
 
+    def wait_for(self, acc: Sequence[Lanes], pending: int) -> list[Lanes]:
+        return list(acc)
+
     def multiply_bytes(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
-        left = np.zeros((16, 32), np.int64)
+        products = self.byte_products(count, a, b_low, lambda codes: codes.view(np.int8).astype(np.int64))
+        return [Int32(value + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
+
+    def multiply_e4m3(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
+        products = self.byte_products(count, a, b_low, e4m3_numbers)
+        return [Float32(value + (np.float64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
+
+    def byte_products(
+        self, count: int, a: Sequence[Lanes], b_low: Lanes, numbers_of: Callable[[np.ndarray], np.ndarray]
+    ) -> list[np.ndarray]:
+        """Each sum of A B^T of bytes, A [16, 32] of registers, B [2 * count, 32] behind a descriptor."""
+        left = np.zeros((16, 32), np.uint8)
         for register, word in enumerate(a):
             column = 16 * (register // 2) + 4 * COLUMN
             for byte in range(4):
-                left[ROW + 8 * (register % 2), column + byte] = (np.asarray(word, np.uint32) >> 8 * byte).astype(
-                    np.int8
-                )
+                left[ROW + 8 * (register % 2), column + byte] = np.asarray(word, np.uint32) >> 8 * byte & 255
         start, stride = self.described(int(np.unique(b_low).item()))
         n, k = np.indices((2 * count, 32))
-        right = self.shared_memory.view(np.int8)[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]
-        total = left @ right.T.astype(np.int64)
-        products = [total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] for i in range(count)]
-        return [Int32(value + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
+        right = self.shared_memory[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]
+        total = numbers_of(left) @ numbers_of(right).T
+        return [total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] for i in range(count)]
 
     def mma(self, acc: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
         columns = 2 * len(acc)

@@ -10,30 +10,14 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors
-from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.weight import PackedWeight, has_values
 from cute_kernels.runtime.operator import Operator, route
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
-X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K
 LEAST = 2.0**-110  # a largest input that counts: codes of smaller ones are 0, and so are those of rows of zeros
-EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
-
-
-def fp8_problem(form: WeightFormat) -> str | None:
-    """Why weights of a format are no FP8 operands, or None."""
-    if form.codes_name not in EXACT_CODES or form.has_zeros:
-        return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
-    if form.group_size and form.group_size < 32:
-        return "groups of at least 32 inputs, those of an MMA"
-    return "no scales of a second level" if form.row_scales else None
-
-
-def x_group(form: WeightFormat) -> int:
-    """Inputs of a row of x that share a scale where weights are of a format; 0 for all of K."""
-    return X_GROUP if form.group_size else 0
 
 
 def quantize_activations(
@@ -93,7 +77,7 @@ def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     largest = groups.abs().amax(dim=-1)
     known = largest < float("inf")  # not so of NaN
     largest = torch.where(known, largest.clamp(min=LEAST), torch.nan)
-    codes = _codes_of(torch.where(known.unsqueeze(-1), groups * (MOST / largest).unsqueeze(-1), 0.0))
+    codes = _codes_of(groups * torch.where(known, MOST / largest, 0.0).unsqueeze(-1))
     return codes.flatten(-2)[..., :k].contiguous(), largest * (1 / MOST)
 
 

@@ -7,8 +7,8 @@ output features each, overlap: while one decodes the next k16 steps, the tensor 
 other's to do.
 
 A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`,
-`.synchronous`, `.limbs`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
-(`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does with them.
+`.synchronous`, `.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`,
+`.cluster_reduction`), a tile scheduler (`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does.
 
 That operands in registers and two consumer warpgroups are the way to full rate with mixed operands is known from
 CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles nor its pass over shared memory.
@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
+from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_mainloop import Fp8Mainloop
 from cute_kernels.gemm.wgmma import mainloops, results
 from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -42,7 +44,7 @@ from cute_kernels.gemm.wgmma.reading import Channel, StageReader
 from cute_kernels.gemm.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
 from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
-from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.gemm.wgmma.tiles import ScaledTileSizes, TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.gemm.work import Operands, operands_of
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
@@ -69,6 +71,8 @@ def make_mainloop(
     if isinstance(config.mainloop, mainloops.Limbs):
         return LimbMainloop(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
+    if isinstance(config.mainloop, Fp8Wgmma):
+        return Fp8Mainloop(config, stages, channel, x_scale_shift)
     if isinstance(config.mainloop, mainloops.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
@@ -275,7 +279,10 @@ class DenseTiles:
     def sizes(self, given) -> TileSizes:
         if self.in_ranges:
             return TileRangeSizes.of(self.config, given)
-        return TileSizes(*dense_sizes(self.config, given), grid=dense_grid(self.config, given))
+        sizes: list[Any] = [*dense_sizes(self.config, given), dense_grid(self.config, given)]
+        if self.config.mainloop.scaled_rows:
+            return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
+        return TileSizes(*sizes)
 
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
         """See `TileScheduling`."""
@@ -323,7 +330,7 @@ class WgmmaKernel:
         mainloop = make_mainloop(config, stages, places, masks_by_lane=by_lane, x_scale_shift=shift)
         reduction = make_reduction(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
-        self.activations = TmaLoads(config, places, limbs=config.limbs, waits=config.limbs)
+        self.activations = TmaLoads(config, places)
         weights = WeightLoads(config, places, asks_first=self.scheduling.asks_first)
         loads, table = (weights, self.activations), self.scheduling.table_bytes
         self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)

@@ -32,6 +32,7 @@ from cute_kernels.formats.weights.decoder import ByteDecoder
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
+from cute_kernels.gemm.work import scale_number
 from layouts.weights.hopper import STEP_K, TILE_N
 
 MMA_K = 2 * STEP_K
@@ -197,8 +198,10 @@ class LimbReader:
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
         return [
-            self.stages.to_float(
-                self.stages.decoder.scale_word(ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size))
+            scale_number(
+                self.config,
+                self.stages.decoder,
+                ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size),
             )
             for group in range(groups)
             for half in range(2)

@@ -39,19 +39,17 @@ class ActivationLoads(Protocol):
 class TmaLoads:
     """Activations through the pipeline: TMA tiles by one producer warp.
 
-    Args:
-        limbs: whether they are limbs, as `.limb_rows` leaves them, whose TMA tiles lie without gaps, beside the scales
-            of the rows.
-        waits: whether the launch before makes them.
+    Those that the launch before makes come with the scales of their rows: limbs, as `.limb_rows` leaves them, whose TMA
+    tiles lie without gaps, or bytes of E4M3.
     """
 
-    def __init__(self, config: WgmmaConfig, places: Places, *, limbs: bool = False, waits: bool = False):
-        self.config, self.places, self.limbs, self.waits = config, places, limbs, waits
+    def __init__(self, config: WgmmaConfig, places: Places):
+        self.config, self.places, self.scaled = config, places, config.mainloop.scaled_rows
 
     def layout(self):
         """[tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma wants its B operand."""
         config = self.config
-        return tma_tiles_layout(config, config.tile_m, config.num_stages * config.block_k // TMA_TILE_K)
+        return tma_tiles_layout(config, config.tile_m, config.num_stages * config.mainloop.x_tma_tiles(config))
 
     def tma(self, x):
         """What brings a TMA tile of x, and x as TMA tiles are taken from it."""
@@ -73,10 +71,10 @@ class TmaLoads:
         them: a stage is free for that when all of them have released it, and full when all slices have come.
         """
         config = self.config
-        if const_expr(self.waits):
+        if const_expr(self.scaled):
             # The launch before makes them. All else it has waited for itself, before it let this one begin.
             cute.arch.griddepcontrol_wait()
-        tma_tiles, parts = config.block_k // TMA_TILE_K, config.row_parts
+        tma_tiles, parts = config.mainloop.x_tma_tiles(config), config.row_parts
         targets = cute.group_modes(cute.local_tile(memory.x, (config.part_m, TMA_TILE_K), (None, 0, None)), 0, 2)
         pipeline = memory.pipeline
         here = pipeline.producer_state()
@@ -94,7 +92,7 @@ class TmaLoads:
                 barrier = pipeline.full_barrier(here)
                 with cute.arch.elect_one():
                     pipeline.producer_expect(here, size)
-                    if const_expr(self.limbs):
+                    if const_expr(self.scaled):
                         self.copy_scales(shape, memory, work_tile, k_block, here)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:
@@ -111,8 +109,8 @@ class TmaLoads:
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
         """(part, TMA tile among those of all stages) where a part's lies, of a tile of which ``present`` parts have
         rows. Both limbs are one operand: theirs lie one behind the other."""
-        tma_tiles, parts = self.config.block_k // TMA_TILE_K, self.config.row_parts
-        if not self.limbs:
+        tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
+        if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
         number = tma_tile * present + part
         return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))

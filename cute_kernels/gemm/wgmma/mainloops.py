@@ -71,6 +71,7 @@ class Mainloop(ABC):
         scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
         limbs: whether x is two limbs of 8 bits and a scale for each row and `LIMB_GROUP` inputs, and products are those
             of bytes, exact in int32.
+        scaled_rows: whether a launch before makes x, with fp32 scales of each row and k block.
         registers: of a consumer thread, by the number of warpgroups.
         producer_registers: of a thread that loads.
         more_threads: beside those of the consumer warpgroups.
@@ -85,6 +86,7 @@ class Mainloop(ABC):
     reductions: ClassVar[tuple[type[Reduction], ...]]
     scales_codes: ClassVar[bool] = False
     limbs: ClassVar[bool] = False
+    scaled_rows: ClassVar[bool] = False
     registers: ClassVar[dict[int, int]] = {1: 240, 2: 240, 3: 160}  # with the producers', all that an SM has
     producer_registers: ClassVar[int] = 24
     more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
@@ -116,9 +118,13 @@ class Mainloop(ABC):
         end = f"{config.reduction.name}{f'_multicast{config.multicast}' if config.multicast > 1 else ''}"
         return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}{config.store.name}"
 
+    def x_tma_tiles(self, config: WgmmaConfig) -> int:
+        """TMA tiles of activations, 128 bytes of each row, of a k block."""
+        return config.block_k // TMA_TILE_K
+
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         """Activations of a stage."""
-        return config.block_k // TMA_TILE_K * config.tma_tile_bytes
+        return self.x_tma_tiles(config) * config.tma_tile_bytes
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
         """Scales of a tile's rows of x of a stage."""
@@ -251,6 +257,7 @@ class Limbs(Mainloop):
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     limbs: ClassVar[bool] = True
+    scaled_rows: ClassVar[bool] = True
     block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
 
     name: ClassVar[str] = "s2limbs"

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
@@ -72,6 +72,14 @@ class TileSizes:
         """How tiles are counted where one scheduler counts all of them."""
         assert self.grid is not None
         return self.grid
+
+
+@dataclass(frozen=True)
+class ScaledTileSizes(TileSizes):
+    """Sizes of a launch whose x comes with scales of its rows, and where these are: fp32 [k blocks, x_scale_pitch]."""
+
+    x_scales: Int64
+    x_scale_pitch: Int32
 
 
 @dataclass(frozen=True)

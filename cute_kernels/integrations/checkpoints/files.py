@@ -17,7 +17,8 @@ from cute_kernels.gemm.experts.blocks import activation_of, experts_sizes, has_b
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
 from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
-from cute_kernels.gemm.operands.fp8 import check_scale, fp8_problem
+from cute_kernels.gemm.operands.fp8 import check_scale
+from cute_kernels.gemm.operands.fp8_config import fp8_problem
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.integrations.checkpoints.configuration import (
     STATIC_FP8,

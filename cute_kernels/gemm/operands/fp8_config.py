@@ -1,0 +1,109 @@
+"""What kernels of FP8 products are compiled for. No GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm.arguments import DENSE_ADDRESSES, TILE_NUMBERS, Kernel, matrix_arguments
+from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
+from cute_kernels.gemm.wgmma.mainloops import (
+    MMA_GROUP,
+    ROW_SCALE_BYTES,
+    WGMMA_N_STEP,
+    X_SCALE_ALIGNMENT,
+    Mainloop,
+)
+from cute_kernels.gemm.wgmma.results import Reduction, WholeK, WorkspaceSplitK
+
+X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
+EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
+BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
+ROWS_THREADS = 256
+
+FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
+"""Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.fp8_rows`; x_scales fp32
+[k blocks, x_scale_pitch], on 16 bytes, a multiple of 4 and long enough for a whole last tile and 4 more."""
+FP8_ROWS = matrix_arguments(
+    ("end", "rows", "given", "out", "scales"),
+    ("places", "out_pieces", "groups", "scale_groups", "group_stride", "place_stride"),
+)
+"""Of rows of x in E4M3: x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32 that
+says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; given: address of the
+scale of all of x; out e4m3 [places, 8 * out_pieces], zeros behind k; groups: of 128 inputs of out; scales fp32, of the
+first scale_groups of them, group_stride and place_stride apart."""
+
+
+def fp8_problem(form: WeightFormat) -> str | None:
+    """Why weights of a format are no FP8 operands, or None."""
+    if form.codes_name not in EXACT_CODES or form.has_zeros:
+        return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
+    if form.group_size and form.group_size < MMA_GROUP:
+        return f"groups of at least {MMA_GROUP} inputs, those of an MMA"
+    return "no scales of a second level" if form.row_scales else None
+
+
+def x_group(form: WeightFormat) -> int:
+    """Inputs of a row of x that share a scale where weights are of a format; 0 for all of K."""
+    return X_GROUP if form.group_size else 0
+
+
+@dataclass(frozen=True)
+class Fp8Wgmma(Mainloop):
+    """wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32: `.fp8_mainloop`."""
+
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
+    scaled_rows: ClassVar[bool] = True
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, *range(16, 129, 16))
+    block_k_sizes: ClassVar[tuple[int, ...]] = (X_GROUP,)
+    most_acc_m: ClassVar[int] = 128  # a group's sums take as many registers again
+    name: ClassVar[str] = "e4m3"
+
+    def kernel(self) -> Kernel:
+        return Kernel("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", FP8_TILES)
+
+    def x_tma_tiles(self, config: WgmmaConfig) -> int:
+        return config.block_k // X_GROUP  # rows of 128 bytes
+
+    def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
+        """In fp32, from a multiple of 16 bytes on."""
+        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        wanted = fp8_problem(config.format)
+        return None if wanted is None else f"FP8 products want {wanted}, not {config.format.key}"
+
+
+@dataclass(frozen=True)
+class Fp8RowsConfig:
+    """The kernel that makes rows of x in E4M3.
+
+    Attributes:
+        dtype: of x, "bf16" or "fp16".
+        scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
+        for_products: whether bytes lie in the order that products take, not in their own.
+    """
+
+    dtype: str
+    scales: str = BY_GROUP
+    for_products: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return ROWS_THREADS
+
+    def kernel(self) -> Kernel:
+        """What it is compiled as."""
+        return Kernel("cute_kernels.gemm.operands.fp8_rows:Fp8RowsKernel", FP8_ROWS)
+
+    @property
+    def name(self) -> str:
+        return f"linear_fp8_rows_{self.dtype}_{self.scales}{'' if self.for_products else '_plain'}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.dtype not in DTYPES:
+            return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+        wanted = BY_GROUP, BY_ROW, GIVEN
+        return None if self.scales in wanted else f"scales {self.scales!r} is not one of {', '.join(wanted)}"

@@ -1,0 +1,136 @@
+"""MMAs of E4M3 with W, decoded, in registers; x in E4M3 in shared memory; sums at two levels.
+
+The tensor cores add products of E4M3 in some 14 bits. So the sums of a group of inputs, 128 at most, begin at zero, and
+are added in fp32, times the scales of x's row and of the weight's: two instructions for each sum, besides which another
+warpgroup's MMAs run. Scales that hold for all of K meet the fp32 sums at the end.
+
+That sums of 128 inputs are promoted to fp32 is known from DeepGEMM; that a codebook of four bits is a byte permutation,
+from FlashInfer's and CUTLASS's mixed products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_decode import e4m3_decoder
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader
+from layouts.weights.hopper import STEP_K
+
+AHEAD_TILE_M = 64  # for which a thread has registers for the sums of two groups at a time
+
+
+@dataclass(frozen=True)
+class Group:
+    """Products that have a scale in common: of a tile, MMAs ``first`` to ``end`` of its k block.
+
+    scales: of the thread's two rows; none where they hold for all of K.
+    """
+
+    tile: int
+    first: int
+    end: int
+    scales: Sequence[Any]
+
+
+class Fp8Mainloop:
+    """One value of the mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
+
+    x_scale_shift: as of `LimbReader`; None where tiles begin at any multiple of 8 rows.
+    """
+
+    def __init__(
+        self, config: WgmmaConfig[Fp8Wgmma], stages: StageReader, channel: Channel, x_scale_shift: Shift | None
+    ):
+        self.config, self.stages, self.channel = config, stages, channel
+        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=x_scale_shift is None)
+        self.decoder = e4m3_decoder(config.format, HopperMath(config.dtype))
+
+    def masks(self, shape, lane):
+        return None
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+        """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
+        here, last = state
+        x_place = self.reader.x_scale_place(work_tile)
+        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            memory.pipeline.consumer_wait(here)
+            self.multiply_k_block(acc, memory, here.stage, place, x_place, tile_m)
+            cute.arch.sync_warp()
+            self.stages.release(memory, here, teller)
+            last = here
+            here = memory.pipeline.next(here)
+        return here, last
+
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
+        """Adds a k block's products, group by group: while one's MMAs run the next one is decoded."""
+        words = self.reader.load_codes(memory, stage, place)
+        x_scales = self.reader.load_x_scales(memory, stage, x_place, tile_m)
+        x = self.reader.descriptor(memory, stage)
+        ahead = tile_m <= AHEAD_TILE_M
+        groups = self.groups(memory, stage, place)
+        started = self.start(self.operands(words, groups[0]), x, groups[0], tile_m)
+        for group, after in pairwise([*groups, None]):
+            assert group is not None
+            following = self.operands(words, after) if after else []
+            if after and ahead:
+                following = self.start(following, x, after, tile_m)
+            sums = wgmma.wait_for(started, 1 if after and ahead else 0)
+            self.add(acc, group, sums, x_scales)
+            if after:
+                started = following if ahead else self.start(following, x, after, tile_m)
+
+    def groups(self, memory, stage, place) -> list[Group]:
+        """What of a k block has scales of its own."""
+        count, tiles = max(self.config.k_block_groups, 1), range(self.config.n_tiles)
+        steps, found = X_GROUP // MMA_K // count, []
+        for tile in tiles:
+            scales = self.reader.load_scales(memory, stage, place, tile) if self.config.group_size else []
+            scales = [scale * self.decoder.unit if self.decoder.unit != 1 else scale for scale in scales]
+            found += [Group(tile, steps * i, steps * (i + 1), scales[2 * i : 2 * i + 2]) for i in range(count)]
+        return found
+
+    def operands(self, words, group: Group) -> list[Any]:
+        """The A operands of a group: four registers for each of its MMAs."""
+        decoder, found = self.stages.decoder, []
+        for step in range(group.first * MMA_K // STEP_K, group.end * MMA_K // STEP_K):
+            chunk, first = words[group.tile][step // decoder.steps], step % decoder.steps * decoder.words_per_step
+            found += self.decoder.fragment([chunk[first + i] for i in range(decoder.words_per_step)])
+        return found
+
+    def start(self, operands, x, group: Group, tile_m: int) -> list[Any]:
+        """Starts the products of a group: its sums of a thread."""
+        ready, sums = wgmma.fence(operands), []
+        for number, step in enumerate(range(group.first, group.end)):
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            sums = wgmma.multiply_e4m3(sums, tile_m // 2, ready[4 * number : 4 * number + 4], b)
+        wgmma.commit()
+        return sums
+
+    def add(self, acc, group: Group, sums, x_scales) -> None:
+        """Adds a group's sums, scaled, to the tile's accumulators."""
+        first = group.tile * (self.config.tile_m // 2)
+        for i, value in enumerate(sums):
+            factor = x_scales[i // 4 * 2 + i % 2]
+            if group.scales:
+                acc[first + i] = ptx.fma(value * factor, group.scales[i // 2 % 2], acc[first + i])
+            else:
+                acc[first + i] = ptx.fma(value, factor, acc[first + i])
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Applies scales that hold for all of K."""
+        if not self.config.group_size:
+            sums = [acc[i] for i in range(self.config.thread_acc)]
+            unit = self.decoder.unit
+            self.channel.scale(acc, [value * unit for value in sums] if unit != 1 else sums, channel)
