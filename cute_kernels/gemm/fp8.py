@@ -2,7 +2,8 @@
 
 Where both sides have one scale a row, and nothing but a bias follows, torch's own product serves them on a GPU
 (`torch._scaled_mm`: bf16 results, N and K multiples of 16, any number of rows; it takes codes row by row, which
-`row_codes` makes once of a weight).
+`row_codes` makes once of a weight). All else is for our kernels: a launch that makes rows of E4M3, and the product
+(`cute_kernels.gemm.operands`). These have not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ from cute_kernels.gemm.operands.fp8 import (
     fp8_reference,
     quantize_activations,
 )
-from cute_kernels.gemm.operands.fp8_config import fp8_problem
+from cute_kernels.gemm.operands.fp8_config import FP8_TILES, fp8_problem, x_group
+from cute_kernels.gemm.operands.fp8_launch import rows_for_products, scales_of
+from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
+from cute_kernels.gemm.plan import aligned
+from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, problem_of, tile_product
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
@@ -111,13 +121,38 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
     """The plan of a checked call; None for one without rows."""
     if call.linear.size[0] == 0:
         return None
-    if not by_torch(call):
-        form = call.linear.weight.format.key
-        raise ValueError(
-            f"activations: got {FP8!r} on a GPU for a weight in {form}, want FP8 codes with one scale a row, N and K "
-            f"multiples of {TORCH_MULTIPLE}, results in bf16 and nothing but a bias added"
-        )
-    return Plan(call.linear.x.get_device(), _launch_torch)
+    index = call.linear.x.get_device()
+    return Plan(index, _launch_torch) if by_torch(call) else _own_plan(call, index)
+
+
+def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
+    """By our kernels: one launch that makes rows of E4M3, and the product."""
+    given, (m, n, k) = call.linear, call.linear.size
+    form, dtype = given.weight.format, given.x.dtype
+    problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant)
+    arch, schedule = arch_of(index), fp8_schedule(problem)
+    product = tile_product(load(GemmSpec(schedule.config), arch), FP8_TILES, schedule, index)
+    rows = rows_for_products(m, problem.k_pad, dtype, scales_of(x_group(form), call.scale), index)
+    out_dtype = result_dtype(given.out_dtype, given.x, given.out)
+    sizes = {"x_scale_pitch": rows.pitch}
+    send = product.bound(n, ACTIVATIONS[given.activation], OUT_KINDS[out_dtype], **sizes)
+    new_out = blank((m, ops.out_features(n, given.activation)), out_dtype)
+
+    def multiply(scale, x, codes, scales, zeros, bias, residual, *_: object) -> torch.Tensor:
+        made, x_scales = rows.make(aligned(x), scale)
+        out = GPU.empty(*new_out)
+        send(
+            x=made, x_scales=x_scales.data_ptr(), codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=0,
+            bias=0 if bias is None else bias.data_ptr(), residual=0 if residual is None else residual.data_ptr(),
+            out=out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @torch.no_grad()
+    def launch(call: Fp8Call) -> torch.Tensor:
+        return ops.of_rows(call.linear, partial(multiply, call.scale))
+
+    return Plan(index, launch, (product,))
 
 
 def by_torch(call: Fp8Call) -> bool:

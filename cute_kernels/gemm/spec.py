@@ -9,6 +9,7 @@ from cute_kernels.gemm.arguments import Kernel, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
+from cute_kernels.gemm.operands.fp8_config import Fp8RowsConfig
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import DeferredNormConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -21,7 +22,10 @@ class GemmSpec(KernelSpec):
     It takes what `kernel` says: x as a torch tensor, then addresses and numbers. It runs on torch's current stream.
     """
 
-    config: LinearConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
+    config: (
+        LinearConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
+        | Fp8RowsConfig
+    )  # fmt: skip
     family: ClassVar[str] = "linear"
 
     @property

@@ -172,7 +172,9 @@ def test_each_code_of_four_bits_is_an_e4m3_number(name: str, run_on):
     """In every place of a word."""
     run_on(WarpgroupWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8)))
     decoder, form = e4m3_decoder(weight_format(name), HopperMath("bf16")), weight_format(name)
-    values = form.dequantize(torch.arange(16, dtype=torch.uint8).view(1, 1, 16), unit_scales(name), None).numpy().reshape(-1)
+    values = (
+        form.dequantize(torch.arange(16, dtype=torch.uint8).view(1, 1, 16), unit_scales(name), None).numpy().reshape(-1)
+    )
     for place in range(8):
         words = machine.Uint32((machine.LANES.astype(np.uint32) % 16) << 4 * place | 0x88888888 & ~(15 << 4 * place))
         registers = decoder.fragment([words])

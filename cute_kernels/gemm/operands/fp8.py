@@ -11,8 +11,10 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
+from cute_kernels.gemm.operands.fp8_launch import plain_rows
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.weight import PackedWeight, has_values
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, route
 
 E4M3 = torch.float8_e4m3fn
@@ -51,7 +53,7 @@ def quantize_activations(
         check_scale(scale, x.device, "scale")
         group_size = 0
     tensors = {"x": x} if scale is None else {"x": x, "scale": scale}
-    return route(cuda=_quantized, cpu=_quantized, operator=_operator, **tensors)(x, group_size, scale)
+    return route(cuda=_on_cuda, cpu=_quantized, operator=_operator, **tensors)(x, group_size, scale)
 
 
 def check_scale(scale: torch.Tensor, device: torch.device, name: str = "activation_scale") -> None:
@@ -90,10 +92,19 @@ def _on_meta(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tu
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
 
 
+def _on_cuda(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = plain_rows(x, group_size, scale)
+    if rows is None:
+        return _quantized(x, group_size, scale)
+    with GPU.guard(x.device):
+        codes, scales = rows.make(x.detach(), scale)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], -1)
+
+
 _operator = Operator(
     "quantize_activations(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)",
     cpu=_quantized,
-    cuda=_quantized,
+    cuda=_on_cuda,
     meta=_on_meta,
 )
 

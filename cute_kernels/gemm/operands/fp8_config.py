@@ -21,6 +21,7 @@ X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all
 EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
 ROWS_THREADS = 256
+SMALL_GROUP_ACC_M = 96  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
 """Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.fp8_rows`; x_scales fp32
@@ -55,6 +56,7 @@ class Fp8Wgmma(Mainloop):
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
+    multicasts: ClassVar[bool] = True
     tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, *range(16, 129, 16))
     block_k_sizes: ClassVar[tuple[int, ...]] = (X_GROUP,)
     most_acc_m: ClassVar[int] = 128  # a group's sums take as many registers again
@@ -71,7 +73,9 @@ class Fp8Wgmma(Mainloop):
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        wanted = fp8_problem(config.format)
+        wanted, rows = fp8_problem(config.format), config.tile_m * config.n_tiles
+        if wanted is None and config.k_block_groups > 1 and rows > SMALL_GROUP_ACC_M:
+            return f"{rows} rows of all tiles are more than the {SMALL_GROUP_ACC_M} of groups of {config.group_size}"
         return None if wanted is None else f"FP8 products want {wanted}, not {config.format.key}"
 
 

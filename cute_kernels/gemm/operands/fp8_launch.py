@@ -1,0 +1,106 @@
+"""Launching what makes rows of x in E4M3, for whoever asks for them and for products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cute_kernels.gemm.operands.fp8_config import (
+    BY_GROUP,
+    BY_ROW,
+    FP8_ROWS,
+    GIVEN,
+    X_GROUP,
+    Fp8RowsConfig,
+    Fp8Wgmma,
+)
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
+from cute_kernels.runtime.cache import default_cache, load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+VECTOR = 8  # inputs of 16 bytes
+MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """What makes rows of E4M3, kept for calls that differ in contents and places of memory alone.
+
+    Attributes:
+        send: the compiled kernel.
+        new_codes, new_scales: what it writes.
+    """
+
+    send: Callable[..., Any]
+    new_codes: Blank
+    new_scales: Blank
+
+    @property
+    def pitch(self) -> int:
+        """Scales from a group of inputs to the next, for products."""
+        return self.new_scales[0][1]
+
+    def make(
+        self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes; scale: of all of
+        x; end, rows: addresses, see `FP8_ROWS`."""
+        codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
+        given = 0 if scale is None else scale.data_ptr()
+        self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())
+        return codes, scales
+
+
+def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
+    """What has a scale, as `Fp8RowsConfig` says it."""
+    return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
+
+
+@per_gpu
+@lru_cache(maxsize=MAX_PLANS)
+def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> Fp8Rows:
+    """Of products: codes as elements of ``dtype``, two a piece, [places, k_pad / 2], scales [k_pad / 128, pitch]."""
+    groups = k_pad // X_GROUP
+    pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
+    sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
+    config = Fp8RowsConfig(DTYPES[dtype], scales)
+    send = _bound(config, index, places=places, out_pieces=k_pad // VECTOR, **sizes)
+    return Fp8Rows(send, blank((places, k_pad // 2), dtype), blank((groups, pitch), torch.float32))
+
+
+def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> Fp8Rows | None:
+    """Of `quantize_activations`, for x on a GPU; None where torch has to: fp32, rows that are no whole pieces of 16
+    bytes on 16 bytes, without gaps, other GPUs, and a kernel that is not there without a compiler."""
+    index, k = x.get_device(), x.shape[-1]
+    if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        return None
+    config = Fp8RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), for_products=False)
+    if not is_supported(index):
+        return None
+    if compiler_version() is None and not default_cache().has(GemmSpec(config), arch_of(index)):
+        return None
+    return _plain_rows(config, x.numel() // k, k, index)
+
+
+@per_gpu
+@lru_cache(maxsize=MAX_PLANS)
+def _plain_rows(config: Fp8RowsConfig, places: int, k: int, index: int) -> Fp8Rows:
+    groups = -(-k // X_GROUP)
+    count = groups if config.scales == BY_GROUP else 1
+    sizes = {"groups": groups, "scale_groups": count, "group_stride": 1, "place_stride": count}
+    send = _bound(config, index, places=places, out_pieces=k // VECTOR, **sizes)
+    return Fp8Rows(send, blank((places, k), torch.float8_e4m3fn), blank((places, count), torch.float32))
+
+
+def _bound(config: Fp8RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
+    return FP8_ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)

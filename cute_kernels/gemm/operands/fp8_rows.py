@@ -1,0 +1,154 @@
+"""Rows of x in E4M3 on the GPU, in the order of their places, with fp32 scales.
+
+A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs lie in turn,
+for which two lanes exchange a word: so a thread's codes of a weight meet them (`.fp8_decode`). With a scale for each
+row a CTA looks at all of the row first, and reads it again from cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.types import extents
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, ROWS_THREADS, Fp8RowsConfig
+from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs
+
+OUT_PIECE_BYTES = 8  # of a lane: 8 inputs
+WARPS = ROWS_THREADS // WARP_THREADS
+GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
+MOST = 448.0
+LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
+SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
+
+
+class RowCodes:
+    """How a lane makes codes of its 8 inputs of a row, wherever they go."""
+
+    def __init__(self, config: Fp8RowsConfig):
+        self.config, self.inputs = config, RowLimbs(config.dtype)
+
+    def largest(self, words) -> Any:
+        """Bits of the largest magnitude of a lane's inputs: as integers, infinity and NaN are beyond all others."""
+        values = [half for word in words for half in self.inputs.to_floats(word)]
+        return lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
+
+    def of_group(self, largest) -> Any:
+        """The largest of the 16 lanes that have a group."""
+        return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
+
+    def scales_of(self, largest) -> tuple[Any, Any]:
+        """(what inputs are multiplied with, bits of the scale) of the bits of the largest one."""
+        most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
+        finite = largest < INFINITY
+        factor = cutlass.select_(finite, self.quotient(MOST, most), Float32(0.0))
+        scale = numbers.bits(numbers.multiply(most, Float32(1 / MOST)))
+        return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
+
+    def given_scale(self, bits) -> tuple[Any, Any]:
+        """The same of a given scale."""
+        return self.quotient(1.0, bits.bitcast(Float32)), bits
+
+    def quotient(self, number: float, by) -> Any:
+        """number / by, rounded to nearest: Newton's steps from the special-function unit's reciprocal."""
+        by = numbers.multiply(by, Float32(SCALE))
+        minus = numbers.multiply(by, Float32(-1.0))
+        over = ptx.reciprocal(by)
+        over = ptx.fma(over, ptx.fma(minus, over, Float32(1.0)), over)
+        found = numbers.multiply(over, Float32(number * SCALE))
+        return ptx.fma(ptx.fma(minus, found, Float32(number * SCALE)), over, found)
+
+    def codes(self, words, factor, lane) -> list[Any]:
+        """A lane's eight bytes."""
+        values = [numbers.multiply(half, factor) for word in words for half in self.inputs.to_floats(word)]
+        pairs = [numbers.pack_e4m3x2(values[i], values[i + 1]) for i in range(0, 8, 2)]
+        own = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) for i in (0, 2)]
+        if not self.config.for_products:
+            return own
+        odd = (lane & 1) == 1
+        came = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, own[0], own[1]), offset=1)
+        first, second = cutlass.select_(odd, came, own[0]), cutlass.select_(odd, own[1], came)
+        return [ptx.prmt(first, second, Uint32(selector)) for selector in (0x5140, 0x7362)]
+
+
+class Fp8RowsKernel:
+    """One compiled variant; :class:`Fp8RowsConfig` says which."""
+
+    def __init__(self, config: Fp8RowsConfig):
+        self.config, self.codes = config, RowCodes(config)
+
+    def launch(self, given, stream):
+        """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `FP8_ROWS`."""
+        row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
+        parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
+        addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
+        strides = given.scale_groups, given.group_stride, given.place_stride
+        self.kernel(*addresses, row_pieces, given.out_pieces, given.groups, *strides).launch(
+            grid=(given.places, parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Int64,
+        end: Int64,
+        rows: Int64,
+        given: Int64,
+        out: Int64,
+        scales: Int64,
+        row_pieces: Int32,
+        out_pieces: Int32,
+        groups: Int32,
+        scale_groups: Int32,
+        group_stride: Int32,
+        place_stride: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        place, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        count = place + 1
+        if end != 0:
+            count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
+        row = place
+        if rows != 0:
+            row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        if place < count:
+            first, lane = thread // GROUP_LANES, thread % GROUP_LANES
+            factor, scale = Float32(0.0), Uint32(0)
+            if const_expr(self.config.scales == GIVEN):
+                factor, scale = self.codes.given_scale(ptx.load_global_words(given, 0, 1, constant=False)[0])
+            if const_expr(self.config.scales == BY_ROW):
+                factor, scale = self.of_row(x, row, row_pieces, groups, first, lane, thread)
+            for begin in cutlass.range(part * GROUPS_AT_ONCE, groups, parts * GROUPS_AT_ONCE, unroll=1):
+                group = begin + first
+                piece = group * GROUP_LANES + lane
+                words = self.codes.inputs.load(x, row, piece, row_pieces)
+                if const_expr(self.config.scales == BY_GROUP):
+                    factor, scale = self.codes.scales_of(self.codes.of_group(self.codes.largest(words)))
+                bytes_ = self.codes.codes(words, factor, lane)
+                if piece < out_pieces:
+                    ptx.store_global(out + (Int64(place) * out_pieces + piece) * OUT_PIECE_BYTES, bytes_)
+                if (lane == 0) & (group < scale_groups):
+                    ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
+
+    @cute.jit
+    def of_row(self, x, row, row_pieces, groups, first, lane, thread):
+        """`RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
+        largest = Int32(0)
+        for begin in cutlass.range(0, groups, GROUPS_AT_ONCE, unroll=1):
+            words = self.codes.inputs.load(x, row, (begin + first) * GROUP_LANES + lane, row_pieces)
+            largest = cutlass.max(largest, self.codes.largest(words))
+        room = cutlass.utils.SmemAllocator().allocate(4 * WARPS, byte_alignment=16).toint()
+        own = ptx.warp_max(largest)
+        if thread % WARP_THREADS == 0:
+            ptx.store_shared(room + thread // WARP_THREADS * 4, 0, [own])
+        cute.arch.barrier()
+        words = [word for i in range(0, WARPS, 4) for word in ptx.load_shared_vector(room, 4 * i, 4)]
+        return self.codes.scales_of(lanes.in_pairs(cutlass.max, [Int32(word) for word in words]))

@@ -1,0 +1,77 @@
+"""Which tiles serve an FP8 product: a model of time from arithmetic, not fitted to any measurement yet.
+
+docs/design/fp8_gemm.md has its numbers. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
+from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
+from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
+from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
+from cute_kernels.gemm.wgmma.stages import with_stages
+
+# (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
+SHAPES = ((128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
+SMALL_GROUP_SHAPES = ((96, 1, 2), (96, 1, 1), (48, 2, 1), (32, 2, 1), (16, 2, 1))
+# Issue slots of a warp for a tile's k block: of decoding 64 codes a thread, by what codes are, and of all else.
+DECODE_SLOTS = {"e4m3": 16, "e2m1": 72, "w4": 96}
+K_BLOCK_SLOTS = 60
+L2_BYTES_PER_CLOCK = 40  # that an SM takes in
+WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as those of 16-bit products
+
+
+def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
+    """Every schedule that is right for a problem. K of batch-invariant products is whole: its parts would go by the
+    number of rows."""
+    several = 0 < problem.format.group_size < X_GROUP
+    for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
+        shape = {"tile_m": tile_m, "n_tiles": n_tiles, "block_k": X_GROUP, "multicast": multicast}
+        config = WgmmaConfig(**weight_fields(problem), **shape, mainloop=Fp8Wgmma(), reduction=WorkspaceSplitK())
+        config = with_stages(config)
+        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
+            found = schedule_of(problem, config, splits) if config.can_implement() is None else None
+            if found is not None:
+                yield found
+
+
+@lru_cache(maxsize=4096)
+def fp8_schedule(problem: LinearProblem) -> TileSchedule:
+    """The schedule that is expected to be the fastest.
+
+    Raises ValueError: K, with padding, is no multiple of a k block.
+    """
+    found = min(candidates(problem), key=lambda schedule: expected_us(problem, schedule), default=None)
+    if found is None:
+        wanted = f"a multiple of {X_GROUP} with padding"
+        raise ValueError(f"activations: got 'fp8' for a weight of {problem.k_pad} inputs with padding, want {wanted}")
+    return found
+
+
+def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """Of a k block of a CTA's tile: the longest of MMAs, issue slots, memory and what comes from L2."""
+    config = schedule.config
+    tensor = config.block_tiles * 2 * config.tile_m
+    adds = max(config.k_block_groups, 1) * config.tile_m
+    slots = config.block_tiles * (DECODE_SLOTS[problem.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
+    side_by_side = min(schedule.m_tiles, M_TILE_BAND)
+    memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
+    from_l2 = (config.weight_stage_bytes + config.x_stage_bytes / config.multicast) / L2_BYTES_PER_CLOCK
+    return max(tensor, slots, memory, from_l2)
+
+
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """Microseconds: rounds of whole tiles, then of those that are cut along K."""
+    config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
+    k_block = k_block_clocks(problem, schedule)
+    clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + WORK_TILE_CLOCKS)
+    part = schedule.split_k_blocks * k_block + WORK_TILE_CLOCKS
+    if schedule.splits > 1:
+        part += PART_CLOCKS + PART_ACC_CLOCKS * config.thread_acc * (schedule.splits - 1) / 8
+    clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+    return (START_CLOCKS + clocks) / CLOCKS_PER_US

@@ -1,0 +1,173 @@
+"""The kernel that makes rows of E4M3, lane by lane in NumPy; what is launched with it; and schedules of products."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels import quantize_activations, quantize_weight, quantized_linear
+from cute_kernels.formats.weights import weight_format
+from cute_kernels.gemm.operands.fp8 import LEAST
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, Fp8RowsConfig
+from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M
+from cute_kernels.gemm.operands.fp8_rows import RowCodes
+from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8_schedule
+from cute_kernels.gemm.problem import LinearProblem
+from simulator import LANES, Gpu, Uint32
+from tests.launchers import recording
+from tests.linear.test_fp8_mainloop import ORDER
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GROUP = 128
+
+
+def made(
+    x: torch.Tensor, run_on, scale: float | None = None, *, for_products: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes [2, 128], fp32 scales [2]) of x [2, 128], a row for each half of a warp, as the kernel makes them."""
+    dtype = next(name for name, found in DTYPES.items() if found == x.dtype)
+    gpu = Gpu()
+    run_on(gpu)
+    subject = RowCodes(Fp8RowsConfig(dtype, BY_GROUP if scale is None else GIVEN, for_products))
+    given = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
+    words = [gpu.pinned(np.ascontiguousarray(given[:, i]).view(type(LANES))) for i in range(4)]
+    if scale is None:
+        factor, bits = subject.scales_of(subject.of_group(subject.largest(words)))
+    else:
+        factor, bits = subject.given_scale(Uint32(np.full(32, np.float32(scale).view(np.uint32))))
+    found = subject.codes(words, factor, LANES % 16)
+    memory = np.stack([np.asarray(word, np.uint32) for word in found], axis=1).reshape(-1).view(np.uint8)
+    return memory.reshape(2, GROUP), np.broadcast_to(np.asarray(bits, np.uint32), (32,)).copy().view(np.float32)[::16]
+
+
+def assert_alike(found: np.ndarray, wanted: torch.Tensor) -> None:
+    """Of bytes; one NaN is as good as another, and so is one zero."""
+    numbers = torch.from_numpy(found.copy()).view(torch.float8_e4m3fn).float()
+    assert torch.equal(numbers.nan_to_num(nan=1e6), wanted.float().nan_to_num(nan=1e6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(6))
+def test_codes_and_scales_are_those_of_the_reference(dtype: str, seed: int, run_on):
+    x = torch.randn(2, GROUP, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed - 3)
+    x[0, 5] *= (1, 100, 0, 1000, 1, 10)[seed]
+    if seed == 4:
+        x[1] = 0
+    x = x.to(DTYPES[dtype])
+    codes, scales = quantize_activations(x, GROUP)
+    found, found_scales = made(x, run_on, for_products=False)
+    assert_alike(found, codes)
+    assert np.array_equal(found_scales, scales[:, 0].numpy())
+    ordered, _ = made(x, run_on)
+    assert np.array_equal(ordered, found[:, ORDER])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), LEAST / 1024, 3e38, 0.0])
+def test_numbers_at_the_ends_are_those_of_the_reference(value: float, run_on):
+    x = torch.linspace(-1, 1, 2 * GROUP).view(2, GROUP).bfloat16()
+    x[1] = x[1] * abs(value) if np.isfinite(value) else x[1]
+    x[1, 77] = value
+    codes, scales = quantize_activations(x, GROUP)
+    found, found_scales = made(x, run_on, for_products=False)
+    assert_alike(found, codes)
+    np.testing.assert_array_equal(found_scales, scales[:, 0].numpy())
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02, 3.7e-5, 12.5])
+def test_a_given_scale_is_divided_by(scale: float, run_on):
+    x = torch.randn(2, GROUP, generator=torch.Generator().manual_seed(7)).bfloat16()
+    x[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    codes, _ = quantize_activations(x, scale=torch.tensor(scale))
+    found, scales = made(x, run_on, scale, for_products=False)
+    assert_alike(found, codes)
+    assert (scales == np.float32(scale)).all()
+
+
+def test_quotients_are_rounded_to_nearest(run_on):
+    run_on(Gpu())
+    subject = RowCodes(Fp8RowsConfig("bf16"))
+    random = np.random.default_rng(0)
+    for _ in range(64):
+        by = np.exp2(random.uniform(-110, 127, 32)).astype(np.float32)
+        found = np.asarray(subject.quotient(448.0, by.view(type(LANES))), np.float32)
+        np.testing.assert_array_equal(found, np.float32(448) / by)
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, m, k, scale", [("fp8_block", 5, 320, None), ("w4gchannel", 300, 256, None), ("mxfp4", 3, 384, 0.5)]
+)
+def test_a_product_is_two_launches(name: str, m: int, k: int, scale: float | None):
+    weight = quantize_weight(torch.randn(192, k), format=name, dtype=torch.bfloat16)
+    x, given = torch.randn(m, k).bfloat16(), None if scale is None else torch.tensor(scale)
+    with recording() as cache:
+        y = quantized_linear(x, weight, activations="fp8", activation_scale=given, out_dtype=torch.float32)
+    assert y.shape == (m, 192) and y.dtype == torch.float32
+    first, second = cache.launches
+    kind = GIVEN if scale is not None else BY_ROW if not weight.group_size else BY_GROUP
+    assert first.symbol == f"linear_fp8_rows_bf16_{kind}" and second.symbol.startswith("linear_wgmma_")
+    groups = -(-k // GROUP)
+    rows = dict(zip(("x", "end", "rows", "given", "out", "scales", "places", "out_pieces", "groups", "scale_groups",
+                     "group_stride", "place_stride"), first.arguments, strict=True))  # fmt: skip
+    assert (rows["places"], rows["groups"], rows["scale_groups"], rows["out_pieces"]) == (
+        m,
+        groups,
+        groups,
+        16 * groups,
+    )
+    assert rows["place_stride"] == 1 and rows["group_stride"] % 4 == 0
+    assert (rows["given"] != 0) == (scale is not None)
+    # The last tile, and what of 16 bytes lies before it, brings scales that there is room for.
+    assert rows["group_stride"] >= (m - 1) // 8 * 8 + MOST_TILE_M + 4
+    product = second.arguments
+    assert product[0].shape == (m, 64 * groups) and product[0].dtype == torch.bfloat16
+    assert product[0].data_ptr() == rows["out"] and {rows["scales"], rows["group_stride"]} <= {*product[1:]}
+
+
+@pytest.mark.parametrize("group_size", [0, 128])
+def test_activations_are_one_launch(group_size: int):
+    x = torch.randn(2, 3, 520).bfloat16()
+    with recording() as cache:
+        codes, scales = quantize_activations(x, group_size)
+    (launch,) = cache.launches
+    assert launch.symbol == f"linear_fp8_rows_bf16_{'groups' if group_size else 'rows'}_plain"
+    assert codes.shape == x.shape and codes.dtype == torch.float8_e4m3fn
+    assert scales.shape == (2, 3, 5 if group_size else 1)
+    assert launch.arguments[6:] == (6, 65, 5, *((5, 1, 5) if group_size else (1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(3, 100).bfloat16(), torch.ones(3, 64), torch.ones(0, 64).bfloat16(), torch.ones(64, 3).bfloat16().T],
+)
+def test_rows_that_no_kernel_takes_are_torchs(x: torch.Tensor):
+    with recording() as cache:
+        codes, _ = quantize_activations(x)
+    assert not cache.launches and codes.shape == x.shape and (codes.float() == 448).all()
+
+
+def test_a_weight_whose_inputs_are_no_whole_k_blocks_is_refused():
+    weight = quantize_weight(torch.randn(64, 2880), format="mxfp4", dtype=torch.bfloat16)
+    with recording(), pytest.raises(ValueError, match="of 2880 inputs with padding, want a multiple of 128"):
+        quantized_linear(torch.randn(3, 2880).bfloat16(), weight, activations="fp8")
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8", "mxfp4", "w4g128", "w4g32"])
+@pytest.mark.parametrize("m", [1, 16, 100, 1000, 8192])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_every_product_has_a_schedule_that_covers_it(name: str, m: int, invariant: bool):
+    problem = LinearProblem(m, 1000, 4096, 4096, weight_format(name), "bf16", batch_invariant=invariant)
+    schedule = fp8_schedule(problem)
+    config = schedule.config
+    assert config.can_implement() is None and schedule.m_tiles * config.tile_m >= m
+    assert schedule.k_blocks * config.block_k == 4096 and schedule.num_tiles == 16
+    assert not invariant or schedule.splits == 1
+    assert expected_us(problem, schedule) == min(expected_us(problem, one) for one in candidates(problem))
