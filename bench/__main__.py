@@ -96,6 +96,11 @@ def _linear(options: argparse.Namespace) -> int:
 
         linear_options.run(bench, options.format or [Format()], options.rows)
         return _finish(bench.recorder, timed.text)
+    if options.fp8:
+        from bench import linear_fp8
+
+        linear_fp8.run(bench, options.layers or linear_fp8.LAYERS, options.rows or linear_fp8.ROWS)
+        return _finish(bench.recorder, linear_fp8.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:
         rows = linear.BETWEEN_ROWS

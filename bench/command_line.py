@@ -77,6 +77,7 @@ def _add_weights(commands: Any) -> None:
     rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
     rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")
     linear.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
+    linear.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones, torch's and DeepGEMM's")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import QuantizedLinear, quantize_activations, quantize_weight, quantized_linear
-from tests.linear.test_fp8 import TOLERANCE, exact_product, relative_error
+from tests.linear.test_fp8 import FORMATS, TOLERANCE, exact_product, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +37,57 @@ def test_torchs_product_serves_codes_by_rows(scale, bias, n, k, m):
     y = quantized_linear(x, weight, added, activations="fp8", activation_scale=given)
     want = exact_product(x, weight, given) + (0 if added is None else added.double())
     assert relative_error(y, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(200, 256), (1000, 4096)])
+@pytest.mark.parametrize("m", [1, 9, 16, 100, 520])
+def test_our_product_is_exact_on_rounded_operands(name, n, k, m):
+    """Also with an epilogue, which no other library's takes."""
+    weight, x = quantize_weight(numbers(n, k, seed=2).cuda(), format=name, dtype=BF16), numbers(m, k).cuda()
+    y = quantized_linear(x, weight, activations="fp8", out_dtype=torch.float32)
+    want = exact_product(x, weight)
+    assert relative_error(y, want) < TOLERANCE
+    bias, residual = numbers(n, seed=3).cuda(), numbers(m, n // 2, seed=4).cuda()
+    y = quantized_linear(x, weight, bias, residual=residual, activation="swiglu", activations="fp8")
+    sums = want + bias.double()
+    want = torch.nn.functional.silu(sums[:, ::2]) * sums[:, 1::2] + residual.double()
+    assert relative_error(y, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "w4g128"])
+def test_batch_invariant_rows_are_those_of_each_by_itself(name):
+    weight, x = quantize_weight(numbers(512, 2048, seed=2).cuda(), format=name, dtype=BF16), numbers(150, 2048).cuda()
+    options = {"activations": "fp8", "batch_invariant": True}
+    whole = quantized_linear(x, weight, **options)
+    for row in (0, 70, 149):
+        assert torch.equal(quantized_linear(x[row : row + 1], weight, **options)[0], whole[row])
+
+
+def test_what_is_not_finite_makes_the_rows_products_nan_and_no_others():
+    weight, x = (
+        quantize_weight(numbers(256, 512, seed=2).cuda(), format="fp8_block", dtype=BF16),
+        numbers(40, 512).cuda(),
+    )
+    x[3, 300], x[20, 5] = torch.inf, torch.nan
+    y = quantized_linear(x, weight, activations="fp8")
+    bad = y.isnan().all(dim=1)
+    assert bad.nonzero().flatten().tolist() == [3, 20] and y[~bad].isfinite().all()
+
+
+def test_a_static_scale_saturates():
+    weight, x = quantize_weight(numbers(256, 512, seed=2).cuda(), format="w4g128", dtype=BF16), numbers(40, 512).cuda()
+    scale = torch.tensor(1e-3, device="cuda")  # beyond 0.448
+    y = quantized_linear(x, weight, activations="fp8", activation_scale=scale, out_dtype=torch.float32)
+    assert relative_error(y, exact_product(x, weight, scale)) < TOLERANCE
+
+
+def test_sums_of_long_rows_with_a_mean_keep_what_is_small():
+    """What sums in the tensor cores alone lose."""
+    weight = quantize_weight(numbers(256, 16384, seed=2).cuda(), format="fp8_block", dtype=BF16)
+    x = (numbers(64, 16384) + 4).cuda()
+    y = quantized_linear(x, weight, activations="fp8", out_dtype=torch.float32)
+    assert relative_error(y, exact_product(x, weight)) < TOLERANCE
 
 
 def test_a_layer_is_captured_and_compiled():

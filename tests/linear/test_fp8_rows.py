@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,14 +14,15 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.operands.fp8 import LEAST
-from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, Fp8RowsConfig
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, FP8_ROWS, GIVEN, Fp8RowsConfig
 from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M
-from cute_kernels.gemm.operands.fp8_rows import RowCodes
+from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes
 from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8_schedule
 from cute_kernels.gemm.problem import LinearProblem
 from simulator import LANES, Gpu, Uint32
-from tests.launchers import recording
+from tests.launchers import given_to, recording
 from tests.linear.test_fp8_mainloop import ORDER
+from tests.moe.machine import Machine, Word
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUP = 128
@@ -171,3 +175,83 @@ def test_every_product_has_a_schedule_that_covers_it(name: str, m: int, invarian
     assert schedule.k_blocks * config.block_k == 4096 and schedule.num_tiles == 16
     assert not invariant or schedule.splits == 1
     assert expected_us(problem, schedule) == min(expected_us(problem, one) for one in candidates(problem))
+
+
+# -- the whole kernel -------------------------------------------------------------------------------------------------
+
+
+def permuted(a: int, b: int, selector: int) -> Word:
+    """What the PTX manual's prmt.b32 makes of eight bytes, no sign among them."""
+    both, places = int(a) | int(b) << 32, [int(selector) >> 4 * i & 7 for i in range(4)]
+    return Word(sum((both >> 8 * place & 255) << 8 * i for i, place in enumerate(places)))
+
+
+class RowsMachine(Machine):
+    """With what the kernel computes with, of a thread's own numbers."""
+
+    grid: tuple[int, int, int]
+
+    def ptx(self) -> SimpleNamespace:
+        found = super().ptx()
+        found.absolute, found.warp_max = np.abs, lambda x: max(self.exchanged(x))
+        found.prmt = permuted
+        return found
+
+    def numbers(self) -> SimpleNamespace:
+        def pack(low: np.float32, high: np.float32) -> Word:
+            pair = torch.tensor([float(low), float(high)]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return Word(int(pair.view(torch.int16)) & 0xFFFF)
+
+        found = super().numbers()
+        found.multiply, found.bits = lambda a, b: np.float32(a) * np.float32(b), lambda x: Word(x.view(np.uint32))
+        found.pack_e4m3x2 = pack
+        return found
+
+    def cute(self) -> SimpleNamespace:
+        found = super().cute()
+        found.arch.grid_dim = lambda: self.grid
+        found.arch.shuffle_sync_bfly = lambda value, offset: self.exchanged(value)[self.lane ^ offset]
+        return found
+
+
+@pytest.mark.parametrize("kind", [BY_GROUP, BY_ROW, GIVEN])
+@pytest.mark.parametrize("k", [8, 264, 2184])
+@pytest.mark.parametrize("for_products", [False, True])
+def test_every_place_that_there_is_gets_its_row(kind: str, k: int, for_products: bool, run_on):
+    machine = RowsMachine()
+    run_on(machine)
+    x = torch.randn(4, k, generator=torch.Generator().manual_seed(8)).bfloat16()
+    rows, scale = torch.tensor([3, 0, 1 << 30], dtype=torch.int32), torch.tensor([0.01])
+    groups, count = -(-k // GROUP), 2
+    scale_groups = groups if for_products or kind == BY_GROUP else 1
+    pieces, pitch = (16 * groups, 8) if for_products else (k // 8, 1)
+    strides = (pitch, 1) if for_products else (1, scale_groups)
+    given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
+    end, table = machine.put(torch.tensor([count], dtype=torch.int32)), machine.put(rows)
+    out = machine.put(torch.full((3, 8 * pieces), 0x55, dtype=torch.uint8))
+    scales = machine.put(torch.full((groups * 8 + 24,), -7.0))
+    launches = []
+
+    def launch(grid, block, **options):
+        machine.grid = grid
+        for one in np.ndindex(*grid):
+            machine.run(lambda: Fp8RowsKernel.kernel(kernel, *launches[0]), [one], block[0])
+
+    kernel: Any = Fp8RowsKernel(Fp8RowsConfig("bf16", kind, for_products))
+    kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)
+    addresses = end, table, machine.put(scale), out, scales
+    Fp8RowsKernel.launch(kernel, given_to(FP8_ROWS, given, *addresses, 3, pieces, groups, scale_groups, *strides), None)
+    found = machine.get(out, (3, 8 * pieces), torch.uint8)
+    codes, wanted = quantize_activations(
+        x[rows[:count].long()], GROUP if kind == BY_GROUP else 0, scale=scale if kind == GIVEN else None
+    )
+    want = torch.zeros(count, 8 * pieces, dtype=torch.uint8)
+    want[:, :k] = codes.view(torch.uint8)
+    if for_products:
+        want = want.view(count, groups, GROUP)[..., ORDER].flatten(1)
+    assert_alike(found[:count].numpy(), want.view(torch.float8_e4m3fn))
+    assert (found[count:] == 0x55).all()
+    stored = machine.get(scales, (groups * 8 + 24,), torch.float32)
+    of_places = stored.as_strided((count, scale_groups), strides[::-1])
+    assert torch.equal(of_places, wanted.expand(count, scale_groups))
+    assert (stored == -7).sum() == stored.numel() - count * scale_groups

@@ -79,7 +79,7 @@ def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     largest = groups.abs().amax(dim=-1)
     known = largest < float("inf")  # not so of NaN
     largest = torch.where(known, largest.clamp(min=LEAST), torch.nan)
-    codes = _codes_of(groups * torch.where(known, MOST / largest, 0.0).unsqueeze(-1))
+    codes = _codes_of(groups * torch.where(known, largest.new_tensor(MOST) / largest, 0.0).unsqueeze(-1))
     return codes.flatten(-2)[..., :k].contiguous(), largest * (1 / MOST)
 
 

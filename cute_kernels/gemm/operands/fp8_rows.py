@@ -36,7 +36,7 @@ class RowCodes:
     def largest(self, words) -> Any:
         """Bits of the largest magnitude of a lane's inputs: as integers, infinity and NaN are beyond all others."""
         values = [half for word in words for half in self.inputs.to_floats(word)]
-        return lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
+        return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
 
     def of_group(self, largest) -> Any:
         """The largest of the 16 lanes that have a group."""
@@ -149,6 +149,6 @@ class Fp8RowsKernel:
         own = ptx.warp_max(largest)
         if thread % WARP_THREADS == 0:
             ptx.store_shared(room + thread // WARP_THREADS * 4, 0, [own])
-        cute.arch.barrier()
+        cute.arch.sync_threads()
         words = [word for i in range(0, WARPS, 4) for word in ptx.load_shared_vector(room, 4 * i, 4)]
         return self.codes.scales_of(lanes.in_pairs(cutlass.max, [Int32(word) for word in words]))

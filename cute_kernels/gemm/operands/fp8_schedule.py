@@ -31,8 +31,10 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     number of rows."""
     several = 0 < problem.format.group_size < X_GROUP
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
-        shape = {"tile_m": tile_m, "n_tiles": n_tiles, "block_k": X_GROUP, "multicast": multicast}
-        config = WgmmaConfig(**weight_fields(problem), **shape, mainloop=Fp8Wgmma(), reduction=WorkspaceSplitK())
+        config = WgmmaConfig(
+            **weight_fields(problem), tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
+            mainloop=Fp8Wgmma(), reduction=WorkspaceSplitK(),
+        )  # fmt: skip
         config = with_stages(config)
         for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
             found = schedule_of(problem, config, splits) if config.can_implement() is None else None
