@@ -29,7 +29,7 @@ from cute_kernels.gemm.operands.fp8_config import FP8_TILES, fp8_problem, x_grou
 from cute_kernels.gemm.operands.fp8_launch import rows_for_products, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned
-from cute_kernels.gemm.product import ACTIVATIONS, OUT_KINDS, problem_of, tile_product
+from cute_kernels.gemm.product import problem_of, tile_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
 from cute_kernels.runtime.cache import load
@@ -129,13 +129,12 @@ def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
     """By our kernels: one launch that makes rows of E4M3, and the product."""
     given, (m, n, k) = call.linear, call.linear.size
     form, dtype = given.weight.format, given.x.dtype
-    problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant)
+    problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
     arch, schedule = arch_of(index), fp8_schedule(problem)
     product = tile_product(load(GemmSpec(schedule.config), arch), FP8_TILES, schedule, index)
     rows = rows_for_products(m, problem.k_pad, dtype, scales_of(x_group(form), call.scale), index)
     out_dtype = result_dtype(given.out_dtype, given.x, given.out)
-    sizes = {"x_scale_pitch": rows.pitch}
-    send = product.bound(n, ACTIVATIONS[given.activation], OUT_KINDS[out_dtype], **sizes)
+    send = product.bound(n, given.activation, out_dtype, x_scale_pitch=rows.pitch)
     new_out = blank((m, ops.out_features(n, given.activation)), out_dtype)
 
     def multiply(scale, x, codes, scales, zeros, bias, residual, *_: object) -> torch.Tensor:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
-from cute_kernels.gemm.problem import LinearProblem, weight_fields
-from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
 from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
-from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
+from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, of_format, schedule_of
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
@@ -31,8 +31,8 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     number of rows."""
     several = 0 < problem.format.group_size < X_GROUP
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
-        config = WgmmaConfig(
-            **weight_fields(problem), tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
+        config = of_format(
+            problem, tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
             mainloop=Fp8Wgmma(), reduction=WorkspaceSplitK(),
         )  # fmt: skip
         config = with_stages(config)
