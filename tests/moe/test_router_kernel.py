@@ -63,6 +63,7 @@ class RouterMachine(Machine):
             "fma": rounded(lambda a, b, c: a * b + c),
             "warp_max": lambda x: max(self.exchanged(x)),
             "load_relaxed_part": load_relaxed_part,
+            "prefetch_line": lambda address: None,
         }
         vars(found.instructions).update(more)
         butterfly = {"shuffle_sync_bfly": lambda value, offset: self.exchanged(value)[self.lane ^ offset]}
@@ -150,7 +151,7 @@ def run(made: Case, run_on: Any, *, expert_shift: int = 2, sort: bool = False) -
     sizes = {"offsets": experts + 1, "rows": count, "places": count}
     blank = {name: torch.full((size,), -7, dtype=torch.int32) if sort else None for name, size in sizes.items()}
     tables = {name: machine.put(tensor) for name, tensor in blank.items()}
-    words = tokens * experts
+    words = tokens * (experts + made.routing.top_k)
     workspace = machine.put(torch.full((words,), EMPTY_WORD - 2**32, dtype=torch.int32))
     given |= tables | {
         "hidden": SimpleNamespace(shape=tuple(made.hidden.shape), address=machine.put(made.hidden)),
@@ -220,11 +221,12 @@ def test_a_token_gets_the_same_bits_whatever_others_there_are(run_on):
         assert torch.equal(run(alone, run_on)[1][0], weights[token])
 
 
-def test_assignments_are_sorted_as_the_sorting_kernel_does_it(run_on):
-    made = case(11, 5, Routing(3, "sigmoid"))
+@pytest.mark.parametrize("experts, tokens, top_k", [(5, 11, 3), (3, 14, 2), (17, 33, 9)])
+def test_assignments_are_sorted_as_the_sorting_kernel_does_it(experts, tokens, top_k, run_on):
+    made = case(tokens, experts, Routing(top_k, "sigmoid"), k=8)
     ids, weights, offsets, rows, places = run(made, run_on, sort=True)
     check((ids, weights), made)
-    wanted = sorted_reference(ids, 5)
+    wanted = sorted_reference(ids, experts)
     assert torch.equal(offsets, wanted[0]) and torch.equal(rows, wanted[1])
     assert torch.equal(places.view(ids.shape), wanted[2])
 

@@ -103,7 +103,7 @@ def test_a_launch_is_told_all_of_its_routing(cache):
         "correction": given["correction"].data_ptr(), "weights": weights.data_ptr(),
         "top_k": 4, "scoring": 1, "ranks_logits": 0, "renormalize": 1, "groups": 4, "kept_groups": 2, "scale": 2.5,
         "bias_wide": 0, "correction_wide": 1, "experts": 256, "expert_shift": 1,
-        "offsets": 0, "rows": 0, "places": 0, "workspace": 5 * 256,
+        "offsets": 0, "rows": 0, "places": 0, "workspace": 5 * (256 + 4),
     }  # fmt: skip
     assert (ids.shape, ids.dtype, weights.shape, weights.dtype) == ((5, 4), torch.int32, (5, 4), torch.float32)
 

@@ -2,20 +2,21 @@
 
 `RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
 expert's K; the sum over lanes, then over warps is always taken in the same order, whatever the number of tokens. Logits
-go to the first CTA through a workspace, where each announces itself (:mod:`cute_kernels.device.exchange`). That CTA
-chooses experts, a warp for a token, and sorts the assignments if it is told where to.
+go through a workspace, where each announces itself (:mod:`cute_kernels.device.exchange`), to the CTAs that choose: each
+has a token for each of its warps, so up to eight tokens are the first one's. If the launch is told to sort, ids go the
+same way to the first CTA.
 
 | who | reads | then |
 |---|---|---|
 | every thread | its first piece of an expert's weight, before the kernel ahead has ended; then hidden states | sums |
 | every CTA | partial sums of its warps, in shared memory, behind a barrier | publishes logits |
-| the first CTA, a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
-| the first CTA, if it sorts | ids, behind a barrier | counting sort |
+| a warp for each token | logits, as they come, and puts EMPTY back | stores weights, and stores or publishes ids |
+| the first CTA, if it sorts | ids, as they come, and puts EMPTY back | stores ids; behind a barrier, counting sort |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -48,6 +49,7 @@ class Operands:
     tokens: Int32
     vectors: Int32  # of a row
     expert_shift: Int32
+    ctas: Int32
 
 
 class RouterKernel:
@@ -62,15 +64,15 @@ class RouterKernel:
         """Launches over the experts; ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
         tokens, k = extents(given.hidden)
         names = ("weight", "offsets", "rows", "places", "workspace", "expert_shift")
+        ctas = (given.experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
         operands = Operands(
             hidden=ptx.address(given.hidden),
             tokens=tokens,
             vectors=k // VECTOR,
+            ctas=ctas,
             **{name: getattr(given, name) for name in names},
         )
-        experts = given.experts
-        ctas = (experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
-        self.kernel(operands, Choice.of(given, experts)).launch(
+        self.kernel(operands, Choice.of(given, given.experts)).launch(
             grid=(ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,
@@ -88,18 +90,43 @@ class RouterKernel:
         partial = smem.allocate(4 * WARPS * MAX_TOKENS, byte_alignment=16).toint()
         counts = smem.allocate(4 * WARPS * MAX_EXPERTS, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
+        self.ask(choice, thread)
         self.multiply(operands, choice, partial, block, warp, lane)
         cute.arch.sync_threads()
         self.publish_logits(operands, choice, partial, block, thread)
-        if block == 0:
-            for token in cutlass.range(warp, operands.tokens, WARPS, unroll=1):
-                self.choose(operands, choice, token, lane)
-            if operands.offsets != 0:
-                cute.arch.sync_threads()
-                count = operands.tokens * choice.top_k
-                sorted_as = operands.offsets, operands.rows, operands.places
-                memory, here = (counts, totals), (thread, warp, lane)
-                self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, memory, here)
+        sorts = operands.offsets != 0
+        published = operands.workspace + Int64(operands.tokens * choice.experts) * 4
+        told = replace(choice, ids=cutlass.select_(sorts, published, choice.ids))
+        for token in cutlass.range(block * WARPS + warp, operands.tokens, operands.ctas * WARPS, unroll=1):
+            self.choose(operands, told, token, lane)
+        if sorts & (block == 0):
+            count = operands.tokens * choice.top_k
+            self.collect(published, choice.ids, count, thread)
+            cute.arch.sync_threads()
+            sorted_as = operands.offsets, operands.rows, operands.places
+            memory, here = (counts, totals), (thread, warp, lane)
+            self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, memory, here)
+
+    @cute.jit
+    def ask(self, choice, thread):
+        """Has the bias and the correction brought near, a line of 128 bytes at least for each thread."""
+        index = thread * WARP_THREADS
+        if index < choice.experts:
+            if choice.bias != 0:
+                ptx.prefetch_line(choice.bias + Int64(index << (1 + choice.bias_wide)))
+            if choice.correction != 0:
+                ptx.prefetch_line(choice.correction + Int64(index << (1 + choice.correction_wide)))
+
+    @cute.jit
+    def collect(self, published, ids, count, thread):
+        """Stores the ids of all assignments, which warps of several CTAs publish."""
+        words = cute.make_rmem_tensor(1, Uint32)
+        for begin in cutlass.range(0, count, WARPS * WARP_THREADS, unroll=1):
+            place = Int64(begin + thread) * 4
+            Poll([Published(published + place, words=1, wanted=begin + thread < count)], together=True).load(words)
+            if begin + thread < count:
+                reset(published + place, 1)
+                ptx.store_global(ids + place, [words[0]])
 
     @cute.jit
     def multiply(self, operands, choice, partial, block, warp, lane):
@@ -173,7 +200,7 @@ class RouterKernel:
                 logit = Float32(0.0)
                 if choice.bias != 0:
                     logit = self.selection.load_number(choice.bias, expert, choice.bias_wide)
-                for part in cutlass.range(slot, WARPS, mask + 1, unroll=1):
+                for part in cutlass.range(slot, WARPS, mask + 1, unroll=4):
                     word = ptx.load_shared(partial + (part * MAX_TOKENS + token) * 4, 0)
                     logit = logit + numbers.from_bits(word)
                 publish(operands.workspace + Int64(token * choice.experts + expert) * 4, [logit])

@@ -151,5 +151,5 @@ def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
     if not multiplies:
         return config.kernel().arguments.bound(function, fixed)
     fixed |= {"experts": experts, "expert_shift": expert_shift_of(experts, GPU.num_sms(index))}
-    made = {"workspace": lambda: workspace(index, tokens * experts)}
+    made = {"workspace": lambda: workspace(index, tokens * (experts + routing.top_k))}
     return config.kernel().arguments.bound(function, fixed, made=made)
