@@ -112,15 +112,14 @@ def is_served(call: RouteCall) -> bool:
 def takes_product(call: RouteCall) -> bool:
     """Whether the kernel takes hidden states and the router's weight; else torch multiplies them."""
     hidden, weight = call.hidden, call.weight
-    if weight.dtype not in (hidden.dtype, torch.float32) or hidden.shape[1] % VECTOR or weight.data_ptr() % ALIGNMENT:
-        return False
-    return expert_shift_of(len(weight), GPU.num_sms(hidden.get_device())) is not None
+    is_known = weight.dtype in (hidden.dtype, torch.float32)
+    return is_known and not hidden.shape[1] % VECTOR and not weight.data_ptr() % ALIGNMENT
 
 
-def expert_shift_of(experts: int, num_sms: int) -> int | None:
-    """The logarithm of the experts of a CTA: as few as there are SMs for, as all CTAs run at the same time; None if
-    there are too few SMs."""
-    return next((shift for shift in range(WARPS.bit_length()) if -(-experts >> shift) <= num_sms), None)
+def expert_shift_of(experts: int, num_sms: int) -> int:
+    """The logarithm of the experts of a CTA: the fewest that leave no more CTAs than SMs, or as many as warps."""
+    most = WARPS.bit_length() - 1
+    return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
 
 def config_of(call: RouteCall, multiplies: bool) -> RouterConfig | SelectConfig:
