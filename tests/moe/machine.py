@@ -237,6 +237,10 @@ class Machine:
             self.copies.append((self.cta.block, source, size))
             self.mbarrier_change(barrier, 0, -size)
 
+        def store_half(address: int, offset: int, word: Word) -> None:
+            place = address + offset
+            self.cta.shared[place : place + 2].view(np.uint16)[0] = int(word) & 0xFFFF
+
         def bits(value: Any, dtype: torch.dtype) -> int:
             return int(torch.tensor(float(value)).to(dtype).view(torch.int16)) & 0xFFFF
 
@@ -259,6 +263,9 @@ class Machine:
             load_relaxed_part=lambda address, size: self.numbers().load_global_part(address, 0, size),
             fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
             exp2=lambda x: np.float32(2.0 ** float(x)),
+            min_or_nan=np.minimum,
+            max_or_nan=np.maximum,
+            store_shared_half=store_half,
             pinned=lambda x: x,
             reciprocal=lambda x: np.float32(1.0 / float(x)),
             warp_sum=lambda x: sum(self.exchanged(x)),
@@ -297,6 +304,7 @@ class Machine:
             clz=lambda value: 32 - int(value).bit_length(),
             shuffle_sync_up=shuffle_up,
             shuffle_sync=lambda value, lane: self.exchanged(value)[lane % 32],
+            shuffle_sync_bfly=lambda value, offset: self.exchanged(value)[self.lane ^ offset],
             match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),
             vote_ballot_sync=lambda vote: sum(1 << i for i, v in enumerate(self.exchanged(bool(vote))) if v),
             vote_any_sync=lambda vote: any(self.exchanged(bool(vote))),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.activations import ClampedSwiglu, activation_named, config_of, number_of
 from cute_kernels.gemm.experts.ranges import assignments
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
@@ -40,9 +42,10 @@ from cute_kernels.gemm.experts.wgmma.schedule import SMEM_RESERVE, entry_config,
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
+from cute_kernels.gemm.wgmma.results import StagedStore
 from layouts.weights.hopper import TILE_N
 from simulator import stand_in
-from tests.moe.machine import Machine, Pointer
+from tests.moe.machine import Machine, Pointer, Registers
 
 NUM_EXPERTS, NUM_TILES, K_BLOCKS = 8, 3, 5
 IDS = {
@@ -193,6 +196,38 @@ def test_results_are_stored_where_their_assignments_are(features, pitch, columns
             own = stored[place, block * features : (block + 1) * features]
             assert torch.equal(own, staged[ROW_COLUMNS * row, : len(own)])
     assert not stored[[1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("activation", ["swiglu", ClampedSwiglu(limit=1.0)], ids=str)
+def test_results_have_their_experts_biases_and_activation(activation, run_on):
+    """What a warpgroup's accumulators are, column by column: of each eight the first is an entry's row."""
+    ids, n, own = [2, 5, 2], 128, activation_named(activation)
+    machine, config = on_machine(run_on, ids), ring_config(configured(ENTRY_ROWS[-1]))
+    config = replace(config, store=StagedStore(activation=config_of(activation)))
+    generator = torch.Generator().manual_seed(3)
+    sums = torch.randn(n // TILE_N, TILE_N, config.tile_m, generator=generator)
+    bias = torch.randn(NUM_EXPERTS, n, generator=generator).bfloat16()
+    out = machine.put(torch.zeros(len(ids), n // 2).bfloat16())
+    operands, results = SimpleNamespace(out=out, bias=machine.put(bias)), EntryResults(config)
+    shape = replace(sizes(ids, n=n), activation=number_of(activation))
+
+    def work() -> None:
+        entry, thread, lane = finder_of(machine, ids, ENTRY_ROWS[-1]).find(0), machine.here.thread, machine.lane
+        for block in range(n // TILE_N):
+            acc = Registers(config.own_m // 2, np.float32)
+            for i in range(len(acc)):
+                row, column = 16 * machine.warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2
+                acc[i] = np.float32(sums[block, row, column])
+            store = stand_in(Store)(staging=0, warpgroup=0, tid=thread, row_warp=machine.warp, lane=lane)
+            tile = stand_in(EntryTile)(entry, block, 0, K_BLOCKS)
+            results.finish(operands, shape, None, store, tile, acc, 0, 0)
+
+    machine.run(work, [(0, 0, 0)], 4 * WARP_THREADS)
+    stored = machine.get(out, (len(ids), n // 2), torch.bfloat16)
+    assert own is not None and not stored[1].any()
+    for row, place in enumerate((0, 2)):
+        wanted = own.of_rows(sums[:, :, ROW_COLUMNS * row].flatten().double() + bias[2].double())
+        torch.testing.assert_close(stored[place].double(), wanted, rtol=8e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits, group, zero", [(4, 128, False), (4, 32, True), (4, 0, False), (8, 64, False)])

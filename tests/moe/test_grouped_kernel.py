@@ -18,12 +18,18 @@ pytest.importorskip("cutlass")
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
-from cute_kernels.gemm.activations import number_of, out_features
+from cute_kernels.gemm.activations import (
+    ActivationFunction,
+    ClampedSwiglu,
+    activation_named,
+    config_of,
+    number_of,
+    out_features,
+)
 from cute_kernels.gemm.config import BF16, FP32, LinearConfig, StreamStore
 from cute_kernels.gemm.experts import kernel as moe_kernel
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.arguments import GROUPED
-from cute_kernels.gemm.experts.reference import grouped_linear_reference
 from cute_kernels.gemm.experts.schedule import (
     MOST_DIVIDED,
     TABLE_BYTES,
@@ -120,7 +126,7 @@ def launch(
     run_on,
     *,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: str | ActivationFunction | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, Machine, int]:
     """(results, of which those that are not written are -7; the machine; address of the codes)."""
@@ -236,16 +242,28 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
         assert max(each) - sum(each) / len(each) <= config.n_tiles * config.k_block_bytes * max(1, schedule.slack + 1)
 
 
-def test_bias_activation_and_output_dtype_are_the_experts(run_on):
-    n, k = 132, 128
+CLAMPED = ClampedSwiglu(limit=3.0)
+
+
+@pytest.mark.parametrize("activation, n, k", [("swiglu", 132, 128), (CLAMPED, 136, 2880)], ids=["swiglu", "clamped"])
+def test_bias_activation_and_output_dtype_are_the_experts(activation, n, k, run_on):
+    """Some of whom have no rows; the clamped one's limits are reached on both sides, in tails of gpt-oss's K."""
     weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(3)])
     x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     bias = torch.randn(3, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     offsets = torch.tensor([0, 2, 2, 12], dtype=torch.int32)
-    options: dict[str, Any] = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
     schedule = layout(n, k, 3, places=12, experts=3)
+    schedule = replace(schedule, config=changed(schedule.config, activation=config_of(activation)))
     found, _, _ = launch(schedule, weight, x, offsets, None, run_on, **options)
-    torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
+    sums = exact(x, weight, [2, 0, 10]).double() + bias[[0] * 2 + [2] * 10].double()
+    own = activation_named(activation)
+    assert own is not None
+    torch.testing.assert_close(found.double(), own.of_rows(sums), rtol=8e-3, atol=1e-5)
+    if activation is CLAMPED:
+        gates, ups = sums.unflatten(1, (-1, 2)).unbind(2)
+        for beyond in (gates > 3, gates < -3, ups > 3, ups < -3, (gates < 3) & (ups.abs() < 3)):
+            assert beyond.any()
 
 
 def test_several_launches_compute_all_entries(run_on):

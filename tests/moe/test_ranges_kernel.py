@@ -20,7 +20,8 @@ from cute_kernels.device import ring
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import epilogue
 from cute_kernels.gemm import kernel as linear_kernel
-from cute_kernels.gemm.activations import number_of, out_features
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, number_of, out_features
+from cute_kernels.gemm.activations import config_of as own_activation
 from cute_kernels.gemm.config import BF16, FP32
 from cute_kernels.gemm.experts import arguments as declared
 from cute_kernels.gemm.experts import work as moe_work
@@ -194,7 +195,7 @@ class Launch:
         offsets: torch.Tensor,
         rows: torch.Tensor | None,
         bias: torch.Tensor | None = None,
-        activation: str | None = None,
+        activation: str | ActivationFunction | None = None,
         out_dtype: torch.dtype = torch.float32,
         waits: int = 1,
     ) -> torch.Tensor:
@@ -223,7 +224,7 @@ class Launch:
         places: int,
         more: tuple[int, ...],
         bias: torch.Tensor | None = None,
-        activation: str | None = None,
+        activation: str | ActivationFunction | None = None,
         out_dtype: torch.dtype = torch.float32,
         waits: int = 1,
     ) -> torch.Tensor:
@@ -356,7 +357,10 @@ def check_limbs(launch: Launch, weight: PackedExperts, entries: Entries) -> None
         assert places == slots
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+CLAMPED = ClampedSwiglu(limit=3.0)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED], ids=str)
 def test_bias_activation_and_output_dtype_are_the_experts(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
@@ -364,7 +368,8 @@ def test_bias_activation_and_output_dtype_are_the_experts(activation, run_on):
     bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     offsets = torch.tensor([0, 2, 2, 12, 12], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
-    found = Launch(config_of(k, 2), 3, 2, run_on).run(weight, x, offsets, None, **options, waits=0)
+    config = config_of(k, 2, activation=own_activation(activation))
+    found = Launch(config, 3, 2, run_on).run(weight, x, offsets, None, **options, waits=0)
     torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
 
 
@@ -452,7 +457,20 @@ def test_each_part_of_k_has_results_of_its_own(name, run_on):
     check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, run_on, parts), torch.int32)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_the_first_part_of_k_has_the_bias(run_on):
+    """So the sum of all parts has it once."""
+    parts, n, k, ids = 2, 130, 256, torch.tensor([3, 0, -1, 0], dtype=torch.int32)
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
+    x = torch.zeros(2, k).to(torch.bfloat16)
+    bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    launch = Launch(config_of(128, 2, lane_assignments=1), 3, 2, run_on, parts)
+    found = launch.run_assigned(weight, x, ids, 2, bias=bias).view(parts, len(ids), n)
+    for place, expert in enumerate(ids.tolist()):
+        if expert >= 0:
+            assert torch.equal(found[0, place], bias[expert].float()) and not found[1, place].any()
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED], ids=str)
 def test_bias_and_activation_are_those_of_an_assignments_expert(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
@@ -460,8 +478,8 @@ def test_bias_and_activation_are_those_of_an_assignments_expert(activation, run_
     bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     ids = torch.tensor([3, 0, 0, 2, 3, 3], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
-    launch = Launch(config_of(k, 2, lane_assignments=1), 3, 2, run_on)
-    found = launch.run_assigned(weight, x, ids, 2, **options, waits=0)
+    config = config_of(k, 2, lane_assignments=1, activation=own_activation(activation))
+    found = Launch(config, 3, 2, run_on).run_assigned(weight, x, ids, 2, **options, waits=0)
     offsets, rows, places = route_reference(ids.view(3, 2), 4)
     wanted = grouped_linear_reference(x, weight, offsets, rows=rows, **options)
     torch.testing.assert_close(found, wanted[places.flatten().long()], rtol=2e-2, atol=1e-2)
