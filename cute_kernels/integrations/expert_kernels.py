@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from cute_kernels import fused_moe
+from cute_kernels.gemm.activations import ActivationFunction, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.choice import GroupedLayout, assigned
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
@@ -21,6 +23,18 @@ from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32
 EACH_TOKENS = 16  # up to so many, every number has kernels of its own; from then on neighbours share theirs
+SWIGLU = Swiglu()
+
+
+class Epilogues(NamedTuple):
+    """What a layer's products apply, as `fused_moe` has it."""
+
+    activation: ActivationFunction = SWIGLU
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+PLAIN = Epilogues()
 
 
 def multiply(
@@ -31,6 +45,7 @@ def multiply(
     topk_ids: torch.Tensor,
     batch_invariant: bool,
     out: torch.Tensor,
+    epilogues: Epilogues = PLAIN,
 ) -> torch.Tensor:
     """Writes and returns `fused_moe` of any number of tokens.
 
@@ -46,6 +61,7 @@ def multiply(
             topk_weights=topk_weights[rows],
             batch_invariant=batch_invariant,
             out=out[rows],
+            **epilogues._asdict(),
         )
     return out
 
@@ -56,21 +72,32 @@ def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 def specs(
-    gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: Iterable[int], dtype: torch.dtype, invariant: bool
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    topk: int,
+    tokens: Iterable[int],
+    dtype: torch.dtype,
+    invariant: bool,
+    activation: ActivationFunction = SWIGLU,
 ) -> list[KernelSpec]:
     """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
     found: dict[KernelSpec, None] = {}
     for count in tokens:
-        found.update(dict.fromkeys(_specs_of(gate_up, down, count * topk, dtype, invariant)))
+        found.update(dict.fromkeys(_specs_of(gate_up, down, count * topk, dtype, invariant, activation)))
     return list(found)
 
 
 def _specs_of(
-    gate_up: ExpertsForm, down: ExpertsForm, count: int, dtype: torch.dtype, invariant: bool
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    count: int,
+    dtype: torch.dtype,
+    invariant: bool,
+    activation: ActivationFunction,
 ) -> Iterator[KernelSpec]:
-    forms, name = (gate_up, down), DTYPE_NAMES[dtype]
-    layouts = [layout_of(count, form, invariant) for form in forms]
-    few = None if invariant else assigned(count, [problem_of(count, form) for form in forms], layouts)
+    kinds, name = ((gate_up, invariant, activation), (down, invariant)), DTYPE_NAMES[dtype]
+    layouts = [layout_of(count, *kind) for kind in kinds]
+    few = None if invariant else assigned(count, [problem_of(count, *kind) for kind in kinds], layouts)
     if few is not None:
         yield from (ExpertSpec(layout.config) for layout in few)
         yield ExpertSpec(CombineConfig(name, "fp32", ID_BITS))

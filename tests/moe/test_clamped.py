@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.gemm.experts import ClampedSwiglu, PackedExperts, QuantizedRoutedExperts, fused_moe, quantize_experts
+from cute_kernels.gemm.experts.blocks import experts_refusal
 
 EXPERTS, HIDDEN, INNER, TOPK = 4, 96, 80, 2
 BF16 = torch.bfloat16
@@ -113,3 +115,40 @@ def test_a_compiled_layer_is_one_operator_whose_activation_is_named():
     assert torch.equal(compiled(x, weights, ids), by_layer(parts, x, weights, ids))
     own = torch.ops.cute_kernels.fused_moe.default._schema
     assert [each.name for each in own.arguments][-3:] == ["activation", "gate_up_bias", "down_bias"]
+
+
+SIZES = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), EXPERTS)
+SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), INNER)
+LIMITED: dict[str, tuple[str, ClampedSwiglu]] = {
+    "deepseek_v4": ("DeepseekV4Experts", ClampedSwiglu(1.0, 2.0, 0.0)),
+    "glm5_next": ("Glm5NextTextExperts", ClampedSwiglu(1.0, 2.0, 0.0)),
+    "minimax_m3_vl": ("MiniMaxM3VLExperts", ClampedSwiglu(1.702, 2.0, 1.0)),
+}
+
+
+def experts_of(model: str, name: str, **options: Any) -> Any:
+    """A module of experts of transformers, whose gates come before ups."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    config = SimpleNamespace(**SIZES, hidden_size=HIDDEN, hidden_act="silu", swiglu_limit=2.0, swiglu_alpha=1.702)
+    config._experts_implementation = "eager"
+    experts = getattr(module, name)(config, **options)
+    for number, parameter in enumerate(experts.parameters()):
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(number))
+    return experts.bfloat16().eval()
+
+
+@pytest.mark.parametrize("model", LIMITED)
+def test_experts_with_limits_are_known_by_their_attributes(model):
+    name, activation = LIMITED[model]
+    experts = experts_of(model, name)
+    layer = QuantizedRoutedExperts.from_experts(experts, 8, 32)
+    assert layer.activation == activation
+    x, weights, ids = tokens(9)
+    ids = ids.clamp(0, EXPERTS - 1)
+    want = experts(x, ids, weights.to(BF16)).double()
+    assert (layer(x, ids, weights).double() - want).norm() < 2e-2 * want.norm()
+
+
+def test_a_clamp_after_silu_is_another_activation():
+    reason = experts_refusal(experts_of("step3p7", "Step3p7Experts", swiglu_limit=7.0))
+    assert reason is not None and "want clamped_swiglu(1.0,7.0,0.0) = " in reason

@@ -23,6 +23,7 @@ SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after 
 
 _PROBE_TOKENS = 2
 _PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
+_GATE_TOLERANCE = 1e-4  # relative, in fp32; a clamp after SiLU is off from one before it by 9e-4 at a limit of 7
 _MAGNITUDES = (0.5, 4.0, 30.0, 500.0, 1e4)  # of the largest gate or up; published clamps are at 7 to 16
 _SMALL_EXPERTS, _SMALL_INNER, _SMALL_HIDDEN = 4, 16, 32  # of experts that are tried in small
 _BLOCK_MAGNITUDE = 60.0  # the one, beside that of random tokens, for whole blocks: theirs are large weights
@@ -191,7 +192,11 @@ def _activation_refusal(experts: nn.Module) -> str | None:
         return f"its experts' gated activation cannot be tried ({type(error).__name__}: {error})"
     activation = activation_of(experts) or Swiglu()
     wanted = activation.reference(gate, up)
-    off = ~torch.isclose(found, wanted, rtol=1e-3, atol=1e-6) if found.shape == wanted.shape else torch.ones_like(gate)
+    off = (
+        ~torch.isclose(found, wanted, rtol=_GATE_TOLERANCE, atol=1e-6)
+        if found.shape == wanted.shape
+        else torch.ones_like(gate)
+    )
     if not bool(off.any()):
         return None
     first = int(off.int().argmax())

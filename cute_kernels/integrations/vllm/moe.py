@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
@@ -104,12 +105,37 @@ SOURCES = {
 """By the name of the method's class."""
 
 
+IN_TURN = "swigluoai"
+"""vLLM's name of gpt-oss's activation, whose gates and ups come in turn in checkpoints; of others gates come first."""
+ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave")
+
+
+def activation_of(layer: Foreign) -> ActivationFunction | None:
+    """What vLLM applies to a layer's gates and ups; None for what no kernel here does."""
+    limit, alpha, beta = (getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
+    kind = layer.activation.value
+    if kind == IN_TURN:  # whatever the layer says, vLLM's kernel has gpt-oss's numbers
+        return ClampedSwiglu() if limit in (None, 7.0) and alpha in (None, 1.702) and beta in (None, 1.0) else None
+    if kind == "silu" and alpha is beta is None:
+        return Swiglu() if limit is None else ClampedSwiglu(1.0, limit, 0.0)
+    if kind == "swigluoai_uninterleave" and limit is not None:
+        return ClampedSwiglu(1.0 if alpha is None else alpha, limit, 0.0 if beta is None else beta)
+    return None
+
+
 class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
     """vLLM's interface of experts: both products, and the sum over a token's experts."""
 
-    def __init__(self, moe_config: Foreign, quant_config: Foreign, gate_up: PackedExperts, down: PackedExperts) -> None:
+    def __init__(
+        self,
+        moe_config: Foreign,
+        quant_config: Foreign,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        epilogues: expert_kernels.Epilogues = expert_kernels.PLAIN,
+    ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config)
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.epilogues = gate_up, down, epilogues
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     @staticmethod
@@ -130,7 +156,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: Foreign) -> bool:
-        return activation.value == "silu"
+        return activation.value in ACTIVATIONS
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Foreign) -> bool:
@@ -169,15 +195,14 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if apply_router_weight_on_input or activation.value != "silu":
+        if apply_router_weight_on_input or not self._supports_activation(activation):
             raise NotImplementedError(
                 f"experts: got {activation}, weights on the input: {apply_router_weight_on_input}"
             )
         if expert_map is not None:  # other ranks' experts become -1, which add nothing
             topk_ids = expert_map[topk_ids.long()]
-        expert_kernels.multiply(
-            hidden_states, self.gate_up, self.down, topk_weights, topk_ids, self.batch_invariant, output
-        )
+        options = self.batch_invariant, output, self.epilogues
+        expert_kernels.multiply(hidden_states, self.gate_up, self.down, topk_weights, topk_ids, *options)
 
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
@@ -195,7 +220,6 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     backend = getattr(backend, "value", backend)
     inputs = getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
     parallel = method.moe.moe_parallel_config
-    limits = [getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")]
     wrong = {
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
         f"weights laid out for {backend}": backend not in source.backends,
@@ -207,8 +231,8 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         f"{experts} experts": experts > MAX_EXPERTS,
         f"activations in {scales.dtype}": scales.dtype not in DTYPES,
         "quantised activations": inputs is not None and inputs.itemsize == 1,
-        f"the activation {layer.activation}": not CuteKernelsExperts._supports_activation(layer.activation),
-        "biases or limits": bool(_biases(method, layer)) or any(limit is not None for limit in limits),
+        f"the activation {layer.activation}, or its numbers": activation_of(layer) is None,
+        "a bias of one product": len(_biases(method, layer)) == 1,
         "weights on the input": bool(layer.apply_router_weight_on_input),
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
         "experts that move between GPUs": bool(parallel.enable_eplb),
@@ -245,7 +269,7 @@ def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[Ker
         index = prepare.index_of(scales.device)
         form = integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
         forms.append(ExpertsForm(experts, n, k, k_pad, form, scales.dtype, index))
-    yield from _asked(method, forms[0], forms[1])
+    yield from _asked(method, forms[0], forms[1], activation_of(layer) or expert_kernels.SWIGLU)
 
 
 def _are_symmetric(zeros: torch.Tensor, bits: int) -> bool:
@@ -256,15 +280,22 @@ def _are_symmetric(zeros: torch.Tensor, bits: int) -> bool:
 
 @functools.cache
 def _specs(
-    gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int, ...], invariant: bool
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    topk: int,
+    tokens: tuple[int, ...],
+    invariant: bool,
+    activation: ActivationFunction,
 ) -> tuple[KernelSpec, ...]:
-    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant))
+    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant, activation))
 
 
-def _asked(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
+def _asked(
+    method: Foreign, gate_up: ExpertsForm, down: ExpertsForm, activation: ActivationFunction
+) -> tuple[KernelSpec, ...]:
     """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
     tokens = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS)
-    return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT))
+    return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT), activation)
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> None:
@@ -275,7 +306,8 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     """
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
-    for name, gated in (("w13", True), ("w2", False)):
+    activation = activation_of(layer) or expert_kernels.SWIGLU
+    for name, gated in (("w13", layer.activation.value != IN_TURN), ("w2", False)):
         words, scales, zeros = source.tensors(layer, name, zero_point)
         packed[name] = source.pack(
             words,
@@ -286,7 +318,9 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
             dtype=scales.dtype,
             gated=gated,
         )
+    biases = _biases_of(method, layer, packed["w13"].dtype)
     packed = method.cute_kernels_experts = _kept(getattr(method, "cute_kernels_experts", packed), packed)
+    biases = method.cute_kernels_biases = _kept_biases(getattr(method, "cute_kernels_biases", biases), biases)
     for name, experts in packed.items():
         _set(layer, source.words.format(name), experts.codes)
         _set(layer, source.scales.format(name), experts.scales)
@@ -295,10 +329,10 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
     note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
-    _load_kernels(method, packed["w13"], packed["w2"])
-    for name in BIASES:  # parameters that no checkpoint filled
+    _load_kernels(method, packed["w13"], packed["w2"], activation)
+    for name, bias in zip(BIASES, biases, strict=True):  # None: a parameter that no checkpoint filled
         if getattr(layer, name, None) is not None:
-            _set(layer, name, None)
+            _set(layer, name, bias)
     method.moe_quant_config = FUSED_MOE_UNQUANTIZED_CONFIG  # of activations; vLLM's experts would read the rest
     method.experts_cls = CuteKernelsExperts
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -310,7 +344,8 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
         allow_new_interface=True,
         use_monolithic=False,
     )
-    experts = CuteKernelsExperts(method.moe, method.moe_quant_config, packed["w13"], packed["w2"])
+    epilogues = expert_kernels.Epilogues(activation, *biases)
+    experts = CuteKernelsExperts(method.moe, method.moe_quant_config, packed["w13"], packed["w2"], epilogues)
     method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
 
 
@@ -331,17 +366,38 @@ def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> di
     return before
 
 
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
+    """Both products' biases as kernels take them, gates and ups in turn; None of layers without."""
+    if not _biases(method, layer):
+        return None, None
+    first, second = (getattr(layer, name).detach().to(dtype, copy=True).contiguous() for name in BIASES)
+    return first if layer.activation.value == IN_TURN else expert_weights.gate_and_up_in_turn(first), second
+
+
+def _kept_biases(before: Biases, now: Biases) -> Biases:
+    """``now``, where ``before`` lies, as of `_kept`."""
+    for old, new in zip(before, now, strict=True):
+        if (old is None) != (new is None):
+            raise ValueError("experts: got weights loaded again with other biases, want those of captured graphs")
+        if old is not None and new is not None:
+            old.copy_(new)
+    return before
+
+
 def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
     parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
     delattr(layer, name)
     layer.register_parameter(name, parameter)
 
 
-def _load_kernels(method: Foreign, gate_up: PackedExperts, down: PackedExperts) -> None:
+def _load_kernels(method: Foreign, gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction) -> None:
     """Makes a layer's kernels ready, unless a layer like it has done so."""
     if not gate_up.codes.is_cuda:
         return
-    asked = _asked(method, gate_up.form, down.form)
+    asked = _asked(method, gate_up.form, down.form, activation)
     if asked not in _loaded:
         _loaded.add(asked)
         prepare.load(gate_up.device, asked)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -235,6 +235,7 @@ class Experts:
     layer: torch.nn.Module
     gate_up: torch.Tensor
     down: torch.Tensor
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def expected(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """fp64 [tokens, K]; ids that are -1 add nothing."""
@@ -242,10 +243,25 @@ class Experts:
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
                 if expert >= 0:
-                    gate, up = (self.gate_up[expert].to(x.device) @ x[token].double()).chunk(2)
-                    hidden = torch.nn.functional.silu(gate) * up
-                    total[token] += weight * (self.down[expert].to(x.device) @ hidden)
+                    sums = self.gate_up[expert].to(x.device) @ x[token].double() + self.bias("w13", expert, x.device)
+                    sums = self.down[expert].to(x.device) @ self.between(sums) + self.bias("w2", expert, x.device)
+                    total[token] += weight * sums
         return total
+
+    def between(self, sums: torch.Tensor) -> torch.Tensor:
+        """What vLLM's activation makes of a token's gates and ups."""
+        numbers = (getattr(self.layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
+        usual = torch.inf, 1.0, 0.0
+        limit, alpha, beta = (other if each is None else each for each, other in zip(numbers, usual, strict=True))
+        gate, up = sums.chunk(2)
+        if self.layer.activation.value == "swigluoai":
+            (gate, up), limit, alpha, beta = (sums[::2], sums[1::2]), 7.0, 1.702, 1.0
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+    def bias(self, name: str, expert: int, device: torch.device) -> torch.Tensor | float:
+        found = self.biases.get(name)
+        return 0.0 if found is None else found[expert].double().to(device)
 
 
 NUM_EXPERTS = 5
@@ -341,13 +357,27 @@ def expert_source(form: Checkpoint) -> Any:
     return moe.SOURCES[interface.expert_methods[EXPERT_METHODS.index(form.checkpoint)][1]]
 
 
-def serve_experts(form: Checkpoint, device: str) -> tuple[Experts, Any]:
-    """(a layer, the plugin's experts) once its weights are packed, without the part that hands tokens out."""
+def give_biases(layer: Experts) -> None:
+    """Biases for both products, as a checkpoint fills them in."""
+    generator = torch.Generator().manual_seed(5)
+    for name, dense in (("w13", layer.gate_up), ("w2", layer.down)):
+        layer.biases[name] = torch.randn(dense.shape[:2], generator=generator).half()
+        setattr(layer.layer, f"{name}_bias", torch.nn.Parameter(layer.biases[name].clone(), requires_grad=False))
+    layer.layer._loaded_expert_biases = {"w13_bias", "w2_bias"}  # type: ignore[assignment]
+
+
+def serve_experts(form: Checkpoint, device: str, biased: bool = False, **attributes: Any) -> tuple[Experts, Any]:
+    """(a layer, the plugin's experts) once its weights are packed, without the part that hands tokens out. attributes:
+    of the layer."""
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     from cute_kernels.integrations.vllm import moe
 
     layer = make_experts(form, device)
+    for name, value in attributes.items():
+        setattr(layer.layer, name, value)
+    if biased:
+        give_biases(layer)
     source = expert_source(form)
     reason = moe.reason_against(layer.method, layer.layer, source)
     assert reason is None, reason

@@ -31,6 +31,31 @@ def experts_of_every_checkpoint_give_what_it_says() -> None:
 
 
 @check
+def biases_and_limits_are_part_of_the_products() -> None:
+    """Of gates before ups, and of gpt-oss's, which come in turn; limits are reached."""
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    oai = {name: SimpleNamespace(value=name) for name in ("swigluoai", "swigluoai_uninterleave")}
+    numbers = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+    for checkpoint in ("ct", "gptq"):
+        form = layers.Checkpoint(checkpoint, 4, 32, n=96, k=128)
+        for attributes in (
+            {"swiglu_limit": 0.5},
+            {"activation": oai["swigluoai"]},
+            {"activation": oai["swigluoai_uninterleave"], **numbers},
+        ):
+            for biased in (False, True):
+                layer, made = layers.serve_experts(form, "cpu", biased, **attributes)
+                assert layers.error_of_experts(layer, made, 7, form.dtype) < 2**-6, (str(form), attributes, biased)
+        layer, made = layers.serve_experts(form, "cpu", True)
+        assert (
+            made.epilogues.activation.name == "swiglu" and layers.error_of_experts(layer, made, 7, form.dtype) < 2**-6
+        )
+
+
+@check
 def other_experts_are_left_to_vllm_with_a_reason() -> None:
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
@@ -48,9 +73,10 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     assert "act-order" in reason(layers.Checkpoint(**usual, act_order=True))
     assert "experts of 80 features" in reason(layers.Checkpoint(**{**usual, "n": 80, "group_size": 0}))
     assert "the activation" in reason(layers.Checkpoint(**usual), activation=SimpleNamespace(value="gelu"))
-    assert "biases or limits" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
+    assert "a bias of one product" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
     loaded = {"w13_bias": torch.zeros(1), "_loaded_expert_biases": {"w13_bias"}}
-    assert "biases or limits" in reason(layers.Checkpoint(**usual), **loaded)
+    assert "a bias of one product" in reason(layers.Checkpoint(**usual), **loaded)
+    assert "or its numbers" in reason(layers.Checkpoint(**usual), swiglu_limit=7.0, swiglu_alpha=1.5)
     experts = layers.make_experts(layers.Checkpoint(**usual), "cpu")
     experts.method.wna16_backend.value, experts.method.moe.moe_backend = "TRITON", "triton"
     experts.method.input_dtype = torch.int8  # as VLLM_MARLIN_INPUT_DTYPE does
@@ -62,6 +88,7 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
 @check
 def kernels_of_experts_are_those_of_their_zero_points() -> None:
     """A checkpoint of AWQ has zero points even where all are symmetric, and is packed without them then."""
+    from cute_kernels.gemm.activations import Swiglu
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
 
@@ -83,7 +110,7 @@ def kernels_of_experts_are_those_of_their_zero_points() -> None:
         with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
             moe.process(experts.method, experts.layer, source)
         made = experts.method.moe_kernel
-        asked.assert_called_once_with(experts.method, made.gate_up.form, made.down.form)
+        asked.assert_called_once_with(experts.method, made.gate_up.form, made.down.form, Swiglu())
         assert (made.gate_up.zeros is None) is symmetric
 
 
