@@ -46,7 +46,7 @@ def read_config(path: Path) -> Config:
                 f"config.json: got quantisation configurations that differ in {places}, want one: give config"
             )
         if found:
-            return found[0][1]
+            return {**_of_experts(read_json(file)), **found[0][1]}
     for name in FILES:
         if (directory / name).exists():
             return checked(name, read_json(directory / name))
@@ -54,6 +54,13 @@ def read_config(path: Path) -> Config:
         said = checked(MODELOPT_FILE, read_json(directory / MODELOPT_FILE).get("quantization"))
         return {"quant_method": MODELOPT[0], **said}
     return {}
+
+
+def _of_experts(settings: Config) -> dict[str, Any]:
+    """DeepSeek V4's "expert_dtype", which stands beside the quantisation configuration; V4.1 has it inside."""
+    of_text = settings.get("text_config")
+    said = settings.get("expert_dtype", of_text.get("expert_dtype") if isinstance(of_text, Mapping) else None)
+    return {} if said is None else {"expert_dtype": said}
 
 
 def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:

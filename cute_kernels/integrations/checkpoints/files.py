@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from cute_kernels.integrations.checkpoints.layer_formats import (
 )
 from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
-from cute_kernels.model_layers import compiled_from
+from cute_kernels.model_layers import compiled_from, survey, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.names import Activations
 
@@ -81,7 +82,7 @@ def load_safetensors(
     Raises:
         FileNotFoundError: there is no such file.
         TypeError, ValueError: a file is cut off, or a tensor is missing, does not fit or is not as the configuration
-            says; the message names the tensor.
+            says; the message names the tensor and its file.
     """
     path = path_of(path)
     entries = with_common_names(read_headers(path))
@@ -115,7 +116,8 @@ def load_quantized_linears(
 
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
-        format, whether products are in 16 bits or FP8, and what else the checkpoint declares of activations.
+        format, whether products are in 16 bits or FP8, and what else the checkpoint declares of activations; and what
+        has its weights in 16 bits.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
@@ -242,7 +244,7 @@ class Filling:
                 if tensor is not None:
                     setattr(dense, name, nn.Parameter(tensor, requires_grad=getattr(dense, name).requires_grad))
         keep_vocabulary(model)
-        vars(model)["quantization_report"] = QuantizationReport(tuple(self._reported()), ())
+        vars(model)["quantization_report"] = QuantizationReport(tuple(self._reported()), tuple(self._left(model)))
 
     def _reported(self) -> Iterator[ReportedLayer]:
         names: dict[nn.Module, str] = {}
@@ -255,6 +257,18 @@ class Filling:
             packed = sum(part.weight.nbytes for part in parts)
             sizes = sum(tensor.nbytes for tensor in dense), packed
             yield ReportedLayer(names[module], type(module).__name__, *sizes, note=self._notes[module])
+
+    def _left(self, model: nn.Module) -> Iterator[ReportedLayer]:
+        """What has its weights in 16 bits, by the checkpoint or because they were unpacked."""
+        found = survey(model, ())
+        unpacked = {name for name, module in self._modules.items() if module in self._unpacked}
+        for layer in found.left:
+            if layer.kind not in (QuantizedLinear.__name__, QuantizedExperts.__name__):
+                reason = f"unpacked to 16 bits: {layer.reason}" if layer.name in unpacked else layer.reason
+                yield replace(layer, reason=reason, counts=False)
+        for module, (name, *_) in found.places.items():
+            nbytes = sum(weight_bytes(part) for part in module.modules())
+            yield ReportedLayer(name, type(module).__name__, nbytes, 0, "of 16 bits in the checkpoint", False)
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
@@ -315,7 +329,9 @@ def read_layers(
                     scale = _static_scale(entries, name, config_of(config, name), read)
                     _round_activations(layer, activations, scale)
             except (TypeError, ValueError) as error:
-                raise type(error)(join(name, str(error))) from error
+                own = join(name, str(error).partition(":")[0])
+                file = entries.get(own, entries[join(name, form.mark)]).file.name
+                raise type(error)(f"{join(name, str(error))} (in {file})") from error
             del tensors, bias  # what was read is not kept while the caller works
             yield name, layer
 

@@ -165,6 +165,11 @@ def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpa
         said = _said_of_weights(config, stored, "float")
         if said.get("symmetric") is False:
             raise ValueError("symmetric: got false, want true for weights of floats")
+    experts, codes = config.get("expert_dtype"), tensors[names.codes]
+    if experts not in (None, "fp4", "fp8"):
+        raise ValueError(f"expert_dtype: got {experts!r}, want 'fp4' or 'fp8'")
+    if experts == "fp8" and codes.dtype == torch.int8:  # two codes a byte
+        raise ValueError(f"expert_dtype: got 'fp8' beside {names.codes} of {codes.dtype}, want 'fp4'")
     return from_float_codes(tensors, names, **options)
 
 
@@ -400,8 +405,10 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
     for name, form in layers.items():
         known = {*form.required, *form.optional, *form.ignored, "bias", "k_scale", "v_scale"}  # of the cache
         if more := sorted(owned[name] - known):
+            file = entries[join(name, more[0])].file.name
             raise ValueError(
-                f"{join(name, more[0])}: got a tensor that {form.name} does not have, want none beside a layer's"
+                f"{join(name, more[0])}: got a tensor that {form.name} does not have, want none beside a layer's "
+                f"(in {file})"
             )
     for name in sorted(owned.keys() - layers.keys()):
         _check_not_quantised(entries, name, owned[name])

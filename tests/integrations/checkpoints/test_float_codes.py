@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from cute_kernels import QuantizedLinear, quantized_linear
-from cute_kernels.integrations.checkpoints import load_model, load_safetensors
+from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors
 from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -193,6 +194,10 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form
         f"16-bit products, declared {declared} activations"
     }
     assert f"declared {declared} activations" in str(report)
+    left = {layer.name.rpartition(".")[2]: layer.reason for layer in report.left}
+    assert left["embed_tokens"] == "an embedding" and left["lm_head"] == "of 16 bits in the checkpoint"
+    assert ("gate" in left) == (kind != "llama") and all(layer.nbytes for layer in report.left)
+    assert not {layer.name for layer in report.left} & {layer.name for layer in report.quantized}
 
 
 def test_modelopt_s_own_file_is_a_configuration(tmp_path):
@@ -242,12 +247,48 @@ BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {
 }
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("said", ["fp8", "int4", None, "fp4"])
+def test_what_deepseek_says_of_its_experts_is_what_they_have(tmp_path, said, inside):
+    """V4 says it in config.json, V4.1 in the quantisation configuration."""
+    write_layer(tmp_path, V4, None)
+    config = BLOCKS | ({"expert_dtype": said} if said and inside else {})
+    settings = {"quantization_config": config} | ({"expert_dtype": said} if said and not inside else {})
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    if said in (None, "fp4"):
+        ((_, layer),) = load_safetensors(tmp_path)
+        assert isinstance(layer, QuantizedLinear) and layer.weight_format.title == "MXFP4"
+        return
+    wanted = "beside weight of torch.int8, want 'fp4'" if said == "fp8" else "want 'fp4' or 'fp8'"
+    with pytest.raises(ValueError, match=f"^{NAME}.expert_dtype: got '{said}'.* ?{wanted}"):
+        list(load_safetensors(tmp_path))
+
+
 @pytest.mark.parametrize("which", list(BAD))
-def test_a_bad_tensor_is_named_with_its_layer(tmp_path, which):
+def test_a_bad_tensor_is_named_with_its_layer_and_file(tmp_path, which):
     tensors, changes, message = BAD[which]
     changed = {name: tensor.contiguous() for name, tensor in (tensors | changes).items() if tensor is not None}
-    with pytest.raises((TypeError, ValueError), match=f"^{NAME}.{message}"):
+    with pytest.raises((TypeError, ValueError), match=rf"^{NAME}.{message}.*\(in model.safetensors\)$"):
         list(load_safetensors(write_layer(tmp_path, changed, None)))
+
+
+def test_a_model_is_as_it_was_where_a_later_layer_is_bad(tmp_path):
+    """The message names the file of the tensor that is bad, not of the layer's first one."""
+    model: Any = nn.ModuleDict({name: nn.Linear(256, 64, bias=False) for name in ("a", "b")})
+    before = dict(model.named_modules())
+    files = {"a.weight": "1", "a.weight_scale_inv": "1", "b.weight": "1", "b.weight_scale_inv": "2"}
+    bad = V3 | {"weight_scale_inv": torch.full((1, 2), torch.inf)}
+    tensors = {key: (bad if key[0] == "b" else V3)[key[2:]].clone() for key in files}
+    for number in "12":
+        part = {key: tensors[key] for key, file in files.items() if file == number}
+        save_file(part, tmp_path / f"model-{number}-of-2.safetensors")
+    index = {"weight_map": {key: f"model-{file}-of-2.safetensors" for key, file in files.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=r"^b.weight_scale_inv: got .* want finite ones \(in model-2-of-2.safetensors\)$"
+    ):
+        load_quantized_linears(model, tmp_path)
+    assert dict(model.named_modules()) == before and type(model["a"]) is nn.Linear
 
 
 def test_fp16_is_refused_where_scales_are_bytes_and_taken_where_they_are_numbers(tmp_path):
