@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_files_that_a_design_page_names_are_there(page: Path):
 def test_a_weight_format_has_one_spelling(page: Path):
     """ "w4g128", as arguments and messages have it."""
     assert not re.findall(r"\bw[48]f?_g(?:\d|channel)", page.read_text())
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=name)
+def test_a_notebooks_code_and_drawings_fit_a_page(notebook: Path):
+    """Beside the sidebar, at 1100 pixels: a drawing shrinks to some four fifths at most, code is not wrapped."""
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(len(line.rstrip()) <= 88 for cell in cells for line in cell["source"])
+    drawings = ["".join(out.get("data", {}).get("image/svg+xml", "")) for cell in cells for out in cell["outputs"]]
+    widths = [int(found[1]) for drawing in drawings if (found := re.search(r'<svg[^>]* width="(\d+)"', drawing))]
+    assert widths and max(widths) <= 1050
 
 
 def test_sentences_are_found():

@@ -17,7 +17,7 @@ from layouts.transform import Transform
 from layouts.weights.formats import WeightTile
 from layouts.weights.hopper import TILE_N
 
-WRAP = 64
+WRAP = 16  # cells of five characters then fit a column of text
 
 
 def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: int = 2) -> Figure:
@@ -110,7 +110,7 @@ def _words_panel(found: BankReport) -> Panel:
 def _ranges(lanes: list[int]) -> str:
     if not lanes:
         return ""
-    return str(lanes[0]) if len(lanes) == 1 else f"{lanes[0]}+{len(lanes) - 1}"
+    return str(lanes[0]) if len(lanes) == 1 else f"{lanes[0]}\n+{len(lanes) - 1}"
 
 
 def _load_panel(found: BankReport) -> Panel:
@@ -131,7 +131,7 @@ def permutation(transform: Transform, line: int | None = None, lines: int | None
 
     Args:
         transform: of a modest size; every element becomes a cell.
-        line: elements per line of the result; by default its last extent, at most 64.
+        line: elements per line of the result; by default its last extent, at most `WRAP`.
         lines: show only the first lines of the result, and leave what lies elsewhere white (or out) in the source.
     """
     rows, columns = (1, *transform.in_shape)[-2:]
@@ -161,7 +161,7 @@ def permutation(transform: Transform, line: int | None = None, lines: int | None
     flip = f"; every element ^ {transform.flip:#x}" if transform.flip else ""
     caption = f"row,column of the element at each place, in memory order{flip}; destination -> source: "
     caption += algebra.notation(transform.source)
-    return Figure(transform.name, panels, caption, across=sum(widths) <= 48)
+    return Figure(transform.name, panels, caption, across=sum(widths) <= WRAP + 4)
 
 
 def register_bits(conversion: Conversion) -> Figure:
@@ -219,10 +219,10 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
 
 
 def scale_map(tile: WeightTile) -> Figure:
-    """Who loads each scale of a tile, then the banks of the first warp's load of them."""
-    cells = []
+    """Who loads each scale of half a tile's features, then the banks of the first warp's load of them."""
+    cells, shown = [], TILE_N // 2  # the other warps load as these do
     for row in range(tile.rows):
-        for feature in range(TILE_N):
+        for feature in range(shown):
             warp, of_warp = divmod(feature, 16)
             first = 4 * (of_warp % 8)
             facts = {"feature": feature, "byte": tile.scale_place(feature, row), "warp": warp}
@@ -232,8 +232,10 @@ def scale_map(tile: WeightTile) -> Figure:
     size = tile.group_size
     labels = [f"inputs {size * i}-{size * (i + 1) - 1}" for i in range(tile.groups)]
     labels += [f"second level, byte {i}" for i in range(tile.second_bytes // tile.scale_bytes)]
-    across = [str(feature) if feature % 8 == 0 else "" for feature in range(TILE_N)]
-    title = f"a tile's scales, {tile.scale_bytes} B each, features across: the first of the four lanes that load each"
+    across = [str(feature) if feature % 8 == 0 else "" for feature in range(shown)]
+    title = (
+        f"half a tile's scales, {tile.scale_bytes} B each, features across: the first of the four lanes that load each"
+    )
     banks = bank_map(tile.load())
     return Figure(
         tile.name, [Panel(title, cells, labels, across), *banks.panels], f"{tile.describe()}; {banks.caption}"

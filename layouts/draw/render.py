@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from pathlib import Path
 
 from layouts.draw.figure import Cell, Figure, Panel
@@ -13,6 +14,7 @@ PADDING = 7
 MARGIN = 16
 TITLE = 26
 LABEL_GAP = 6
+WORDS_WIDTH = 700  # to which captions of narrow drawings are wrapped
 FONT = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
@@ -82,12 +84,13 @@ rect {{ stroke: #8a8a8a; stroke-width: 0.6; }}
 def to_svg(figure: Figure) -> str:
     """The figure as an SVG document; hovering shows a cell's facts in any browser."""
     grids = [_Grid(panel) for panel in figure.panels]
-    caption = figure.caption.split("\n") if figure.caption else []
     if not figure.across:
         for grid in grids:  # columns of one panel stand under those of another
             grid.left = max(other.left for other in grids)
     widths, heights = [grid.width for grid in grids], [grid.height for grid in grids]
     across = sum(widths) + 2 * MARGIN * (len(grids) - 1) if figure.across else max(widths)
+    fits = int(max(across, WORDS_WIDTH) / (CHAR * 1.1))
+    caption = [part for line in figure.caption.split("\n") for part in textwrap.wrap(line, fits)]
     words = max(len(figure.title) * 1.5, *(len(line) for line in [*caption, ""])) * CHAR * 1.1
     width = max(across, words) + 2 * MARGIN
     height = MARGIN + 28 + len(caption) * (LINE + 3) + (max(heights) if figure.across else sum(heights)) + MARGIN
