@@ -175,7 +175,7 @@ def test_latent_attention_gives_what_flashmla_gives(served: Served):
     vLLM 0.26's FLASHMLA loses the cached part of some prompts, in code that is left alone: docs/tasks/vllm.md.
     """
     ours, left = served("latent"), served("latent-left")
-    assert ours["attention"] == left["attention"] == ["CuteKernelsMlaImpl"]
+    assert ours["attention"] == left["attention"] == ["CuteKernelsFlashMLAImpl"]
     print("FlashMLA beside FlashAttention:", difference(left, served("latent-theirs")))
     found = difference(ours, left)
     print("latent:", found)

@@ -162,7 +162,9 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "many": Scenario(kv_format="fp16", tokens=65536, engine=MANY, what="generate_many"),
         "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
         "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
-        "latent-theirs": Scenario(model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}),
+        "latent-theirs": Scenario(
+            model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}, leaves_mla=True
+        ),
         "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
         "latent": Scenario(model=LATENT, engine=FLASHMLA),
         "w4": Scenario(kv_format="fp16", model=W4),

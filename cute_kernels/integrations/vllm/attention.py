@@ -43,7 +43,7 @@ from cute_kernels.integrations.vllm.attention_metadata import (
     is_invariant,
     most_queries,
 )
-from cute_kernels.integrations.vllm.attention_pages import BACKENDS_PACK, PREFERRED_BLOCK, Pages
+from cute_kernels.integrations.vllm.attention_pages import BACKENDS_PACK, PREFERRED_BLOCK, Pages, reason_of_connector
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import say_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -86,7 +86,7 @@ class CuteKernelsAttentionBackend(Pages):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True  # those that move whole pages: `attention_pages.reason_of_connector`
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -143,7 +143,8 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
     wrong = {
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
-        "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers)
+        and (kv_formats.is_own(kv_cache_dtype) or not BACKENDS_PACK),
         "--kv-sharing-fast-prefill": bool(config.cache_config.kv_sharing_fast_prefill),
         "sleep mode": prepare.may_sleep(),
         "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
@@ -153,7 +154,9 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
         "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
     }
-    return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+    found = [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+    connector = reason_of_connector(config)
+    return found if connector is None else [*found, connector]
 
 
 def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:

@@ -21,6 +21,8 @@ from cute_kernels.integrations.vllm import kv_formats
 
 BACKENDS_PACK = hasattr(AttentionBackend, "customize_spec")
 """Whether vLLM asks backends for what their pages hold (0.30 on)."""
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""KV connectors that move pages whole, as the bytes that a layer's specification counts."""
 PREFERRED_BLOCK = 64  # tokens of a page, if the user names none: fewer, larger copies than vLLM's 16
 
 
@@ -52,11 +54,29 @@ class Pages(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Foreign) -> Any:
         """A layer's specification with the bytes of its pages, in any layout: a page's bytes lie together in all."""
-        if spec.state_content_bytes is not None:
+        cache_dtype = _cache_dtype_of(spec)
+        not_ours = kv_formats.is_own(cache_dtype) and kv_formats.own_formats() is None  # --kv-cache-dtype-skip-layers
+        if spec.state_content_bytes is not None or not_ours:
             return spec
-        formats = kv_formats.formats_for(_cache_dtype_of(spec))
+        formats = kv_formats.formats_for(cache_dtype)
         content = spec.num_kv_heads * sum(engine_cache.row_bytes(formats, spec.head_size))
         return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
+
+
+def reason_of_connector(config: Foreign) -> str | None:
+    """Why an engine's KV connector cannot move pages; None if it can, or there is none.
+
+    A page holds K's rows of all of its tokens and KV heads, then V's. A connector that cuts pages by heads or tokens,
+    or asks for K and V apart, would tear them; so would one that deals heads of several GPUs out anew.
+    """
+    transfer = getattr(config, "kv_transfer_config", None)
+    if transfer is None:
+        return None
+    name, ranks = transfer.kv_connector, config.parallel_config.tensor_parallel_size
+    if not BACKENDS_PACK or name not in CONNECTORS:
+        known = ", ".join(CONNECTORS) if BACKENDS_PACK else "none with this vLLM"
+        return f"KV connector {name} not supported, which may take pages apart; supported: {known}"
+    return None if ranks == 1 else f"KV connector {name} with tensor parallelism of {ranks} not supported"
 
 
 def _cache_dtype_of(spec: Foreign) -> str:

@@ -1,8 +1,8 @@
-"""Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of FlashMLA's kernels.
+"""Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of its backends' kernels.
 
-vLLM's backends FLASHMLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing, metadata. What
-they make of a layer becomes a subclass whose decoding runs here, with as many heads as the GPU has: FlashMLA's kernels
-for chosen tokens want 64 or 128, and vLLM pads.
+vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing,
+metadata. What they make of a layer becomes a subclass whose decoding runs here, with as many heads as the GPU has:
+FlashMLA's kernels for chosen tokens want 64 or 128, and vLLM pads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, ClassVar
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
-from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
 
 from cute_kernels import mla_decode, sparse_mla_decode
 from cute_kernels.integrations.attention_kernels import batches_up_to
@@ -29,7 +27,7 @@ from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.gpu import GPU
 
-PAGE_SIZE = 64  # of FlashMLA's backends
+PAGE_SIZE = 64  # of FlashMLA's backends; FLASH_ATTN_MLA's have 16 unless the command line says more
 MAX_Q_LEN = 16  # of `mla_decode`
 MAX_HEADS = 128
 EACH_ROW = 256  # up to so many new tokens of a step, neighbours may have other kernels
@@ -38,16 +36,17 @@ FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.f
 SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
-class CuteKernelsMlaImpl(FlashMLAImpl):
-    """Whole contexts in 16 bits; FP8 with one scale is left to FlashMLA."""
+class Decoding:
+    """Decoding over whole contexts in 16 bits, in pages of 64 tokens, before a backend's own; FP8 is left to that."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.serves = False
         dtype = _model_dtype()
         reason = reason_against(self, "16-bit" if self.kv_cache_dtype in ("auto", "float16", "bfloat16") else None)
+        reason = reason or _reason_of_pages()
         if reason is None and dtype in FORMATS:
-            reason = _make_ready(_dense_decodes(FORMATS[dtype], self.num_heads))
+            reason = _make_ready(_dense_decodes(FORMATS[dtype], _heads_of(self)))
         self.serves = _outcome(f"mla {FORMATS.get(dtype)} {self.num_heads}", reason)
 
     def forward_mqa(
@@ -57,20 +56,27 @@ class CuteKernelsMlaImpl(FlashMLAImpl):
         attn_metadata: Foreign,
         layer: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q: [tokens, heads, 576], or its latent and its RoPE columns; returns [tokens, heads, 512] and no lse."""
+        """q: [tokens, heads, 576], or its latent and its RoPE columns; returns [tokens, heads, 512], and with contexts
+        cut among GPUs the log-sum-exp of scores, fp32 [tokens, heads]."""
+        decode, requests = attn_metadata.decode, attn_metadata.num_decodes
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        queries = reshape_query_for_spec_decode(queries, attn_metadata.num_decodes)
-        if not self.serves or queries.shape[1] > MAX_Q_LEN or self.dcp_world_size > 1:
+        q_len = queries.shape[0] // max(requests, 1)
+        # FLASH_ATTN_MLA decodes short prompts too, of any lengths.
+        uniform = q_len == max(getattr(decode, "max_query_len", q_len), 1) and q_len * requests == queries.shape[0]
+        # A GPU's part of a context says nothing of where several new tokens of a request stand.
+        longest = MAX_Q_LEN if self.dcp_world_size == 1 else 1
+        if not (self.serves and uniform and q_len <= longest and kv_c_and_k_pe_cache.shape[1] % PAGE_SIZE == 0):
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        out = mla_decode(
-            queries.contiguous(),
-            kv_c_and_k_pe_cache,
-            attn_metadata.decode.seq_lens,
-            kv_format=FORMATS[kv_c_and_k_pe_cache.dtype],
-            block_table=attn_metadata.decode.block_table,
-            softmax_scale=self.scale,
-        )
-        return reshape_attn_output_for_spec_decode(out), None
+        queries = queries.unflatten(0, (requests, q_len)).contiguous()
+        options: dict[str, Any] = {
+            "kv_format": FORMATS[kv_c_and_k_pe_cache.dtype],
+            "block_table": decode.block_table,
+            "softmax_scale": self.scale,
+        }
+        if self.dcp_world_size == 1:
+            return mla_decode(queries, kv_c_and_k_pe_cache, decode.seq_lens, **options).flatten(0, 1), None
+        out, lse = mla_decode(queries, kv_c_and_k_pe_cache, decode.seq_lens, return_lse=True, **options)
+        return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
@@ -83,7 +89,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         super().__init__(*arguments, **named)
         self.serves = False
         form = SCALED if self.kv_cache_dtype == "fp8_ds_mla" else "mla_bf16"
-        reason = reason_against(self, form)
+        reason = reason_against(self, form, cut=False)
         if reason is None:
             reason = _make_ready(_sparse_decodes(form, self.num_heads, self.topk_indices_buffer.shape[1]))
         self.serves = _outcome(f"mla chosen {form} {self.num_heads}", reason)
@@ -129,15 +135,30 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         return (out.squeeze(1), None) if self.gives_lse else out.squeeze(1)
 
 
-def reason_against(impl: Foreign, form: str | None) -> str | None:
-    """Why a layer keeps FlashMLA's kernels; None if it need not. form: of its cache, None for one that is not read."""
+def _heads_of(impl: Foreign) -> int:
+    """Heads of a launch: with contexts cut among GPUs, those of all that share one."""
+    return impl.num_heads * impl.dcp_world_size
+
+
+def _reason_of_pages() -> str | None:
+    """Why pages keep a layer with its backend; FlashMLA's are of 64 tokens in any case."""
+    config = get_current_vllm_config_or_none()
+    block = PAGE_SIZE if config is None else config.cache_config.block_size or 0
+    return None if block % PAGE_SIZE == 0 and block else f"pages of {block} tokens; --block-size 64 is supported"
+
+
+def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
+    """Why a layer keeps its backend's kernels; None if it need not.
+
+    form: of its cache, None for one that is not read. cut: whether contexts may be cut among GPUs.
+    """
     if (left := prepare.why_left("mla")) is not None:
         return left
     wrong = {
         f"{impl.kv_cache_dtype} caches": form is None,
         f"{impl.head_size} columns": impl.head_size != HEAD_DIM or impl.kv_lora_rank != V_DIM,
-        f"{impl.num_heads} heads": impl.num_heads > MAX_HEADS,
-        "decode context parallelism": impl.dcp_world_size > 1,
+        f"{_heads_of(impl)} heads": _heads_of(impl) > MAX_HEADS,
+        "decode context parallelism": impl.dcp_world_size > 1 and not cut,
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
     }
     found = [what for what, is_so in wrong.items() if is_so]
@@ -184,7 +205,7 @@ def _outcome(what: str, reason: str | None) -> bool:
     """Whether a layer is served; said once for all that are alike."""
     if reason is None:
         note_served(what)
-    say_once(f"{what} runs here" if reason is None else f"{what} is left to FlashMLA: {reason}")
+    say_once(f"{what} runs here" if reason is None else f"{what} is left to vLLM: {reason}")
     return reason is None
 
 
@@ -192,10 +213,18 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 
 def replace(interface: Interface) -> str:
-    """Has FlashMLA's backends make these layers; says what was done."""
+    """Has vLLM's backends make these layers; says what was done."""
     CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
-    served = {"FlashMLABackend": CuteKernelsMlaImpl, "FlashMLASparseBackend": CuteKernelsSparseMlaImpl}
     for module, name in interface.mla_backends:
-        backend = getattr(importlib.import_module(module), name)
-        backend.get_impl_cls = staticmethod(lambda implementation=served[name]: implementation)
-    return "decoding of MLA by FLASHMLA (16-bit caches) and FLASHMLA_SPARSE runs here"
+        try:
+            backend = getattr(importlib.import_module(module), name)
+        except ImportError:  # a build without its kernels, which vLLM never chooses
+            continue
+        original = backend.get_impl_cls()
+        if issubclass(original, (Decoding, CuteKernelsSparseMlaImpl)):
+            continue
+        made = CuteKernelsSparseMlaImpl
+        if original is not FlashMLASparseImpl:
+            made = type(f"CuteKernels{original.__name__}", (Decoding, original), {})
+        backend.get_impl_cls = staticmethod(lambda implementation=made: implementation)
+    return "decoding of MLA by FLASHMLA and FLASH_ATTN_MLA (16-bit caches, pages of 64), and FLASHMLA_SPARSE runs here"

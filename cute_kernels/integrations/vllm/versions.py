@@ -48,6 +48,7 @@ class Interface:
     )
     mla_backends: tuple[tuple[str, str], ...] = (
         ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
+        ("vllm.v1.attention.backends.mla.flashattn_mla", "FlashAttnMLABackend"),
         ("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),
     )
     mla_gives_lse: bool = True

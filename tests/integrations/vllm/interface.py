@@ -52,6 +52,11 @@ def set_up() -> None:
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
     os.environ["CUTE_KERNELS_VLLM"] = ",".join(environment.SEAMS)
     sys.modules["vllm._C_stable_libtorch"] = SimpleNamespace()  # type: ignore[assignment]
+    flash = SimpleNamespace(flash_attn_varlen_func=None, get_scheduler_metadata=None)  # of kernels that are not here
+    sys.modules["vllm.vllm_flash_attn"] = flash  # type: ignore[assignment]
+    from vllm.v1.attention.backends import fa_utils
+
+    vars(fa_utils).update({name: None for name in vars(flash) if not hasattr(fa_utils, name)})
     from cute_kernels.integrations.vllm import linear, plugin, prepare, register
 
     plugin._platform = hopper

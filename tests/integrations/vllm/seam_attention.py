@@ -200,7 +200,6 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_mm_prefix": True},
         {"use_non_causal": True},
         {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
-        {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},

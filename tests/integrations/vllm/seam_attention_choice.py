@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 
 from tests.integrations.vllm.checks import check
-from tests.integrations.vllm.seam_attention import reasons_against
+from tests.integrations.vllm.seam_attention import engine_caches, layer_spec, reasons_against
 from tests.integrations.vllm.steps import Layer
 
 
@@ -191,3 +192,92 @@ def hybrids_have_pages_that_fit_or_are_refused_by_name() -> None:
         refused = [] if fits else ["Mamba layers beside such pages not supported"]
         assert attention._reasons_of_engine("auto", True) == refused
         assert attention._reasons_of_engine("fp8", True) == []  # which vLLM counts itself
+
+
+@check
+def connectors_that_move_whole_pages_are_served_and_others_are_refused_by_name() -> None:
+    from cute_kernels.integrations.vllm import attention_pages
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    def reason(name: str | None, ranks: int = 1) -> str:
+        transfer = None if name is None else SimpleNamespace(kv_connector=name)
+        parallel = SimpleNamespace(tensor_parallel_size=ranks)
+        engine = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+        return str(attention_pages.reason_of_connector(engine))
+
+    assert CuteKernelsAttentionBackend.supports_kv_connector() and reason(None) == "None"
+    assert "KV connector NixlConnector not supported" in reason("NixlConnector")
+    for name in attention_pages.CONNECTORS:
+        if not attention_pages.BACKENDS_PACK:
+            assert "supported: none with this vLLM" in reason(name)
+            continue
+        assert reason(name) == "None" and "tensor parallelism of 2" in reason(name, 2)
+    if attention_pages.BACKENDS_PACK:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        assert set(attention_pages.CONNECTORS) <= set(KVConnectorFactory._registry)
+
+
+@check
+def a_page_that_a_connector_moves_by_its_bytes_is_the_page() -> None:
+    """As OffloadingConnector sees a layer: [pages, bytes that the specification counts], as far apart as pages are."""
+    from cute_kernels.integrations.vllm import attention_pages, kv_formats
+
+    if not attention_pages.BACKENDS_PACK:
+        return
+    for kv_cache_dtype, own in (("fp8", ""), ("int4_per_token_head", ""), ("auto", "int8_token_head,int4_g4")):
+        spec = layer_spec(kv_cache_dtype, own, 128)
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+            formats = kv_formats.formats_for(kv_cache_dtype)
+        for cache, tokens in engine_caches(spec, 5, kv_cache_dtype, own):
+            if tokens != spec.block_size:
+                continue
+            cache.view(torch.uint8).copy_(torch.randint(0, 255, cache.view(torch.uint8).shape, dtype=torch.uint8))
+            width, place = cache.element_size(), cache.storage_offset() * cache.element_size()
+            pages = torch.empty(0, dtype=torch.uint8).set_(
+                cache.untyped_storage(), place, (5, spec.page_size_bytes), (cache.stride(0) * width, 1)
+            )
+            before = [view.view(torch.uint8).clone() for view in kv_formats.views(cache, formats, 128, 8)]
+            pages[3] = pages[1]
+            for old, view in zip(before, kv_formats.views(cache, formats, 128, 8), strict=True):
+                now = view.view(torch.uint8)
+                assert torch.equal(now[3], old[1]) and torch.equal(now[[0, 1, 2, 4]], old[[0, 1, 2, 4]])
+
+
+@check
+def layers_that_are_skipped_share_pages_with_ours() -> None:
+    """vLLM makes pages of a quantised cache as large as a few tokens of the layers that it leaves in 16 bits."""
+    from vllm.platforms.interface import Platform
+
+    from cute_kernels.integrations.vllm import attention, attention_pages, kv_formats
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    caches = SimpleNamespace(
+        kv_cache_dtype_skip_layers=["0"], kv_sharing_fast_prefill=False, block_size=64, mamba_page_size_padded=None
+    )
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(),
+        is_hybrid=False,
+        get_num_kv_heads=lambda parallel: 8,
+        get_head_size=lambda: 128,
+        dtype=torch.bfloat16,
+    )
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    engine = SimpleNamespace(model_config=model, parallel_config=parallel, cache_config=caches, speculative_config=None)
+    refused = ["--kv-cache-dtype-skip-layers not supported"]
+    with mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: engine):
+        assert attention._reasons_of_engine("auto", True) == refused  # it would be in our format all the same
+        fits = attention_pages.BACKENDS_PACK
+        assert attention._reasons_of_engine("fp8", True) == ([] if fits else refused)
+    if not fits:
+        return
+    for caches.cache_dtype in ("fp8", "int8_per_token_head", "int4_per_token_head"):
+        caches.block_size, formats = 64, kv_formats.formats_for(caches.cache_dtype)
+        with (
+            mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": ""}),
+            mock.patch("vllm.config.vllm.set_current_vllm_config", lambda config: nullcontext()),
+        ):
+            Platform._align_heterogeneous_kv_block_size(engine, CuteKernelsAttentionBackend)
+        page = kv_formats.page_bytes(formats, 128, caches.block_size, 8)
+        assert caches.skip_page_size_padded == page and page >= 16 * 8 * 128 * 2 * 2, caches.cache_dtype
+        assert any(caches.block_size % size == 0 for size in (64, 128, 256))

@@ -31,15 +31,28 @@ def attend(q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @check
 def whole_contexts_are_decoded_from_a_latent_cache() -> None:
+    from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend, FlashAttnMLAImpl
     from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl
 
+    for backend, base, measured in (
+        (FlashMLABackend, FlashMLAImpl, False),
+        (FlashAttnMLABackend, FlashAttnMLAImpl, True),
+    ):
+        decode_whole_contexts(made(backend.get_impl_cls()), base, measured)
+
+
+def decode_whole_contexts(layer: Any, base: type, measured: bool) -> None:
+    """measured: whether a step's metadata say how many new tokens the longest request has."""
     generator = torch.Generator().manual_seed(0)
-    layer = made(FlashMLABackend.get_impl_cls())
-    assert isinstance(layer, FlashMLAImpl) and type(layer).__name__ == "CuteKernelsMlaImpl"
+    assert isinstance(layer, base) and type(layer).__name__.startswith("CuteKernels")
     cache = torch.randn(6, 64, 576, generator=generator).bfloat16()
     table, lengths = torch.tensor([[3, 0], [5, 1]], dtype=torch.int32), torch.tensor([70, 9], dtype=torch.int32)
-    metadata = SimpleNamespace(num_decodes=2, decode=SimpleNamespace(block_table=table, seq_lens=lengths))
+    decode = SimpleNamespace(block_table=table, seq_lens=lengths)
+    metadata = SimpleNamespace(num_decodes=2, decode=decode)
+    q = torch.empty(0)
     for q_len in (1, 2):
+        if measured:
+            decode.max_query_len = q_len
         q = torch.randn(2 * q_len, 3, 576, generator=generator).bfloat16()
         for given in (q, (q[..., :512], q[..., 512:])):
             out, lse = layer.forward_mqa(given, cache, metadata, None)
@@ -50,10 +63,40 @@ def whole_contexts_are_decoded_from_a_latent_cache() -> None:
                 expected = attend(q[token], cache[table[request].long()].flatten(0, 1)[:seen])
                 assert (out[token].double() - expected).abs().max() < 0.02
     long = torch.zeros(2 * 17, 3, 576).bfloat16()
-    with mock.patch.object(FlashMLAImpl, "forward_mqa", lambda self, q, *_: ("vLLM's", q)):
+    cut = made(type(layer), dcp_world_size=2)
+    with mock.patch.object(base, "forward_mqa", lambda self, q, *_: ("vLLM's", q)):
+        if measured:
+            decode.max_query_len = 17
         assert layer.forward_mqa(long, cache, metadata, None) == ("vLLM's", long)
-        other = made(type(layer), dcp_world_size=2)
-        assert other.forward_mqa(q, cache, metadata, None)[0] == "vLLM's"
+        if measured:
+            decode.max_query_len = 3  # requests of 1 and of 3 new tokens
+            assert layer.forward_mqa(q, cache, metadata, None)[0] == "vLLM's"
+            decode.max_query_len = 2
+        assert cut.forward_mqa(q, cache, metadata, None)[0] == "vLLM's"
+        assert layer.forward_mqa(q, cache[:, :16], metadata, None)[0] == "vLLM's"
+    if measured:
+        decode.max_query_len = 1
+    give_parts_that_merge(cut, q[:2], cache, table, lengths, metadata)
+
+
+def give_parts_that_merge(
+    layer: Any, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, metadata: Any
+) -> None:
+    """Two GPUs' parts of contexts, the second request's all on the first GPU, are the whole by their log-sum-exps."""
+    whole = [cache[table[request].long()].flatten(0, 1)[: int(lengths[request])] for request in range(2)]
+    parts = []
+    for kept in (torch.tensor([40, 9], dtype=torch.int32), torch.tensor([30, 0], dtype=torch.int32)):
+        pages = torch.zeros_like(cache)
+        for request in range(2):
+            mine = whole[request][:40] if len(parts) == 0 else whole[request][40:]
+            pages[request, : len(mine)] = mine
+        metadata.decode.block_table, metadata.decode.seq_lens = torch.tensor([[0], [1]], dtype=torch.int32), kept
+        parts.append(layer.forward_mqa(q, pages, metadata, None))
+    weights = torch.stack([lse for _, lse in parts]).double().softmax(0)
+    outs = torch.stack([out for out, _ in parts]).double()
+    merged = (weights[..., None] * outs).sum(0)
+    for request in range(2):
+        assert (merged[request] - attend(q[request], whole[request])).abs().max() < 0.02
 
 
 @check
@@ -96,18 +139,26 @@ def chosen_tokens_are_decoded_for_as_many_heads_as_there_are() -> None:
 
 
 @check
-def other_mla_is_left_to_flashmla_with_a_reason() -> None:
+def other_mla_is_left_to_vllm_with_a_reason() -> None:
     from cute_kernels.integrations.vllm import mla
 
-    def reason(form: str | None = "mla_bf16", **changes: Any) -> str | None:
+    def of(**changes: Any) -> Any:
         usual = {"kv_cache_dtype": "auto", "head_size": 576, "kv_lora_rank": 512, "num_heads": 16, "dcp_world_size": 1}
-        return mla.reason_against(SimpleNamespace(**{**usual, **changes}), form)
+        return SimpleNamespace(**{**usual, **changes})
+
+    def reason(form: str | None = "mla_bf16", **changes: Any) -> str | None:
+        return mla.reason_against(of(**changes), form)
 
     assert reason() is None
     assert "fp8 caches" in str(reason(None, kv_cache_dtype="fp8"))
     assert "320 columns" in str(reason(head_size=320))
     assert "256 heads" in str(reason(num_heads=256))
-    assert "decode context parallelism" in str(reason(dcp_world_size=2))
+    assert reason(dcp_world_size=2) is None and "160 heads" in str(reason(dcp_world_size=10))
+    assert "decode context parallelism" in str(mla.reason_against(of(dcp_world_size=2), "mla_bf16", cut=False))
+    for block, wanted in ((16, "pages of 16 tokens; --block-size 64 is supported"), (128, None)):
+        config = SimpleNamespace(cache_config=SimpleNamespace(block_size=block))
+        with mock.patch.object(mla, "get_current_vllm_config_or_none", lambda config=config: config):
+            assert mla._reason_of_pages() == wanted
     with mock.patch.object(mla, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
         assert "VLLM_BATCH_INVARIANT" in str(reason())
 
