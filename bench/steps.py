@@ -32,7 +32,7 @@ from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import deferred
-from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.experts import Routing, fused_moe, route
 from cute_kernels.gemm.layer.call import serves_rows
 from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
 from cute_kernels.gemm.spec import GemmSpec
@@ -94,7 +94,7 @@ class StepModel:
     @property
     def cases(self) -> tuple[StepCase, ...]:
         """Ways to compute a step that are measured; the first is the baseline."""
-        return CASES
+        return (*CASES, ROUTED) if self.experts else CASES
 
     def step(self, case: StepCase, shape: Shape, device: str = "cuda") -> Step:
         return Step(self, case, shape, device)
@@ -109,15 +109,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class StepCase:
-    """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; sdpa: whether torch attends."""
+    """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; sdpa: whether torch attends;
+    routes: whether experts are chosen by `route`, not torch."""
 
     weights: str
     kv: Cached
     sdpa: bool = False
+    routes: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.weights}, {'bf16 SDPA' if self.sdpa else self.kv}"
+        return f"{self.weights}, {'bf16 SDPA' if self.sdpa else self.kv}{', route' if self.routes else ''}"
 
 
 CASES = (
@@ -130,6 +132,7 @@ CASES = (
     StepCase("w8", "int8_token_head"),
 )
 BASELINE = CASES[0]
+ROUTED = StepCase("w4", "int4_g4", routes=True)  # of models with experts
 
 
 def element_bytes(weights: str) -> float:
@@ -307,6 +310,9 @@ class Step:
         rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"], parts.get("gate_up"))
         if model.experts:
             x = rows.normed()
+            if self.case.routes:
+                ids, weights = route(x, parts["router"], Routing(model.topk))
+                return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
             weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
             return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
         gated = self.normed(parts["gate_up"], rows, activation="swiglu")

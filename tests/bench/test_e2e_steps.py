@@ -41,6 +41,16 @@ def test_a_quantised_cache_changes_a_step_a_little():
     assert 0 < (found[0] - found[1]).norm() < 0.05 * found[0].norm()
 
 
+def test_a_routed_step_computes_the_same():
+    found = []
+    for routes in (False, True):
+        torch.manual_seed(0)
+        model = replace(SMALL, experts=8, topk=2)
+        assert model.cases[-1].routes and not any(case.routes for case in SMALL.cases)
+        found.append(Step(model, StepCase("w4", "bf16", routes=routes), Shape(2, 40), "cpu")().double())
+    assert (found[0] - found[1]).norm() < 2e-2 * found[0].norm()
+
+
 def test_torch_attention_computes_the_same():
     found = []
     for sdpa in (False, True):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode, fused_moe, quantized_linear
+from cute_kernels.gemm.experts import Routing, route
 from cute_kernels.gemm.wgmma.schedule import range_configs, schedule_of
 from cute_kernels.kv_cache import Rope
 from cute_kernels.mla import mla_decode, sparse_mla_decode
@@ -69,6 +70,11 @@ def experts(tokens: int) -> Work:
     return lambda: fused_moe(x, *layer, shares, ids)
 
 
+def router(tokens: int) -> Work:
+    hidden, weight = (torch.randn(rows, 2048, device=CUDA).bfloat16() for rows in (tokens, 256))
+    return lambda: torch.cat([each.float() for each in route(hidden, weight, Routing(8, renormalize=True))])
+
+
 def mla(sparse: bool) -> Work:
     if sparse:
         call: Any = mla_cases.make_sparse(
@@ -111,6 +117,7 @@ CUT: dict[str, Callable[[], Work]] = {
     "product in ranges": lambda: product_in_ranges(200),
     "products of a layer": products_of_a_layer,
     "experts": lambda: experts(16),
+    "router": lambda: router(64),
     "MLA": lambda: mla(False),
     "sparse MLA": lambda: mla(True),
     "keys unpacked meanwhile": lambda: extend("int4_g4", (900,), (9000,)),
