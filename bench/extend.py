@@ -20,7 +20,7 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import Timing, time_cold_in_turn
 from bench.workloads import beside_rows, given_scale
 from cute_kernels import decode_attention, extend_attention, mixed_attention
-from cute_kernels.attention.extend_reference import extend_attention_reference
+from cute_kernels.attention.reference import extend_attention_reference
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.captures import nothing_collected
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.arguments import share_memory
-from cute_kernels.attention import extend_ops, ops
+from cute_kernels.attention import ops
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.kv_cache import ops as append_ops
 from tests.attention.cases import make_call
 from tests.extend.cases import make_call as make_extend
@@ -194,7 +195,7 @@ def test_out_in_place_of_q_is_no_call_like_an_earlier_one():
     assert ops._key(*call.tensors, *numbers, None) != ops._key(*call.tensors, *numbers, apart)
     other = make_extend("bf16", [3], [9])
     keys = [
-        extend_ops._key(*other.tensors, other.cu_seqlens_q, "bf16", None, False, out, extend_ops.DEFAULTS)
+        ops._key(*other.tensors, "bf16", None, None, False, out, NO_EXTEND_OPTIONS, other.cu_seqlens_q)
         for out in (None, torch.empty_like(other.q), other.q)
     ]
     assert len(set(keys)) == 3

@@ -1,10 +1,10 @@
-"""A call of decode attention as one object: checked, and every option in the form that kernels and reference take."""
+"""A call of attention as one object: checked, and every option in the form that kernels and reference take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,184 +18,15 @@ from cute_kernels.arguments import (
     check_tensors,
     check_vector,
     shape_of,
-    strides_of,
 )
-from cute_kernels.attention import checks
-from cute_kernels.attention.checks import MAX_TOKENS
-from cute_kernels.formats.kv import KvFormat
-from cute_kernels.formats.scores import SIZES, check_given, check_mapping
+from cute_kernels.attention import checks, extend_checks
+from cute_kernels.attention.extend_config import MAX_SPLITS
+from cute_kernels.attention.operands import Bias, CacheOperand, Tail, check_caches, operand_of, part_of
+from cute_kernels.attention.options import keys_seen
+from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.scores import SIZES, check_given, tensors_of
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.names import CacheLayout, WindowSize
-
-
-class ScoreOptions(TypedDict, total=False):
-    """What a plain call leaves alone; :func:`cute_kernels.attention.decode_attention` says what each means."""
-
-    block_table: torch.Tensor | None
-    cache_layout: CacheLayout
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    causal: bool
-    window_size: WindowSize | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    attn_bias: torch.Tensor | None
-
-
-class CallOptions(ScoreOptions, total=False):
-    """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
-
-    q_shift: torch.Tensor | None
-    k_tail: torch.Tensor | None
-    tail_slots: torch.Tensor | None
-    score_options: Mapping[str, torch.Tensor] | None
-
-
-NO_OPTIONS: CallOptions = {
-    "block_table": None,
-    "cache_layout": "NHD",
-    "k_scale": None,
-    "v_scale": None,
-    "causal": True,
-    "window_size": None,
-    "softcap": None,
-    "sinks": None,
-    "alibi_slopes": None,
-    "attn_bias": None,
-    "q_shift": None,
-    "k_tail": None,
-    "tail_slots": None,
-}
-"""The defaults, complete and in the order that every complete set of options has; ``score_options`` come after them, in
-calls that have some."""
-
-
-def options_of(
-    block_table: torch.Tensor | None,
-    cache_layout: CacheLayout,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    causal: bool,
-    window_size: WindowSize | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    q_shift: torch.Tensor | None = None,
-    k_tail: torch.Tensor | None = None,
-    tail_slots: torch.Tensor | None = None,
-) -> CallOptions | None:
-    """Complete options, or None where all of them are the defaults, which is what most calls ask for."""
-    plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
-    if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
-        return None
-    return {
-        "block_table": block_table,
-        "cache_layout": cache_layout,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "causal": causal,
-        "window_size": keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size,
-        "softcap": softcap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "attn_bias": attn_bias,
-        "q_shift": q_shift,
-        "k_tail": k_tail,
-        "tail_slots": tail_slots,
-    }
-
-
-def with_score_options(options: CallOptions | None, given: Mapping[str, torch.Tensor]) -> CallOptions:
-    """Complete options, and those that are registered; TypeError unless these are a mapping."""
-    check_mapping(given)
-    return cast(CallOptions, {**(options or NO_OPTIONS), "score_options": given})
-
-
-def keys_seen(pair: Any) -> int | None:
-    """FlashAttention's (left, right) as the number of keys that a query sees, its own among them; None for all.
-
-    -1 stands for no bound. Keys after the query's own are never seen through a window, so right is 0.
-    """
-    numbers = len(pair) == 2 and all(isinstance(side, int) and not isinstance(side, bool) for side in pair)
-    if not numbers or pair[0] < -1 or pair[1] != (-1 if pair[0] == -1 == pair[1] else 0):
-        raise ValueError(
-            f"window_size: got {pair!r}, want the number of keys that a query sees, or (left, 0): so many "
-            "before its own, -1 for all of them"
-        )
-    if pair[1] == -1:
-        return None
-    return MAX_TOKENS if pair[0] == -1 else pair[0] + 1
-
-
-def complete_options(options: dict[str, Any]) -> CallOptions | None:
-    """Options as an operator's implementation gets them, those that differ from the schema's defaults and maybe others,
-    as the calls take them."""
-    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
-
-
-@dataclass(frozen=True, eq=False)
-class GivenScale:
-    """A scale that lies beside the cache: of head h and column d it is element h * head_stride + d * channel_stride.
-
-    tensor: fp32, on the cache's device. A stride is 0 where one scale serves all heads, or all columns.
-    """
-
-    tensor: torch.Tensor
-    head_stride: int
-    channel_stride: int
-
-
-@dataclass(frozen=True, eq=False)
-class CacheOperand:
-    """K or V of a call.
-
-    Attributes:
-        cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
-        form: its format.
-        head_dim: elements that a row stands for.
-        block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
-            or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
-            token_stride + head * head_stride; the sum may exceed 32 bits.
-        tokens_touch: whether tokens lie one behind the other, of all KV heads or, head-major, of each of them.
-        heads_touch: whether the rows of a token's KV heads do or, head-major, the tokens of a block's.
-        scale: where the format wants one that is given.
-    """
-
-    cache: torch.Tensor
-    form: KvFormat
-    head_dim: int
-    block_stride: int
-    token_stride: int
-    head_stride: int
-    tokens_touch: bool
-    heads_touch: bool
-    scale: GivenScale | None
-
-    @property
-    def row_bytes(self) -> int:
-        return self.cache.shape[3] * self.cache.element_size()
-
-
-@dataclass(frozen=True, eq=False)
-class Tail:
-    """Keys of a format in blocks that are beside the cache: those of each request's block that is not full.
-
-    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, by position modulo 64. slots: int32 [batch].
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Bias:
-    """An additive bias: element b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3], strides 0 where it
-    repeats; fp32 or bf16."""
-
-    tensor: torch.Tensor
-    strides: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +34,8 @@ class AttentionCall:
     """One checked call.
 
     Attributes:
-        q: [batch, q_len, num_q_heads, head_dim], the last two dimensions contiguous.
+        q: [batch, q_len, num_q_heads, head_dim], the last two dimensions contiguous; of extend attention [total_q,
+            num_q_heads, head_dim].
         k, v: the caches.
         seq_lens: int32 [batch].
         block_table: int32 [batch, max_pages], columns side by side, or None for contiguous caches.
@@ -224,7 +56,15 @@ class AttentionCall:
         score_tensors: their tensors, by name.
         tail: of keys in blocks, None for others.
         num_splits: as given.
-        out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
+        out: where the result goes, contiguous, as q but for the head_dim of V; None for a new one.
+
+    Of extend attention, whose requests differ in their numbers of queries:
+        cu_seqlens_q: int32 [batch + 1]: request b has the queries from the b-th to the one before the (b + 1)-th.
+        new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, rows contiguous; None
+            where they come from the cache.
+        tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
+            their order says so.
+        sm_margin, unpack, fp8_products: as given. longest: max_seq_len as given.
     """
 
     q: torch.Tensor
@@ -252,23 +92,36 @@ class AttentionCall:
     terms: tuple[str, ...] = ()
     score_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tail: Tail | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    tree_mask: torch.Tensor | None = None
+    sm_margin: int = 0
+    unpack: bool | None = None
+    longest: int | None = None
+    fp8_products: bool = False
 
     @property
     def batch(self) -> int:
-        return self.q.shape[0]
+        return self.seq_lens.shape[0]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether it is one of extend attention."""
+        return self.cu_seqlens_q is not None
 
     @property
     def q_len(self) -> int:
-        return self.q.shape[1]
+        """Of every request; 1 where requests differ in it."""
+        return 1 if self.ragged else self.q.shape[1]
 
     @property
     def num_q_heads(self) -> int:
-        return self.q.shape[2]
+        return self.q.shape[-2]
 
     @property
     def head_dim(self) -> int:
         """Of q and K; V's is ``v.head_dim``."""
-        return self.q.shape[3]
+        return self.q.shape[-1]
 
     @property
     def group(self) -> int:
@@ -276,8 +129,13 @@ class AttentionCall:
         return self.num_q_heads // self.num_kv_heads
 
     @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.q_len, self.num_q_heads, self.v.head_dim
+    def out_shape(self) -> tuple[int, ...]:
+        return *self.q.shape[:-1], self.v.head_dim
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is room for a token that a query may see."""
+        return self.new is not None or (self.k.cache.numel() > 0 and self.max_seq_len > 0)
 
     def first_seen(self, lengths: torch.Tensor) -> torch.Tensor:
         """int64 [batch]: the first position that some query sees; a window hides what lies further back from all."""
@@ -290,7 +148,7 @@ class AttentionCall:
         """What decides the compiled variant besides shapes and formats."""
         return Features(
             queries=self.q_len > 1,
-            causal=self.causal and self.q_len > 1,
+            causal=self.causal and (self.tree_mask is None if self.ragged else self.q_len > 1),
             window=self.window is not None,
             soft_cap=self.soft_cap is not None,
             sinks=self.sinks is not None,
@@ -304,6 +162,76 @@ class AttentionCall:
             head_major=self.head_major,
             tail=self.tail is not None,
         )
+
+    def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
+        """(queries, the call of one request alone) of every request that has queries; waits for the device."""
+        assert self.cu_seqlens_q is not None
+        ends = self.cu_seqlens_q.tolist()
+        for request in range(self.batch):
+            own = slice(ends[request], ends[request + 1])
+            if own.start < own.stop:
+                yield own, self.request(request, own)
+
+    def request(self, request: int, own: slice) -> AttentionCall:
+        """The call of one request alone, whose queries are ``own``."""
+        part = slice(request, request + 1)
+        if self.block_table is not None:
+            table, k, v = self.block_table[part], self.k, self.v
+        else:
+            table, k, v = None, part_of(self.k, part), part_of(self.v, part)
+        lengths = self.seq_lens[part]
+        tensors = dict(self.score_tensors)
+        for tensor in tensors_of(self.terms):
+            if "batch" in tensor.shape:
+                tensors[tensor.name] = tensors[tensor.name].narrow(tensor.shape.index("batch"), request, 1)
+        request_call = replace(
+            self,
+            cu_seqlens_q=None,
+            q=self.q[own].unsqueeze(0),
+            k=k,
+            v=v,
+            seq_lens=lengths,
+            block_table=table,
+            out=None,
+            score_tensors=tensors,
+        )
+        if self.tree_mask is None:
+            return request_call
+        return self._with_tree(request_call, own, int(lengths[0]) - (own.stop - own.start))
+
+    def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
+        """The same call with the tree's mask as a bias; before: tokens that come before the new ones."""
+        assert self.tree_mask is not None
+        room = request_call.max_seq_len
+        seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)
+        bias = torch.zeros(seen.shape, device=self.q.device).masked_fill(~seen, -torch.inf)[None, :, None]
+        shape = (1, own.stop - own.start, self.q.shape[1], room)
+        return replace(request_call, causal=False, bias=Bias.of(bias, shape))
+
+    def new_tokens(self, own: slice) -> AttentionCall:
+        """The call of one request over its own queries' tokens alone, which are not in the cache."""
+        assert self.new is not None
+        count = own.stop - own.start
+        form = format_of(checks.Q_DTYPES[self.q.dtype])
+        k, v = (
+            replace(operand, cache=rows[own].unsqueeze(0), form=form, scale=None)
+            for operand, rows in zip((self.k, self.v), self.new, strict=True)
+        )
+        lengths = torch.tensor([count], dtype=torch.int32, device=self.q.device)
+        newer = replace(
+            self,
+            cu_seqlens_q=None,
+            q=self.q[own].unsqueeze(0),
+            k=k,
+            v=v,
+            seq_lens=lengths,
+            block_table=None,
+            head_major=False,
+            max_seq_len=count,
+            page_size=count,
+            num_blocks=1,
+        )
+        return newer if self.tree_mask is None else self._with_tree(newer, own, 0)
 
 
 def make_call(
@@ -357,7 +285,7 @@ def make_call(
         check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
-    blocks = _check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
+    blocks = check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
     checks.check_key_rows(k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
@@ -373,7 +301,7 @@ def make_call(
     check_optional_positive("softmax_scale", softmax_scale)
     check_optional_positive("softcap", softcap)
     check_flag("causal", causal)
-    window = keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size
+    window = keys_seen(window_size)
     check_optional_count("window_size", window)
     check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
     if out is not None:
@@ -387,8 +315,8 @@ def make_call(
     terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
     return AttentionCall(
         q=q,
-        k=_operand("k_scale", k_cache, forms[0], head_dim, blocks, k_scale),
-        v=_operand("v_scale", v_cache, forms[1], v_head_dim, blocks, v_scale),
+        k=operand_of("k_scale", k_cache, forms[0], head_dim, blocks, k_scale),
+        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, blocks, v_scale),
         seq_lens=seq_lens,
         block_table=block_table,
         num_kv_heads=blocks.num_kv_heads,
@@ -402,7 +330,7 @@ def make_call(
         soft_cap=None if softcap is None else float(softcap),
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        bias=None if attn_bias is None else _bias(attn_bias, (batch, q_len, num_q_heads, max_seq_len)),
+        bias=None if attn_bias is None else Bias.of(attn_bias, (batch, q_len, num_q_heads, max_seq_len)),
         num_splits=num_splits,
         out=out,
         q_shift=q_shift,
@@ -412,116 +340,81 @@ def make_call(
     )
 
 
-def _bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
-    return Bias(bias, checks.check_bias(bias, shape))
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """How the caches are cut: into pages, or into one block per request."""
-
-    num_blocks: int
-    tokens: int  # of a block
-    num_kv_heads: int
-    head_major: bool
-    max_seq_len: int
-
-
-def _check_caches(
+def make_extend_call(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    forms: tuple[KvFormat, KvFormat],
-    head_major: bool,
-    block_table: torch.Tensor | None,
-) -> _Blocks:
-    """What the two caches have in common; their rows are not looked at yet."""
-    batch, num_q_heads = q.shape[0], q.shape[2]
-    tokens_name = "max_seq_len" if block_table is None else "page_size"
-    inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
-    dimensions = f"[{'batch' if block_table is None else 'num_pages'}, {inner}, row]"
-    for name, cache, form in (("k_cache", k_cache, forms[0]), ("v_cache", v_cache, forms[1])):
-        checks.check_cache(name, cache, form, dimensions)
-        if block_table is None and cache.shape[0] != batch:
-            raise ValueError(f"{name}: got a batch of {cache.shape[0]}, want {batch}, that of q")
-    num_blocks = k_cache.shape[0]
-    num_kv_heads, tokens = (k_cache.shape[1], k_cache.shape[2]) if head_major else (k_cache.shape[2], k_cache.shape[1])
-    if num_kv_heads == 0:
-        raise ValueError("k_cache: got no KV heads, want at least 1")
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, in all but the last "
-            "dimension"
-        )
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
-    max_seq_len = tokens
-    if block_table is not None:
-        checks.check_block_table(block_table, batch, num_blocks, tokens)
-        max_seq_len = block_table.shape[1] * tokens
-    name = "k_cache" if block_table is None else "block_table"
-    if max_seq_len > checks.MAX_TOKENS:
-        raise ValueError(f"{name}: got {max_seq_len} tokens a request, want at most {checks.MAX_TOKENS}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if tokens * num_kv_heads * cache.shape[3] * cache.element_size() >= 2**40:
-            raise ValueError(f"{name}: got {shape_of(cache)}, want less than 2**40 bytes a request")
-    return _Blocks(num_blocks, tokens, num_kv_heads, head_major, max_seq_len)
-
-
-def _operand(
-    scale_name: str, cache: torch.Tensor, form: KvFormat, head_dim: int, blocks: _Blocks, scale: torch.Tensor | None
-) -> CacheOperand:
-    row = cache.shape[3] * cache.element_size()
-    block_stride, outer_stride, inner_stride = (stride * cache.element_size() for stride in strides_of(cache)[:3])
-    inner_touch = inner_stride == row
-    outer_touch = inner_touch and outer_stride == cache.shape[2] * row
-    token_stride, head_stride, tokens_touch, heads_touch = outer_stride, inner_stride, outer_touch, inner_touch
-    if blocks.head_major:
-        token_stride, head_stride, tokens_touch, heads_touch = inner_stride, outer_stride, inner_touch, outer_touch
-    strides = checks.check_given_scale(scale_name, scale, form, blocks.num_kv_heads, head_dim)
-    return CacheOperand(
-        cache=cache,
-        form=form,
-        head_dim=head_dim,
-        block_stride=block_stride,
-        token_stride=token_stride,
-        head_stride=head_stride,
-        tokens_touch=tokens_touch,
-        heads_touch=heads_touch,
-        scale=None if scale is None or strides is None else GivenScale(scale, *strides),
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: object,
+    num_splits: int | None = None,
+    new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    sm_margin: int = 0,
+    unpack: bool | None = None,
+    max_seq_len: int | None = None,
+    fp8_products: bool = False,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> AttentionCall:
+    """As :func:`make_call`, with the arguments of `extend_attention`; options: those of both calls."""
+    forms = extend_checks.check_formats(kv_format)
+    if unpack is True:
+        extend_checks.check_unpack(forms)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    check_place("cu_seqlens_q", cu_seqlens_q, q.device)
+    extend_checks.check_query(q)
+    if seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    batch, window_size = seq_lens.shape[0], options.get("window_size")
+    check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    check_optional_count("window_size", window_size)
+    check_optional_positive("softcap", options.get("softcap"))
+    check_optional_count("num_splits", num_splits, MAX_SPLITS)
+    if type(sm_margin) is not int or sm_margin < 0:
+        raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
+    if unpack is not None and type(unpack) is not bool:
+        raise TypeError(f"unpack: got {unpack!r}, want None, True or False")
+    check_optional_count("max_seq_len", max_seq_len)
+    extend_checks.check_fp8(fp8_products, forms, q.shape[2], unpack)
+    one_query = q.new_empty((batch, 1, *q.shape[1:]))
+    call = make_call(one_query, k_cache, v_cache, seq_lens, kv_format=kv_format, **options)
+    if call.terms:
+        extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
+    if call.v.head_dim != q.shape[2]:
+        raise ValueError(f"v_cache: got rows of head_dim {call.v.head_dim}, want {q.shape[2]}, that of q")
+    if out is not None:
+        extend_checks.check_out(out, q)
+        check_place("out", out, q.device)
+        check_contiguous("out", out)
+        read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        read |= {"new_k": new_k, "new_v": new_v, "tree_mask": tree_mask, **options, **call.score_tensors}
+        check_apart("out", out, read)
+    new = extend_checks.check_new(new_k, new_v, q, call.num_kv_heads)
+    if tree_mask is not None:
+        alibi_slopes = options.get("alibi_slopes")
+        extend_checks.check_tree_mask(tree_mask, q, window_size=window_size, alibi_slopes=alibi_slopes)
+    return replace(
+        call,
+        q=q,
+        cu_seqlens_q=cu_seqlens_q,
+        window=call.window if new is None else window_size,  # new tokens come on top of what the cache has room for
+        new=new,
+        out=out,
+        tree_mask=tree_mask,
+        num_splits=num_splits,
+        sm_margin=sm_margin,
+        unpack=unpack,
+        longest=max_seq_len,
+        fp8_products=fp8_products,
     )
 
 
-def check_device_values(call: AttentionCall) -> None:
-    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right.
-
-    Looks at lengths and at the pages that hold a token which some query sees, so it waits for the device.
-    """
-    lengths = call.seq_lens.to(torch.int64).cpu()
-    wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
-    if wrong.numel():
-        request = int(wrong[0])
-        room = "the cache's tokens" if call.block_table is None else "the tokens of a row of block_table"
-        raise ValueError(
-            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {call.max_seq_len}, {room}"
-        )
-    if call.tail is not None:
-        slots, most = call.tail.slots.cpu(), call.tail.rows.shape[0]
-        wrong = torch.nonzero((slots < 0) | (slots >= most))
-        if wrong.numel():
-            request = int(wrong[0])
-            raise ValueError(f"tail_slots: got {int(slots[request])} for request {request}, want 0 to {most - 1}")
-    if call.block_table is None:
-        return
-    table = call.block_table.cpu()
-    first = torch.arange(table.shape[1]) * call.page_size  # token of each entry
-    # From the first token that is seen in a page to behind the last one there.
-    last = torch.minimum(first + call.page_size, lengths[:, None])
-    used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last
-    wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
-    if wrong.numel():
-        request, entry = wrong[0].tolist()
-        raise ValueError(
-            f"block_table: got page {int(table[request, entry])} for request {request} at position "
-            f"{entry * call.page_size}, want 0 to {call.num_blocks - 1}, the cache's pages"
-        )
+def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """bool [queries, tokens]: what int32 words [queries, words] say of new tokens; below 0 stand older ones, seen."""
+    last = words.shape[1] * 32 - 1
+    at = tokens.clamp(0, max(last, 0))
+    bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))
+    return (tokens < 0) | ((tokens <= last) & (bits != 0))

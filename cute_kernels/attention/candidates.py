@@ -18,7 +18,7 @@ from cute_kernels.attention.policies import (
     TokenRuns,
     WarpMma,
 )
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.scores import options_in
@@ -38,7 +38,7 @@ SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
-def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
+def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
     """The configurations worth considering for a problem, one per number of CTAs on an SM and of KV heads of a CTA.
 
     Raises ValueError if the kernels cannot read the caches.
@@ -62,14 +62,14 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
     return list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
 
 
-def _cta_counts(problem: DecodeProblem, contiguous: bool) -> tuple[int, ...]:
+def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
     """CTAs on an SM."""
     if _borrows_registers(problem):
         return (1,)
     return (1, 2, MOST_CTAS) if contiguous else (2,)
 
 
-def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: int) -> str:
+def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
     """How rows with headers come to a CTA of so many KV heads, where one has room for ``most``; 0: by words."""
     if not heads:
         return "word"
@@ -82,7 +82,7 @@ def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: 
     return "bulk" if unfit else "map"
 
 
-def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
+def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
     """(KV heads of a CTA that takes rows with headers, how they come), the most heads first; 0: one, whose rows are
     copied by words.
 
@@ -106,7 +106,7 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
     ]
 
 
-def _is_contiguous(problem: DecodeProblem, num_heads: int) -> bool:
+def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
     """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
@@ -136,7 +136,7 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
     return config
 
 
-def query_blocks(problem: DecodeProblem) -> tuple[int, int]:
+def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
     """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
     per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
@@ -150,7 +150,7 @@ def _groups(form: KvFormat) -> int:
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
-def _fits_four_blocks(problem: DecodeProblem) -> bool:
+def _fits_four_blocks(problem: AttentionProblem) -> bool:
     """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
 
     Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
@@ -164,7 +164,7 @@ def _fits_four_blocks(problem: DecodeProblem) -> bool:
     )
 
 
-def _borrows_registers(problem: DecodeProblem) -> bool:
+def _borrows_registers(problem: AttentionProblem) -> bool:
     """Whether eight warps want more registers than 168: with four blocks of queries each, or two of INT4 with groups.
 
     Two blocks with four groups take 218, and no two CTAs of an SM have them. What is spilled finds no room in the L1
@@ -176,7 +176,7 @@ def _borrows_registers(problem: DecodeProblem) -> bool:
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
 
-def row_heads(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> int:
+def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
     most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
@@ -197,7 +197,7 @@ def row_heads(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: 
 
 
 def _base_config(
-    problem: DecodeProblem,
+    problem: AttentionProblem,
     names: tuple[str, str],
     num_heads: int,
     num_query_blocks: int,

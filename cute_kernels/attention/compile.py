@@ -15,7 +15,7 @@ from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
 from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
-from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import code_of, load_code, modules_of
 from cute_kernels.formats.scores.features import Features
@@ -60,12 +60,12 @@ def shipped_specs() -> list[KernelSpec]:
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
-        DecodeProblem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        AttentionProblem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
     problems += [
-        DecodeProblem.uniform(
+        AttentionProblem.uniform(
             2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED
         )
         for name in PAGED_FORMATS
@@ -78,9 +78,9 @@ def shipped_specs() -> list[KernelSpec]:
 
 def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
     """Of extend attention: causal calls over pages of 64 tokens."""
-    problems = [ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
-    problems += [ExtendProblem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
-    problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
+    problems = [AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
+    problems += [AttentionProblem.ragged(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
+    problems += [AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
     many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]

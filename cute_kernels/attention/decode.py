@@ -9,10 +9,11 @@ import torch
 
 from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
-from cute_kernels.attention.call import CallOptions, options_of, with_score_options
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.mainloops.tree import attend_to_trees
+from cute_kernels.attention.options import CallOptions, options_of, with_score_options
 from cute_kernels.attention.reference import decode_attention_splits_reference
+from cute_kernels.attention.transformed import checked_transform, restore, transform_query
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
@@ -220,10 +221,10 @@ def decode_attention(
             out=out,
         )
         return (result, lse) if return_lse else result
-    if transform is not None and (transform := ops.checked_transform(transform)) is not None:
+    if transform is not None and (transform := checked_transform(transform)) is not None:
         sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
         caches = k_cache, v_cache
-        q, q_shift = ops.transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
+        q, q_shift = transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
         q_shift, k_tail, tail_slots,
@@ -233,7 +234,7 @@ def decode_attention(
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
     if transform is not None and transform.changes_values:
-        result = ops.restore(transform, result, out)
+        result = restore(transform, result, out)
     return (result, lse) if return_lse else result
 
 

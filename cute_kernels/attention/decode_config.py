@@ -23,7 +23,7 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
-PLACES_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
+CTAS_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum

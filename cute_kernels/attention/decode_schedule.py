@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from cute_kernels.attention.candidates import MOST_CTAS, candidate_configs, costs_of
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import copies_per_tile
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
@@ -63,7 +63,7 @@ class DecodeSchedule:
 
 
 @lru_cache(maxsize=4096)
-def make_schedule(problem: DecodeProblem, num_splits: int | None = None) -> DecodeSchedule:
+def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> DecodeSchedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
     Splits are combined in an order that depends on their number alone, so with fixed splits a request's result does not
@@ -85,7 +85,7 @@ def make_schedule(problem: DecodeProblem, num_splits: int | None = None) -> Deco
     return DecodeSchedule(config, splits, blocks, more, shares)
 
 
-def expected_costs(problem: DecodeProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
+def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
     """What each of some (configuration, splits) is expected to take; comparable with each other alone.
 
     Microseconds where it is known what lengths there may be. A block table as wide as an engine's longest request says
@@ -108,13 +108,13 @@ def expected_costs(problem: DecodeProblem, options: list[tuple[DecodeConfig, int
     return costs
 
 
-def head_blocks(problem: DecodeProblem, config: DecodeConfig) -> int:
+def head_blocks(problem: AttentionProblem, config: DecodeConfig) -> int:
     """CTAs that cover the heads of one request."""
     query_groups = -(-problem.rows // config.head_queries)
     return problem.num_kv_heads // config.num_heads * query_groups
 
 
-def split_options(problem: DecodeProblem, config: DecodeConfig) -> range:
+def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
     """Numbers of splits worth considering: none for what is made for many short rows."""
     if _is_for_short_rows(config):
         return range(1, 2)
@@ -124,7 +124,7 @@ def split_options(problem: DecodeProblem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def room_beyond(problem: DecodeProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
+def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
     """(rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of :class:`DecodeSchedule`).
 
     Where the ``places`` that SMs have for CTAs of a head block leave room for two parts of each request, lengths that
@@ -180,7 +180,7 @@ def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
     return most
 
 
-def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
+def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
     """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens.
 
     by_heads: whether it is compared with configurations of other numbers of KV heads: then what several queries and
@@ -218,7 +218,7 @@ def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int, *
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 
-def _more_partials_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -> float:
+def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
     """What partial results of further queries take, written and read; `COMBINE_PER_SPLIT_US` has those of one."""
     if num_splits == 1:
         return 0.0

@@ -8,14 +8,13 @@ with decoding. Read on in `reference` (what it means), `call` (what a checked ca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.attention import extend_ops as ops
-from cute_kernels.attention.call import keys_seen
-from cute_kernels.attention.extend_call import write_own
+from cute_kernels.attention import ops
 from cute_kernels.attention.mainloops.tree import pack_tree_mask
+from cute_kernels.attention.options import AppendedOptions, keys_seen
 from cute_kernels.attention.transformed import inputs_of, results_of
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
@@ -26,30 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["extend_attention", "pack_tree_mask"]
-
-
-class AppendedOptions(TypedDict, total=False):
-    """Options of extend attention but for new tokens."""
-
-    block_table: torch.Tensor | None
-    cache_layout: CacheLayout
-    softmax_scale: float | None
-    causal: bool
-    window_size: WindowSize | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    transform: CacheTransform | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    tree_mask: torch.Tensor | None
-    num_splits: int | None
-    sm_margin: int
-    unpack: bool | None
-    fp8_products: bool
-    max_seq_len: int | None
-    score_options: Mapping[str, torch.Tensor] | None
-    out: torch.Tensor | None
 
 
 class ExtendOptions(AppendedOptions, total=False):
@@ -215,11 +190,11 @@ def extend_attention(
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
-    options = {
+    options: dict[str, Any] = {
         "block_table": block_table,
         "cache_layout": cache_layout,
         "causal": causal,
-        "window_size": keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size,
+        "window_size": keys_seen(window_size),
         "softcap": softcap,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
@@ -228,25 +203,27 @@ def extend_attention(
         "new_k": new_k,
         "new_v": new_v,
         "tree_mask": tree_mask,
-        "num_splits": num_splits,
         "sm_margin": sm_margin,
         "unpack": unpack,
         "max_seq_len": max_seq_len,
         "fp8_products": fp8_products,
-        "score_options": score_options or None,
     }
     if score_options is not None:
         check_mapping(score_options)
+        if score_options:
+            options["score_options"] = score_options
     inputs, own_sinks, needs_lse = None, None, return_lse
     if transform is not None:
         inputs = inputs_of(transform, q, options, return_lse)
         q, options["new_k"], options["new_v"], shift = inputs
         if shift is not None:  # which the kernels' scores lack: sinks are for the whole ones
             own_sinks, options["sinks"], needs_lse = sinks, None, True
-    path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
-    results: Any = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, options, cu_seqlens_q=cu_seqlens_q)
+    results: Any = path(
+        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, needs_lse, out, options, cu_seqlens_q
+    )
     if transform is not None and inputs is not None:
         result, lse = results
         restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
-        results = (restored if out is None else write_own(out, restored, cu_seqlens_q)), lse
+        results = (restored if out is None else ops.written(out, restored, cu_seqlens_q)), lse
     return results if return_lse else results[0]

@@ -23,7 +23,7 @@ from cute_kernels.attention.extend_policies import (
     has_channel_scales,
     has_head_scale,
 )
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
 from cute_kernels.formats.scores.features import PLAIN
@@ -51,7 +51,7 @@ KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer 
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
-def choose(problem: ExtendProblem) -> ExtendConfig:
+def choose(problem: AttentionProblem) -> ExtendConfig:
     """The configuration that serves a problem."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(

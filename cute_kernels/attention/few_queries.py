@@ -7,23 +7,17 @@ Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_call import ExtendCall
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_ops import DEFAULTS
-from cute_kernels.attention.extend_plan import (
-    check_alignment,
-    key_rows_for,
-    lies_in_pieces,
-    make_plan,
-    problem_of,
-)
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS
+from cute_kernels.attention.plan import check_alignment, extend_launches, key_rows_for, lies_in_pieces, problem_of
 from cute_kernels.runtime import arch_of, default_cache
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
@@ -47,10 +41,10 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
     if call.out is not None and not call.out.is_contiguous():
         return None
     copies_q = not _evenly(call.q)
-    checked, config = _served(call, copies_q)
+    checked, config = _extended(call, copies_q)
     if config is not None and config.strided_q and not may_load(AttentionSpec(config), call.q.device):
         copies_q = True  # bundles have kernels of contiguous queries
-        checked, config = _served(call, copies_q)
+        checked, config = _extended(call, copies_q)
     if config is None or not lies_in_pieces(checked):
         return None
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -59,26 +53,30 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         check_alignment(checked)
     except ValueError:
         return None
-    plan, ends = make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
+    launches, ends = extend_launches(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
 
-    def launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None):
-        """As `attention.plan.DecodePlan` launches."""
+    def launch(
+        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
+        cu_seqlens_q=None,
+    ):  # fmt: skip
+        """As `DecodeLaunch` launches."""
         shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
-        given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
+        # All of them: the kernel looks for its own.
+        given = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
         rows = (q.contiguous() if copies_q else q).view(shape)
-        plan.call(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given)
+        launches.call(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given)
         return out, lse
 
-    return Plan(plan.device_index, launch, (config,))
+    return Plan(call.q.device.index, launch, (config,))
 
 
-def _served(call: AttentionCall, copies_q: bool) -> tuple[ExtendCall, ExtendConfig | None]:
+def _extended(call: AttentionCall, copies_q: bool) -> tuple[AttentionCall, ExtendConfig | None]:
     """The call as one of extend attention, and the kernel that serves it, if that is the faster way."""
     q = call.q.contiguous() if copies_q else call.q
-    checked = ExtendCall(q.flatten(0, 1), call.seq_lens, call, None, None)
+    checked = replace(call, q=q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
     config = decodes_with_key_rows(
         key_rows_for(checked, choose(problem_of(checked))),
         call.batch,

@@ -22,11 +22,11 @@ from cute_kernels.arguments import (
     check_vector,
     shape_of,
 )
-from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.decode import decode_attention
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend_call import check_out, check_query
+from cute_kernels.attention.extend_checks import check_out, check_query
 from cute_kernels.attention.extend_schedule import decode_sms
+from cute_kernels.attention.options import keys_seen
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.names import KvFormats
 from cute_kernels.runtime.gpu import GPU
@@ -191,8 +191,7 @@ def _margin_of(
         return None
     head_major, table = options.get("cache_layout") == "HND", options.get("block_table")
     tokens, kv_heads = k_cache.shape[2 if head_major else 1], k_cache.shape[1 if head_major else 2]
-    window, bound = options.get("window_size"), of_extend.get("max_seq_len")
-    window = keys_seen(window) if isinstance(window, (tuple, list)) else window
+    window, bound = keys_seen(options.get("window_size")), of_extend.get("max_seq_len")
     length = tokens if table is None else table.shape[1] * tokens
     length = min(length, *(most for most in (window, bound) if type(most) is int and most > 0), length)
     heads, head_dim = q.shape[1:]

@@ -1,38 +1,46 @@
-"""Calling the kernel: schedule, workspace and launch in eager mode; the registered operator under torch.compile."""
+"""Calling the kernels: plan and launch in eager mode, the reference on a CPU, registered operators under torch.compile.
+
+Both calls of attention go one way: extend attention's has ``cu_seqlens_q``, decode attention's has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, check_together
-from cute_kernels.attention import few_queries
-from cute_kernels.attention.call import (
-    NO_OPTIONS,
-    AttentionCall,
-    CallOptions,
-    check_device_values,
-    complete_options,
-    make_call,
+from cute_kernels.arguments import (
+    check_given_tensors,
+    check_optional_count,
+    check_optional_positive,
+    check_tensors,
+    check_together,
 )
-from cute_kernels.attention.checks import (
-    check_cache,
-    check_formats,
-    check_layout,
-    check_out,
-    check_query,
-    head_dim_of_row,
-)
+from cute_kernels.attention import extend_checks, few_queries
+from cute_kernels.attention.call import AttentionCall, make_call, make_extend_call
+from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
-from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.device_values import check_device_values
+from cute_kernels.attention.extend_checks import MAX_ROWS, row_stride
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.options import (
+    NO_EXTEND_OPTIONS,
+    NO_OPTIONS,
+    OF_BIAS,
+    OF_BOTH,
+    OF_DECODE,
+    OF_EXTEND,
+    OF_NUMBERS,
+    OF_SCORES,
+    CallOptions,
+)
+from cute_kernels.attention.plan import check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
-from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, Plan, launcher, on_device_of
@@ -41,11 +49,13 @@ from cute_kernels.runtime.workspace import EMPTY
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
 _PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
+ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
 
 
 def _key(
-    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None
-) -> tuple[Any, ...]:
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
+    cu_seqlens_q=None,
+) -> tuple[Any, ...]:  # fmt: skip
     """What decides a plan. K's cache has V's blocks where the compiled function looks, and its row is that of q's
     head_dim, so the key leaves its shape out; not the dtypes of the caches, for signed bytes pass as unsigned ones, nor
     their strides, for which the plan has chosen how to copy. It has the strides of several queries, by which kernels of
@@ -53,6 +63,8 @@ def _key(
     their elements alone."""
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
+    if cu_seqlens_q is not None:
+        return _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q)
     return (
         q.shape,
         v_cache.shape,
@@ -70,6 +82,48 @@ def _key(
     )
 
 
+def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
+    """The same of extend attention. Not how many queries there are, nor how long requests are at most: both change from
+    step to step, but for whether there are any, and whether a call may be refused for its number of queries: such a
+    call has no plan."""
+    if options["max_seq_len"] is not None:
+        check_optional_count("max_seq_len", options["max_seq_len"])
+    odd = q.shape[0] * q.shape[1] > MAX_ROWS
+    return (
+        q.shape[1:],
+        q.shape[0] == 0,
+        odd or any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES),
+        q.dtype,
+        q.get_device(),
+        q.data_ptr() % ALIGNMENT,
+        row_stride(q),
+        identity(k_cache),
+        identity(v_cache),
+        identity(seq_lens),
+        identity(cu_seqlens_q),
+        kv_format,
+        num_splits,
+        out if out is None else out is not q,
+        *[_key_of(name, value) for name, value in options.items() if name != "max_seq_len"],
+    )
+
+
+def _key_of(name: str, value: object) -> Any:
+    """What of an option decides a plan; not how many queries there are, which q's rows say."""
+    if value is None:
+        return None
+    if name == "score_options":
+        return _scores_key(cast("Mapping[str, torch.Tensor]", value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, *others = identity(value)
+    return (cast(torch.Size, shape)[1:], *others) if name in ROWS_OF_QUERIES else (shape, *others)
+
+
+def _scores_key(given: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((name, identity(tensor)) for name, tensor in given.items())
+
+
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
     """What of the caches' strides decides a plan; None where there are no gaps."""
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -77,8 +131,8 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 
 def options_key(options: CallOptions) -> tuple[Any, ...]:
-    """What of complete options (see `NO_OPTIONS`) decides a plan: of tensors everything but their contents and, beyond
-    its alignment, their place; of the others the value.
+    """What of complete options of decode attention (see `NO_OPTIONS`) decides a plan: of tensors everything but their
+    contents and, beyond its alignment, their place; of the others the value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
@@ -98,40 +152,77 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if shift is None else identity(shift),
         None if tail is None else identity(tail),
         None if slots is None else identity(slots),
-        tuple((name, identity(tensor)) for given in cast("list[Any]", more) for name, tensor in given.items())
-        if more
-        else None,
+        _scores_key(cast("Any", more[0])) if more else None,
     )
+
+
+def _call_of(
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out, options, cu_seqlens_q
+) -> AttentionCall:
+    """The call of these arguments, checked."""
+    given = {"kv_format": kv_format, "softmax_scale": softmax_scale, "num_splits": num_splits, "out": out}
+    given |= options or {}
+    if cu_seqlens_q is None:
+        return make_call(q, k_cache, v_cache, seq_lens, **given)
+    return make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, **given)
 
 
 def _checked(
-    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None
-) -> AttentionCall:
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
+    cu_seqlens_q=None,
+) -> AttentionCall:  # fmt: skip
     """Everything that can be said of a call without waiting for the device, and in debug mode lengths and pages."""
-    call = make_call(
-        q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, out=out, **(options or {})
-    )
+    call = _call_of(q, k_cache, v_cache, seq_lens, kv_format, None, num_splits, out, options, cu_seqlens_q)
     check_alignment(call)
     if arguments.DEBUG:
         check_device_values(call)
     return call
 
 
-def _plan_of(call: AttentionCall) -> DecodePlan | Plan | None:
-    if not (call.k.cache.numel() and call.max_seq_len and call.batch):
+def _plan_of(call: AttentionCall) -> Plan | None:
+    if not (call.batch and call.q.shape[0] and call.has_keys):
         return None
-    few = few_queries.plan_of(call) if call.q_len > 1 and call.k.form.is_coded else None
+    few = few_queries.plan_of(call) if not call.ragged and call.q_len > 1 and call.k.form.is_coded else None
     return make_plan(call) if few is None else few
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result for an empty batch or an empty cache, which no kernel is launched for."""
-    lse = torch.full(call.out_shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
-    return call.q.new_zeros(call.out_shape) if call.out is None else call.out.zero_(), lse
+    """The result for an empty batch, no queries or an empty cache, which no kernel is launched for."""
+    lse = torch.full(call.out_shape[:-1], float("-inf"), dtype=torch.float32, device=call.q.device)
+    result = call.q.new_zeros(call.out_shape)
+    return result if call.out is None else written(call.out, result, call.cu_seqlens_q), lse
 
 
 launch = launcher(_key, _checked, _plan_of, without_tokens)
-"""Decode attention on CUDA tensors: (out, lse or None). ``options`` is None for a call that uses none."""
+"""Attention on CUDA tensors: (out, lse or None). ``options`` of decode attention is None for a call that uses none."""
+
+
+def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
+    """Writes the result for the requests' queries into ``out``, whose other rows stay as they are; no wait."""
+    if cu_seqlens_q is None:
+        return out.copy_(result)
+    own = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
+    return out.copy_(torch.where(own[:, None, None], result, out))
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    softmax_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: Mapping[str, Any] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """Attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    call = _call_of(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out, options, cu_seqlens_q)
+    check_device_values(call)
+    result, lse = attention_of(call)
+    return (result.to(q.dtype) if out is None else written(out, result, cu_seqlens_q)), lse
 
 
 # -- other ways in ----------------------------------------------------------------------------------------------------
@@ -159,7 +250,7 @@ def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[s
 
 
 def bind_config(
-    config: DecodeConfig,
+    config: DecodeConfig | ExtendConfig,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -168,21 +259,31 @@ def bind_config(
     out: torch.Tensor,
     num_splits: int | None = None,
     kv_format: str | tuple[str, str] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    return_lse: bool = False,
     **options: Any,
-) -> Callable[[], torch.Tensor]:
+) -> Callable[[], Any]:
     """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
 
     The splits are those that the schedule chooses for these tensors unless given. ``kv_format``: where it is not what
-    the configuration says (formats that share a kernel).
+    the configuration says (formats that share a kernel). Returns what launches: decode attention's returns ``out``,
+    extend attention's (out, lse or None).
     """
     formats = kv_format or (config.k_format, config.v_format)
-    call = make_call(q, k_cache, v_cache, seq_lens, kv_format=formats, out=out, **options)
+    complete: dict[str, Any] | None = {**NO_EXTEND_OPTIONS, **options}
+    if cu_seqlens_q is None:
+        complete = {**NO_OPTIONS, **options} if options else None
+        call = make_call(q, k_cache, v_cache, seq_lens, kv_format=formats, out=out, **options)
+    else:
+        call = _checked(
+            q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q
+        )
     plan = make_plan(call, config, num_splits)
-    given = cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
 
-    def run() -> torch.Tensor:
-        on_device_of(plan, q, k_cache, v_cache, seq_lens, formats, None, num_splits, False, out, given)
-        return out
+    def run() -> Any:
+        given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
+        result = on_device_of(plan, *given)
+        return out if cu_seqlens_q is None else result
 
     return run
 
@@ -207,10 +308,10 @@ def launch_splits(
         split_sum = torch.zeros_like(split_out[..., 0])
         return q.new_zeros(call.out_shape), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     plan = make_plan(call)
-    partial_words = plan.schedule.config.partial_words
+    partial_words = plan.products[0].schedule.config.partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
-    tensors = (q, k_cache, v_cache, seq_lens)
-    out, _ = on_device_of(plan, *tensors, kv_format, softmax_scale, num_splits, False, None, None, workspace)
+    given = (q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
+    out, _ = on_device_of(plan, *given, partials=workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens
     values = workspace.view(torch.float32)
     partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
@@ -223,84 +324,7 @@ def launch_splits(
     return out, normalised, maximum * ln2, total
 
 
-def reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str | tuple[str, str],
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: CallOptions | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """Decode attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
-    call = make_call(
-        q,
-        k_cache,
-        v_cache,
-        seq_lens,
-        kv_format=kv_format,
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-        out=out,
-        **(options or {}),
-    )
-    check_device_values(call)
-    result, lse = attention_of(call)
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse
-
-
-# -- caches that are transformed ---------------------------------------------------------------------------------------
-
-
-def checked_transform(transform: object) -> CacheTransform | None:
-    """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
-    check_transform("transform", transform)
-    checked = cast("CacheTransform", transform)
-    return None if checked.kind is None else checked
-
-
-def transform_query(
-    transform: CacheTransform,
-    q: torch.Tensor,
-    q_shift: torch.Tensor | None,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    kv_format: object,
-    layout: str,
-    sees_shift: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on it.
-
-    Raises:
-        TypeError, ValueError: the transform does not fit the caches, or q has been through one.
-    """
-    k_cache, v_cache = caches
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    if q_shift is not None:
-        raise ValueError("q_shift: got a tensor together with transform, which makes it; want one of them")
-    forms = check_formats(kv_format)
-    check_layout(layout)
-    for name, cache, form in zip(("k_cache", "v_cache"), caches, forms, strict=True):
-        check_cache(name, cache, form, "[num_pages or batch, ..., row]")
-    check_query(q, forms)
-    transform.validate(
-        k_cache.shape[1 if layout == "HND" else 2], q.shape[3], head_dim_of_row(forms[1], v_cache.shape[3])
-    )
-    if transform.device not in (None, q.device):
-        raise ValueError(f"transform: got one on {transform.device}, want it on {q.device}, where q is")
-    shift = transform.shift(q) if sees_shift else None
-    return transform.queries(q), shift
-
-
-def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The result over V of one over the transformed V, in ``out`` if there is one."""
-    restored = transform.restore(result)
-    return restored if out is None else out.copy_(restored)
-
-
-# -- the operator -----------------------------------------------------------------------------------------------------
+# -- the operators ----------------------------------------------------------------------------------------------------
 
 
 def dispatch(
@@ -313,46 +337,53 @@ def dispatch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    options: CallOptions | None = None,
+    options: Mapping[str, Any] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Decode attention through the registered operator: (out, lse, asked for or not)."""
-    formats = format_pair(kv_format)
+    """Attention through its registered operator: (out, lse, asked for or not)."""
+    operator, ends = (_decode, ()) if cu_seqlens_q is None else (_extend, (cu_seqlens_q,))
     given = flattened(options or {}) | {"softmax_scale": softmax_scale, "num_splits": num_splits}
-    result, lse = _operator(q, k_cache, v_cache, seq_lens, *formats, **given)
+    result, lse = operator(q, k_cache, v_cache, seq_lens, *ends, *format_pair(kv_format), **given)
     if out is None:
         return result, lse
-    check_out(out, q, result.shape[3])
-    return out.copy_(result), lse
+    if cu_seqlens_q is None:
+        check_out(out, q, result.shape[3])
+    else:
+        extend_checks.check_out(out, q)
+    return written(out, result, cu_seqlens_q), lse
 
 
-def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
-    formats = k_format, v_format
-    given = complete_options(restored(options))
-    return reference(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
+def _implementation(path: Callable[..., Any], defaults: Mapping[str, Any], ragged: bool) -> Callable[..., Any]:
+    """An operator on one device, by :func:`launch` or :func:`reference`."""
+
+    def run(q, k_cache, v_cache, seq_lens, *others, softmax_scale=None, num_splits=None, **options):
+        k_format, v_format = others[-2:]
+        formats = k_format if k_format == v_format else (k_format, v_format)
+        given = {**defaults, **restored(options)} if options or ragged else None
+        ends = others[0] if ragged else None
+        return path(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given, ends)
+
+    return run
 
 
-def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
-    formats = k_format if k_format == v_format else (k_format, v_format)
-    given = complete_options(restored(options))
-    return launch(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
+def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
+    v_head_dim = head_dim_of_row(format_of(others[-1]), v_cache.shape[3]) if q.dim() == 4 else q.shape[2]
+    return q.new_empty((*q.shape[:-1], v_head_dim)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):
-    v_head_dim = head_dim_of_row(format_of(v_format), v_cache.shape[3])
-    return q.new_empty((*q.shape[:3], v_head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
+    """The operator of one of the calls; more: tensors that it wants beyond both calls', ``of_it``: options."""
+    return Operator(
+        f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
+        f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}) -> (Tensor, Tensor)",
+        cpu=_implementation(reference, defaults, bool(more)),
+        cuda=_implementation(launch, defaults, bool(more)),
+        meta=_on_meta,
+    )
 
 
-_operator = Operator(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
-    "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
-    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None, "
-    "Tensor? k_tail=None, Tensor? tail_slots=None, "
-    "str score_names='', Tensor[]? score_tensors=None) -> (Tensor, Tensor)",
-    cpu=_on_cpu,
-    cuda=_on_cuda,
-    meta=_on_meta,
-)
+_decode = _operator_of("decode_attention", "", f"{OF_BIAS}, {OF_DECODE}", NO_OPTIONS)
+_extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, NO_EXTEND_OPTIONS)
 
 
 def are_plain(values: Iterable[Any]) -> bool:
@@ -365,22 +396,25 @@ def path_of(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
-    options: CallOptions | None,
+    options: Mapping[str, Any] | None,
+    **more: torch.Tensor,
 ) -> Callable[..., Any]:
     """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
-    argument that is no tensor at all.
+    The operator is for calls that are being traced and for tensors that are not plain ones. more: other tensors that
+    the call wants. Raises TypeError for an argument that is no tensor at all.
     """
     if is_compiling():
         return dispatch
-    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
+    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor and (
+        not more or all(type(tensor) is torch.Tensor for tensor in more.values())
+    ):
         if options is not None and not are_plain((*options.values(), *(options.get("score_options") or {}).values())):
             check_given_tensors(options)
             return dispatch
         if not (q.is_cuda or q.is_cpu):
-            check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+            check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, **more)
             return dispatch
         return launch if q.is_cuda or GPU.takes_cpu else reference
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, **more)
     return dispatch

@@ -1,230 +1,70 @@
-"""What of a launch stays the same from call to call: the compiled function, its schedule, its numbers."""
+"""What of a call stays the same from call to call: kernels, compiled, their numbers, and what decides between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cute_kernels.arguments import shape_of
-from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand, GivenScale
+from cute_kernels.attention.arguments import BIAS_STRIDES, COMBINE, UNPACK, decode_arguments, extend_arguments
+from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.decode_config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.decode_config import CTAS_SHIFT, DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule
+from cute_kernels.attention.extend_checks import row_stride
+from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
+from cute_kernels.attention.extend_schedule import (
+    MAX_UNPACKED_BYTES,
+    choose,
+    choose_fp8,
+    choose_key_rows,
+    choose_newer,
+    choose_unpacked,
+    heads_of_tile,
+    queries_to_unpack_for,
+    serves_key_rows,
+)
+from cute_kernels.attention.launches import Algorithm, DecodeLaunch, ExtendLaunch, ExtendLaunches, UnpackedLaunch
+from cute_kernels.attention.operands import CacheOperand, GivenScale
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores import tensors_in
+from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.launch_arguments import Place
-from cute_kernels.runtime.memory import Blank, blank, byte_view
+from cute_kernels.runtime.memory import blank, byte_view
+from cute_kernels.runtime.operator import Plan
 from cute_kernels.runtime.plans import ALIGNMENT
+from cute_kernels.runtime.spec import KernelSpec
 
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
-
-    Attributes:
-        send: the compiled kernel, with what stays the same; it takes the other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name. In native code it compares the shape, strides, dtype,
-            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
-            current stream of the tensors' device.
-        new_out, new_lse: what results that the caller gives no tensor for are made of.
-        takes_options: whether ``send`` looks for features in the options of a call.
-        k_view, v_view: dtypes that the function takes the caches as, None for their own.
-        num_words: of workspace, 0 if there is nothing to combine.
-        mode: what a call's mode has beside what the call asks for.
-    """
-
-    send: Callable[..., Any]
-    schedule: DecodeSchedule
-    device_index: int
-    softmax_scale: float
-    new_out: Blank
-    new_lse: Blank
-    takes_options: bool = False
-    k_view: torch.dtype | None = None
-    v_view: torch.dtype | None = None
-    num_words: int = 0
-    mode: int = 0
-
-    def launch(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        kv_format: object,
-        softmax_scale: float | None,
-        num_splits: int | None,
-        return_lse: bool,
-        out: torch.Tensor | None,
-        options: Mapping[str, Any] | None = None,
-        partials: torch.Tensor | None = None,
-        new: tuple[Any, ...] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
-        asked for).
-
-        ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
-        partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
-        num_kv_heads, head_dim] each, and where a transform's constants lie. This is one flat function, without objects
-        on the way, because each decoding step of a model waits for it once a layer.
-        """
-        if out is None:
-            out = GPU.empty(*self.new_out)
-        lse, lse_address, mode = None, 0, self.mode
-        if return_lse:
-            lse = GPU.empty(*self.new_lse)
-            lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
-        workspace = 0
-        if partials is not None:
-            workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
-        elif self.num_words:
-            index = self.device_index
-            workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
-        k_scale = v_scale = 0
-        if options is not None:
-            k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
-        if self.k_view is not None:
-            k_cache = k_cache.view(self.k_view)
-        if self.v_view is not None:
-            v_cache = v_cache.view(self.v_view)
-        if softmax_scale is None:
-            softmax_scale = self.softmax_scale
-        if new is not None:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-                options=options or NO_OPTIONS, new=new,
-            )  # fmt: skip
-        elif self.takes_options:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-                options=options or NO_OPTIONS,
-            )  # fmt: skip
-        else:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-            )  # fmt: skip
-        return out, lse
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile of extend attention fit 32 bits
 
 
 def make_plan(
-    call: AttentionCall,
-    config: DecodeConfig | None = None,
-    num_splits: int | None = None,
-    *,
-    after_append: bool = False,
-) -> DecodePlan:
-    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose.
-
-    after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
-    """
-    problem = problem_of(call, after_append=after_append)
-    schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
-    if config is not None:
-        splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
-        schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
-    return plan_of(call, problem, schedule, _sender(call, schedule))
+    call: AttentionCall, config: DecodeConfig | ExtendConfig | None = None, num_splits: int | None = None
+) -> Plan:
+    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose. What it
+    launches is its only product."""
+    if call.ragged:
+        assert not isinstance(config, DecodeConfig)
+        extend = extend_launches(call, config)
+        return Plan(call.q.device.index, extend.launch, (extend,))
+    assert not isinstance(config, ExtendConfig)
+    decode = decode_launch(call, config, num_splits)
+    return Plan(call.q.device.index, decode.launch, (decode,))
 
 
-def plan_of(
-    call: AttentionCall, problem: DecodeProblem, schedule: DecodeSchedule, send: Callable[..., Any]
-) -> DecodePlan:
-    """The plan of a checked call with a schedule; ``send``: the compiled kernel, with what stays the same."""
-    return DecodePlan(
-        send=send,
-        schedule=schedule,
-        device_index=call.q.device.index,
-        softmax_scale=call.softmax_scale,
-        new_out=blank(call.out_shape, call.q.dtype),
-        new_lse=blank(call.out_shape[:3], torch.float32),
-        k_view=byte_view(call.k.cache),
-        v_view=byte_view(call.v.cache),
-        num_words=workspace_words(schedule, problem),
-        mode=places_log2(schedule.config, problem.num_sms) << PLACES_SHIFT,
-        takes_options=schedule.config.has_features,
-    )
-
-
-def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
-    """The compiled kernel, with the arguments that only what decides a plan decides."""
-    config = schedule.config
-    function = load(AttentionSpec(config), arch_of(call.q.device.index))
-    return decode_arguments(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
-
-
-def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """(arguments that only what decides a plan decides, places of those that are found in the options of a call)."""
-    config = schedule.config
-    features = config.features
-    fixed: dict[str, int | float] = {
-        "k_scale_stride": _head_stride(call.k.scale),
-        "v_scale_stride": _head_stride(call.v.scale),
-        "num_splits": schedule.num_splits,
-    }
-    options: dict[str, Place] = {}
-    if config.has_features:
-        max_pages, table_stride = _columns(call.block_table)
-        strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
-        fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
-        fixed |= {"max_pages": max_pages, "table_stride": table_stride}
-        fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
-        fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
-        options |= {name: ("options", name) for name in ("block_table", "sinks", "alibi_slopes")}
-        options["bias"] = ("options", "attn_bias")
-    if features.transformed:
-        own = {"q_shift": features.shift, "out_factor": features.v_factor}
-        options |= {name: ("options", name) for name, is_given in own.items() if is_given}
-        fixed |= {name: 0 for name, is_given in own.items() if not is_given}
-    if features.tail:
-        options |= {name: ("options", name) for name in ("k_tail", "tail_slots")}
-    options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
-    return fixed, options
-
-
-def _columns(table: torch.Tensor | None) -> tuple[int, int]:
-    """Columns of a block table, and entries from one row to the next."""
-    if table is None:
-        return 0, 0
-    return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
-
-
-def _head_stride(scale) -> int:
-    return 0 if scale is None else scale.head_stride
-
-
-def places_log2(config: DecodeConfig, num_sms: int) -> int:
-    """log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each other."""
-    return (num_sms * config.ctas_per_sm).bit_length() - 1
-
-
-def workspace_words(schedule: DecodeSchedule, problem: DecodeProblem) -> int:
-    """Words of the partial results of all units; 0 if no row has more than one."""
-    if schedule.num_splits == 1 and not schedule.more_rows:
-        return 0
-    units = (problem.batch + schedule.more_rows) * schedule.num_splits
-    return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
-
-
-def problem_of(call: AttentionCall, *, after_append: bool = False) -> DecodeProblem:
+def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
     """What the schedule needs to know of a call."""
-    rows = [operand for operand in (call.k, call.v) if operand.form.has_header]
-    return DecodeProblem(
+    rows, features = [operand for operand in (call.k, call.v) if operand.form.has_header], call.features
+    return AttentionProblem(
         batch=call.batch,
         max_seq_len=call.max_seq_len,
         num_q_heads=call.num_q_heads,
@@ -235,26 +75,347 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> DecodeProb
         v_format=call.v.form.name,
         q_dtype=Q_DTYPES[call.q.dtype],
         q_len=call.q_len,
-        page_tokens=max(size for size in PAGE_TOKENS if call.page_size % size == 0) if call.features.paged else 0,
-        features=call.features,
-        aligned=not any(_places(call, operand) % ALIGNMENT for operand in rows),
+        page_tokens=max(size for size in PAGE_TOKENS if call.page_size % size == 0) if features.paged else 0,
+        features=features,
+        aligned=not any(_bits_of_addresses(call, operand) % ALIGNMENT for operand in rows),
         tokens_touch=all(operand.tokens_touch for operand in rows),
         heads_touch=call.head_major or all(operand.heads_touch for operand in rows),
-        num_sms=_num_sms(call.q.device),
+        num_sms=_num_sms_of(call.q.device),
         after_append=after_append,
+        tree=call.tree_mask is not None,
+        strided_q=call.ragged and row_stride(call.q) is not None,
     )
 
 
-def _places(call: AttentionCall, operand: CacheOperand) -> int:
-    """All that where copies of raw rows begin and end is a sum of multiples of, its bits joined."""
-    places = operand.cache.data_ptr() | operand.block_stride
+def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
+    """Address and strides that copies of raw rows begin and end at sums of, their bits joined."""
+    bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
-    places |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
-    return places if operand.heads_touch and not call.head_major else places | operand.head_stride
+    bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
+    return bits if operand.heads_touch and not call.head_major else bits | operand.head_stride
 
 
-def _num_sms(device: torch.device) -> int:
-    return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else DecodeProblem.num_sms
+def _num_sms_of(device: torch.device) -> int:
+    return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else AttentionProblem.num_sms
+
+
+# -- decode attention --------------------------------------------------------------------------------------------------
+
+
+def decode_launch(
+    call: AttentionCall,
+    config: DecodeConfig | None = None,
+    num_splits: int | None = None,
+    *,
+    after_append: bool = False,
+) -> DecodeLaunch:
+    """The launch of a checked call.
+
+    after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
+    """
+    problem = problem_of(call, after_append=after_append)
+    schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
+    if config is not None:
+        splits = make_schedule(problem).num_splits if num_splits is None else num_splits
+        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
+        schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
+    return decode_launch_of(call, problem, schedule, _decode_sender(call, schedule))
+
+
+def decode_launch_of(
+    call: AttentionCall, problem: AttentionProblem, schedule: DecodeSchedule, send: Callable[..., Any]
+) -> DecodeLaunch:
+    """The launch of a checked call with a schedule; ``send``: the compiled kernel, with what stays the same."""
+    return DecodeLaunch(
+        send=send,
+        schedule=schedule,
+        device_index=call.q.device.index,
+        softmax_scale=call.softmax_scale,
+        new_out=blank(call.out_shape, call.q.dtype),
+        new_lse=blank(call.out_shape[:3], torch.float32),
+        k_view=byte_view(call.k.cache),
+        v_view=byte_view(call.v.cache),
+        num_words=workspace_words(schedule, problem),
+        mode=ctas_log2(schedule.config, problem.num_sms) << CTAS_SHIFT,
+        takes_options=schedule.config.has_features,
+    )
+
+
+def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
+    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    config = schedule.config
+    function = load(AttentionSpec(config), arch_of(call.q.device.index))
+    return decode_arguments(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
+
+
+def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
+    """(arguments that only what decides a plan decides, places of those that are found in the options of a call)."""
+    config = schedule.config
+    features = config.features
+    fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
+    options: dict[str, Place] = {}
+    if config.has_features:
+        max_pages, table_stride = _columns(call.block_table)
+        strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
+        fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
+        fixed |= {"max_pages": max_pages, "table_stride": table_stride}
+        fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
+        fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
+        options |= _found_in_options("block_table", "sinks", "alibi_slopes")
+        options["bias"] = ("options", "attn_bias")
+    if features.transformed:
+        own = {"q_shift": features.shift, "out_factor": features.v_factor}
+        options |= _found_in_options(*(name for name, is_given in own.items() if is_given))
+        fixed |= {name: 0 for name, is_given in own.items() if not is_given}
+    if features.tail:
+        options |= _found_in_options("k_tail", "tail_slots")
+    return fixed, options | _score_tensors(features)
+
+
+def _scale_strides(call: AttentionCall) -> dict[str, int | float]:
+    operands = {"k": call.k, "v": call.v}
+    return {f"{name}_scale_stride": 0 if x.scale is None else x.scale.head_stride for name, x in operands.items()}
+
+
+def _found_in_options(*names: str) -> dict[str, Place]:
+    return {name: ("options", name) for name in names}
+
+
+def _score_tensors(features: Features) -> dict[str, Place]:
+    return {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
+
+
+def _columns(table: torch.Tensor | None) -> tuple[int, int]:
+    """Columns of a block table, and entries from one row to the next."""
+    if table is None:
+        return 0, 0
+    return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
+
+
+def ctas_log2(config: DecodeConfig, num_sms: int) -> int:
+    """log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each other."""
+    return (num_sms * config.ctas_per_sm).bit_length() - 1
+
+
+def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
+    """Words of the partial results of all units; 0 if no row has more than one."""
+    if schedule.num_splits == 1 and not schedule.more_rows:
+        return 0
+    units = (problem.batch + schedule.more_rows) * schedule.num_splits
+    return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
+
+
+# -- extend attention --------------------------------------------------------------------------------------------------
+
+
+def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> ExtendLaunches:
+    """The launches of a checked call."""
+    chosen, *others = configs_of(call, config)
+    return ExtendLaunches(
+        algorithms=_algorithms_of(call, chosen, ALGORITHMS if config is None else ALGORITHMS_OF_A_CONFIG),
+        k_view=byte_view(call.k.cache) if chosen.decoded[0] else None,
+        v_view=byte_view(call.v.cache) if chosen.decoded[1] else None,
+        copies_table=call.block_table is not None and not call.block_table.is_contiguous(),
+        has_cache=call.k.cache.numel() > 0 and call.max_seq_len > 0,
+        newer=_launch_of(call, others[0]) if others else None,
+    )
+
+
+def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
+    """Of a call's launches: over the cache, and over the queries' own tokens if they come beside it."""
+    config = choose(problem_of(call)) if config is None else config
+    if call.new is None:
+        return [config]
+    # Sinks count once; a tree's mask is about new tokens, and the older ones are all seen.
+    older = replace(config, features=replace(config.features, sinks=False), tree=False)
+    return [older, choose_newer(config)]
+
+
+def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
+    """Those of calls whose configuration is ``config``, up to the first that supports all: what would never be asked is
+    not compiled."""
+    algorithms: list[Algorithm] = []
+    for algorithms_of in kinds:
+        algorithms += algorithms_of(call, config)
+        if algorithms and algorithms[-1].supports is None:
+            break
+    return tuple(algorithms)
+
+
+def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
+    """A launch that makes rows of 16 bits of the cache, and attention over them."""
+    least = _queries_to_unpack_for(call, config)
+    if least is None:
+        return []
+    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
+    fixed: dict[str, int | float] = {
+        "window": call.window or 0,
+        "max_pages": _table_pages(call),
+        "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
+    }
+    send = UNPACK.bound(load(AttentionSpec(unpack), arch_of(call.q.device.index)), fixed)
+    launch = UnpackedLaunch(send, unpack, _launch_of(call, attention))
+    if call.unpack is True or call.fp8_products:
+        return [Algorithm(launch)]
+
+    def supports(num_queries: int, max_seq_len: int | None) -> bool:
+        return num_queries >= least and launch.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
+
+    return [Algorithm(launch, supports)]
+
+
+def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for its cache to be unpacked; None if it never is."""
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+        return None
+    if call.unpack is True or call.fp8_products:
+        return 0
+    # Rows' scales are rounded in other places: a request's result would depend on its batch.
+    if call.num_splits is not None and any(config.tile_scales):
+        return None
+    return queries_to_unpack_for(config, call.batch, call.group, call.window)
+
+
+def _table_pages(call: AttentionCall) -> int:
+    """Of a request; 0 without a table."""
+    return 0 if call.block_table is None else call.block_table.shape[1]
+
+
+def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
+    """Keys as rows of products and a request's few queries as columns. Not with fixed splits: a request's bits would
+    depend on how many queries others have."""
+    if call.num_splits is not None or call.unpack is True or call.fp8_products:
+        return []
+    if not lies_in_pieces(call):
+        return []
+
+    def algorithm(few: ExtendConfig) -> Algorithm:
+        shape = call.q.shape[1], call.num_kv_heads, _num_sms(call)
+        return Algorithm(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
+
+    return [algorithm(few) for few in key_rows_for(call, config)]
+
+
+def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
+    """What may serve a call of few queries a request that ``config`` serves, for the fewest first."""
+    return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
+
+
+def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
+    """The cache is read once, however many queries there are."""
+    if config.key_rows is not None and not lies_in_pieces(call):
+        raise ValueError(
+            f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
+            f"them, that begin at multiples of {ALIGNMENT} bytes"
+        )
+    if call.num_kv_heads % config.tile_heads:
+        raise ValueError(
+            f"k_cache, v_cache: got {call.num_kv_heads} KV heads: config {config.name} wants a multiple of "
+            f"{config.tile_heads}"
+        )
+    if config.mapped and not lies_in_maps(call):
+        raise ValueError(
+            f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
+        )
+    return [Algorithm(_launch_of(call, config))]
+
+
+AlgorithmsOf = Callable[[AttentionCall, ExtendConfig], list[Algorithm]]
+ALGORITHMS: tuple[AlgorithmsOf, ...] = (_unpacked, _key_rows, _as_it_lies)
+"""What may serve calls of a configuration, in the order in which they are asked."""
+ALGORITHMS_OF_A_CONFIG: tuple[AlgorithmsOf, ...] = (_unpacked, _as_it_lies)
+"""Where the configuration is given: key rows are one."""
+
+
+def lies_in_pieces(call: AttentionCall) -> bool:
+    """Whether key rows can bring a call's caches."""
+    return all(_lies_in_pieces(operand) for operand in (call.k, call.v))
+
+
+def lies_in_maps(call: AttentionCall) -> bool:
+    """Whether tensor maps can bring a call's rows with what is in front of them."""
+    return all(_lies_in_maps(operand) for operand in (call.k, call.v))
+
+
+def _lies_in_maps(operand: CacheOperand) -> bool:
+    """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
+    other's."""
+    row_bytes = operand.form.row_bytes(operand.head_dim)
+    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
+    if row_bytes % ALIGNMENT == 0:
+        places |= operand.head_stride
+    elif operand.head_stride != row_bytes:
+        return False
+    return places % ALIGNMENT == 0
+
+
+def _lies_in_pieces(operand: CacheOperand) -> bool:
+    """Of K's or V's: rows of a multiple of 16 bytes by pieces of 16; bytes behind a scale by all pieces that they
+    touch, in blocks that begin with one; others by words."""
+    form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
+    if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
+        places |= operand.token_stride | operand.head_stride
+    elif form.code_bits != 8:
+        return True
+    return places % ALIGNMENT == 0
+
+
+def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
+    """One launch of attention, compiled."""
+    return ExtendLaunch(
+        send=_extend_sender(call, config),
+        config=config,
+        device_index=call.q.device.index,
+        num_sms=_num_sms(call),
+        batch=call.batch,
+        num_kv_heads=call.num_kv_heads,
+        softmax_scale=call.softmax_scale,
+        max_seq_len=call.max_seq_len,
+        num_splits=call.num_splits,
+        combine=None if config.merges or call.num_splits == 1 else _combiner(config, call.q.device),
+    )
+
+
+def _num_sms(call: AttentionCall) -> int:
+    """That a launch may use."""
+    return max(GPU.num_sms(call.q.device) - call.sm_margin, 1)
+
+
+def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., Any]:
+    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    fixed = _scale_strides(call) | {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
+    if not config.unpacked:
+        fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
+    options = _found_in_options("k_scale", "v_scale", "sinks", "alibi_slopes") | _score_tensors(config.features)
+    function = load(AttentionSpec(config), arch_of(call.q.device.index))
+    return extend_arguments(config.features).bound(function, fixed, options)
+
+
+def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
+    return COMBINE.bound(load(combine_spec(config), arch_of(device.index)), {})
+
+
+def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
+    """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens.
+
+    splits: whether keys may be cut.
+    """
+    specs: list[KernelSpec] = [AttentionSpec(config), *([combine_spec(config)] if splits else [])]
+    few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
+    specs += [AttentionSpec(own) for own in dict.fromkeys(few)]
+    if queries_to_unpack_for(config, 1, 1, None) is not None:
+        unpack, attention = choose_unpacked(config)
+        specs += [AttentionSpec(unpack), AttentionSpec(attention)]
+    return specs
+
+
+def combine_spec(config: ExtendConfig) -> AttentionSpec:
+    """What puts the splits of a configuration's launches together."""
+    return AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
 
 
 def check_columns(name: str, scale: GivenScale) -> None:
@@ -270,19 +431,32 @@ def check_columns(name: str, scale: GivenScale) -> None:
 
 def check_alignment(call: AttentionCall) -> None:
     """Raises ValueError for a tensor that the kernels cannot address."""
-    tensors = {"q": (call.q, ALIGNMENT)}
-    if call.out is not None:
-        tensors["out"] = call.out, ALIGNMENT
+    tensors: dict[str, tuple[torch.Tensor | None, int]] = {"q": (call.q, ALIGNMENT), "out": (call.out, ALIGNMENT)}
     if call.tail is not None:
         tensors["k_tail"] = call.tail.rows, ALIGNMENT
+    if call.new is not None:
+        tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
     for name, operand in (("k", call.k), ("v", call.v)):
-        tensors[f"{name}_cache"] = operand.cache, 4 if operand.form.has_header else ALIGNMENT
+        by_words = operand.form.is_coded if call.ragged else operand.form.has_header
+        wanted = 4 if by_words else ALIGNMENT
+        tensors[f"{name}_cache"] = operand.cache, wanted
+        if call.ragged:
+            _check_strides(f"{name}_cache", operand, wanted)
         if operand.scale is not None and operand.form.given_scale == "channel":
             check_columns(f"{name}_scale", operand.scale)
             tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, wanted) in tensors.items():
-        if tensor.data_ptr() % wanted:
+        if tensor is not None and tensor.data_ptr() % wanted:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % wanted} bytes past a multiple of {wanted}, "
                 f"want it aligned to {wanted} bytes"
             )
+
+
+def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:
+    """Raises ValueError unless the rows of a cache are aligned, and its tokens near enough."""
+    strides = operand.block_stride, operand.token_stride, operand.head_stride
+    if any(stride % alignment for stride in strides):
+        raise ValueError(f"{name}: got rows {strides} bytes apart, want multiples of {alignment}")
+    if operand.token_stride >= MAX_TOKEN_STRIDE:
+        raise ValueError(f"{name}: got tokens {operand.token_stride} bytes apart, want less than {MAX_TOKEN_STRIDE}")

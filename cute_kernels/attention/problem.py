@@ -11,9 +11,8 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 
 @dataclass(frozen=True)
-class DecodeProblem:
-    """Everything about a call of decode attention that its schedule depends on; lengths are on the device, not known
-    here.
+class AttentionProblem:
+    """Everything about a call that its schedule depends on; lengths are on the device, not known here.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
@@ -29,6 +28,8 @@ class DecodeProblem:
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
         appends: whether the kernel does so itself, in one launch.
+        tree: whether a mask says which new tokens a query sees.
+        strided_q: whether queries lie apart, where requests differ in how many they have.
     """
 
     batch: int
@@ -49,6 +50,8 @@ class DecodeProblem:
     num_sms: int = DecodeConfig.limits.num_sms
     after_append: bool = False
     appends: bool = False
+    tree: bool = False
+    strided_q: bool = False
 
     @classmethod
     def uniform(
@@ -61,10 +64,25 @@ class DecodeProblem:
         kv_format: str,
         q_dtype: str,
         **others: Any,
-    ) -> DecodeProblem:
+    ) -> AttentionProblem:
         """K and V alike."""
         shape = (batch, max_seq_len, num_q_heads, num_kv_heads)
         return cls(*shape, head_dim, head_dim, kv_format, kv_format, q_dtype, **others)
+
+    @classmethod
+    def ragged(
+        cls,
+        head_dim: int,
+        k_format: str,
+        v_format: str,
+        q_dtype: str,
+        page_tokens: int = 0,
+        features: Features = PLAIN,
+        **others: Any,
+    ) -> AttentionProblem:
+        """One of extend attention, whose configuration depends on no sizes but these; 8 query heads on a KV head."""
+        formats, more = (k_format, v_format, q_dtype), {"page_tokens": page_tokens, "features": features, **others}
+        return cls(1, 4096, 8, 1, head_dim, head_dim, *formats, **more)
 
     @property
     def token_bytes(self) -> int:
@@ -80,25 +98,3 @@ class DecodeProblem:
     def rows(self) -> int:
         """Queries per KV head of a request: of all its positions and of the group's heads."""
         return self.group * self.q_len
-
-
-@dataclass(frozen=True)
-class ExtendProblem:
-    """Everything about a call of extend attention that its configuration depends on.
-
-    Attributes:
-        head_dim, k_format, v_format, q_dtype: of the tensors.
-        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
-        features: what the call asks for beyond softmax(q K^T) V.
-        tree: whether a mask says which new tokens a query sees.
-        strided_q: whether queries lie apart.
-    """
-
-    head_dim: int
-    k_format: str
-    v_format: str
-    q_dtype: str
-    page_tokens: int = 0
-    features: Features = PLAIN
-    tree: bool = False
-    strided_q: bool = False

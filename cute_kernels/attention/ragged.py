@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_place, check_tensors, check_vector, shape_of
-from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
-from cute_kernels.attention import extend_ops as ops
-from cute_kernels.attention.extend_call import ExtendCall, check_query, check_rows
-from cute_kernels.attention.extend_plan import check_alignment, make_plan, problem_of
+from cute_kernels.attention.call import AttentionCall, make_call
+from cute_kernels.attention.extend_checks import check_query, check_rows
 from cute_kernels.attention.extend_schedule import choose, choose_newer
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS
+from cute_kernels.attention.plan import check_alignment, extend_launches, problem_of
+from cute_kernels.attention.reference import attention_of
 from cute_kernels.runtime.operator import Plan, launcher
 from cute_kernels.runtime.plans import identity
 
@@ -40,9 +41,11 @@ def ragged_attention(
     Raises TypeError and ValueError, naming the argument, as `extend_attention`.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    complete = ops.DEFAULTS | options
+    complete = NO_EXTEND_OPTIONS | options
     if not q.is_cuda:
-        return _reference(_checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete), k, v, cu_seqlens_k, softmax_scale)
+        call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete)
+        scale = call.softmax_scale if softmax_scale is None else softmax_scale
+        return _reference(replace(call, softmax_scale=scale), cu_seqlens_k)
     return launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete)
 
 
@@ -51,27 +54,27 @@ def _key(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> tuple[A
     return (*[identity(tensor) for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k)], *values)
 
 
-def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> ExtendCall:
+def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> AttentionCall:
     call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     check_alignment(call)
     return call
 
 
-def _plan_of(call: ExtendCall) -> Plan | None:
-    if not (call.q.shape[0] and call.base.k.cache.numel() and call.batch):
+def _plan_of(call: AttentionCall) -> Plan | None:
+    if not (call.q.shape[0] and call.k.cache.numel() and call.batch):
         return None
-    plan = make_plan(call, replace(choose_newer(choose(problem_of(call))), merges=False))
+    launches = extend_launches(call, replace(choose_newer(choose(problem_of(call))), merges=False))
 
     def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         rows = k.unsqueeze(0), v.unsqueeze(0)
-        plan.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
+        launches.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
         return out, lse
 
-    return Plan(plan.device_index, launch)
+    return Plan(call.q.device.index, launch)
 
 
-def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(call.q), call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
@@ -79,7 +82,7 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 """The calls on CUDA tensors."""
 
 
-def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> ExtendCall:
+def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
     """The call as one over a contiguous cache, that of a single request, all of K and V."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
@@ -97,7 +100,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> Ex
             raise ValueError(f"{name}: got shape {shape_of(rows)}, want {[*k.shape[:2], q.shape[2]]}, k's and q's")
         check_rows(name, rows)
     wanted = ("causal", "window_size", "softcap", "sinks", "alibi_slopes")
-    base = attention_call.make_call(
+    call = make_call(
         q.new_empty((1, 1, *q.shape[1:])),
         k.unsqueeze(0),
         v.unsqueeze(0),
@@ -105,37 +108,22 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> Ex
         kv_format=checks.Q_DTYPES[q.dtype],
         **{name: options[name] for name in wanted},
     )
-    base = replace(base, q=q.new_empty((batch, 1, *q.shape[1:])), seq_lens=cu_seqlens_k[1:])
-    return ExtendCall(q, cu_seqlens_q, base, None, None)
+    return replace(call, q=q, cu_seqlens_q=cu_seqlens_q, seq_lens=cu_seqlens_k[1:])
 
 
-def _reference(call: ExtendCall, k, v, cu_seqlens_k, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(call: AttentionCall, cu_seqlens_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Request by request, each over its own K and V."""
-    base, out = call.base, torch.zeros_like(call.q)
+    out = torch.zeros_like(call.q)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+    assert call.cu_seqlens_q is not None
     ends = call.cu_seqlens_q.tolist()
     for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
         own = slice(ends[request], ends[request + 1])
         if own.start >= own.stop:
             continue
-        options = ops.DEFAULTS | {
-            "causal": base.causal,
-            "window_size": base.window,
-            "softcap": base.soft_cap,
-            "sinks": base.sinks,
-            "alibi_slopes": base.alibi_slopes,
-        }
-        count = torch.tensor([own.stop - own.start], dtype=torch.int32)
-        out[own], lse[own] = ops.reference(
-            call.q[own],
-            k[None, start:stop],
-            v[None, start:stop],
-            torch.tensor([stop - start], dtype=torch.int32),
-            torch.cat((torch.zeros_like(count), count)),
-            base.k.form.name,
-            softmax_scale,
-            True,
-            None,
-            options,
-        )
+        k, v = (replace(operand, cache=operand.cache[:, start:stop]) for operand in (call.k, call.v))
+        length, size = torch.tensor([stop - start], dtype=torch.int32), stop - start
+        alone = replace(call, q=call.q[own][None], cu_seqlens_q=None, k=k, v=v, seq_lens=length, max_seq_len=size)
+        result, own_lse = attention_of(replace(alone, page_size=size))
+        out[own], lse[own] = result[0].to(out.dtype), own_lse[0]
     return out, lse

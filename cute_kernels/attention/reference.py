@@ -1,4 +1,4 @@
-"""Decode attention in plain PyTorch: what the operator means, and what runs on a CPU.
+"""Attention in plain PyTorch: what the operators mean, and what runs on a CPU.
 
 The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
 written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over
@@ -20,12 +20,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from cute_kernels import blocks
-from cute_kernels.attention.call import AttentionCall, CacheOperand, CallOptions, check_device_values, make_call
+from cute_kernels.attention.call import AttentionCall, make_call, make_extend_call
+from cute_kernels.attention.device_values import check_device_values
+from cute_kernels.attention.operands import CacheOperand
+from cute_kernels.attention.options import CallOptions
 from cute_kernels.formats.scores import KeyBlock, options_in
 
 if TYPE_CHECKING:
@@ -81,11 +85,66 @@ def decode_attention_reference(
     return attention_of(call, compute_dtype)
 
 
+def extend_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    compute_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as :func:`cute_kernels.extend_attention` defines it, whose arguments these are.
+
+    compute_dtype: float32, or float64 for use as a yardstick.
+
+    Returns out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], both in `compute_dtype`: not rounded to
+    q's dtype, so that a kernel's error can be measured against them. Queries of no request give out 0 and lse -inf.
+    Works on CPU and CUDA; reads lengths and pages on the host.
+
+    Raises TypeError and ValueError as `extend_attention`, and ValueError for lengths and pages that cannot be right.
+    """
+    call = make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, kv_format=kv_format, **options)
+    check_device_values(call)
+    return attention_of(call, compute_dtype)
+
+
 def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a checked call, as `decode_attention_reference`."""
+    """(out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference`."""
+    if call.ragged:
+        return _attention_of_requests(call, compute_dtype)
     stop = call.seq_lens.to(torch.int64)
     part = attend(call, torch.zeros_like(stop), stop, compute_dtype)
     return apply_sinks(part.out, part.lse, call.sinks), part.lse
+
+
+def _attention_of_requests(call: AttentionCall, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request after the other, each with as many newest tokens as it has queries."""
+    out = call.q.new_zeros(call.q.shape, dtype=compute_dtype)
+    lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=compute_dtype)
+    for own, request in call.requests():
+        if call.new is None:
+            result, own_lse = attention_of(request, compute_dtype)
+        else:
+            result, own_lse = _attention_with_new_tokens(call, own, request, compute_dtype)
+        out[own], lse[own] = result[0], own_lse[0]
+    return out, lse
+
+
+def _attention_with_new_tokens(
+    call: AttentionCall, own: slice, request: AttentionCall, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one request whose own queries' tokens are not in the cache."""
+    new = call.new_tokens(own)
+    older, newer = request.seq_lens.to(torch.int64) - request.q_len, new.seq_lens.to(torch.int64)
+    zero = torch.zeros_like(older)
+    if call.tree_mask is not None:
+        request = replace(request, bias=None)  # which is about new tokens; the older ones are all seen
+    parts = [attend(request, zero, older, compute_dtype), attend(new, zero, newer, compute_dtype)]
+    out, lse = merge_states_reference(*(x for part in parts for x in (part.out, part.lse)), compute_dtype=compute_dtype)
+    return apply_sinks(out, lse, request.sinks), lse
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -1,17 +1,66 @@
-"""Extend attention over a transformed cache: what PyTorch's operations do before and after the kernels.
+"""Attention over a transformed cache: what PyTorch's operations do before and after the kernels.
 
-Both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become k' and v' rounded
-to their 16 bits. The result is brought back, and what a center has taken off the scores comes back where it is seen.
+Of decode attention q becomes q', and its kernel adds what a center has taken off the scores.
+
+Of extend attention both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become
+k' and v' rounded to their 16 bits. The result is brought back, and what a center has taken off the scores comes back
+where it is seen.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from cute_kernels.arguments import check_tensors
+from cute_kernels.attention.checks import check_cache, check_formats, check_layout, check_query, head_dim_of_row
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
+
+
+def checked_transform(transform: object) -> CacheTransform | None:
+    """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
+    check_transform("transform", transform)
+    checked = cast("CacheTransform", transform)
+    return None if checked.kind is None else checked
+
+
+def transform_query(
+    transform: CacheTransform,
+    q: torch.Tensor,
+    q_shift: torch.Tensor | None,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    kv_format: object,
+    layout: str,
+    sees_shift: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on it.
+
+    Raises:
+        TypeError, ValueError: the transform does not fit the caches, or q has been through one.
+    """
+    k_cache, v_cache = caches
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if q_shift is not None:
+        raise ValueError("q_shift: got a tensor together with transform, which makes it; want one of them")
+    forms = check_formats(kv_format)
+    check_layout(layout)
+    for name, cache, form in zip(("k_cache", "v_cache"), caches, forms, strict=True):
+        check_cache(name, cache, form, "[num_pages or batch, ..., row]")
+    check_query(q, forms)
+    transform.validate(
+        k_cache.shape[1 if layout == "HND" else 2], q.shape[3], head_dim_of_row(forms[1], v_cache.shape[3])
+    )
+    if transform.device not in (None, q.device):
+        raise ValueError(f"transform: got one on {transform.device}, want it on {q.device}, where q is")
+    shift = transform.shift(q) if sees_shift else None
+    return transform.queries(q), shift
+
+
+def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The result over V of one over the transformed V, in ``out`` if there is one."""
+    restored = transform.restore(result)
+    return restored if out is None else out.copy_(restored)
 
 
 class Inputs(NamedTuple):
@@ -42,7 +91,7 @@ def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any
             f"softcap: got {options['softcap']} over a cache with a k_center, whose part of the scores comes before "
             "the cap; want a transform without a center, or decode_attention"
         )
-    if centred and options["score_options"]:
+    if centred and options.get("score_options"):
         raise ValueError(
             f"score_options: got {', '.join(options['score_options'])} over a cache with a k_center, whose part of the "
             "scores comes before them; want a transform without a center, or decode_attention"

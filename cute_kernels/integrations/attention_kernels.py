@@ -13,11 +13,11 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_plan import specs_of as extend_specs_of
 from cute_kernels.attention.extend_policies import HEAD_DIMS, Queries, has_token_scale
 from cute_kernels.attention.extend_schedule import choose
+from cute_kernels.attention.plan import specs_of as extend_specs_of
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.integrations.engine_cache import Formats
@@ -110,7 +110,7 @@ def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: in
     names = formats.k.name, formats.v.name
     dense = next((form.name for form in (formats.k, formats.v) if not form.is_coded), q_dtype)  # it is in q's dtype
     page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
-    return choose(extend.ExtendProblem(head_size, *names, dense, page_tokens, features))
+    return choose(AttentionProblem.ragged(head_size, *names, dense, page_tokens, features))
 
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
@@ -179,7 +179,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         *((q_len, decodes.batches, False) for q_len in range(1, decodes.q_len + 1) if reads_anothers_cache(impl)),
     ):
         for batch in batches:
-            problem = DecodeProblem(
+            problem = AttentionProblem(
                 batch=batch,
                 max_seq_len=pages * decodes.page_size,
                 num_q_heads=impl.num_heads,

@@ -19,7 +19,7 @@ from cute_kernels.names import KvFormats
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cute_kernels.attention.extend import AppendedOptions
+    from cute_kernels.attention.options import AppendedOptions
 
 OF_APPEND = ("block_table", "cache_layout", "k_scale", "v_scale", "transform")
 

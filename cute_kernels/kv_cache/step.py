@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.attention.call import ScoreOptions, options_of
+from cute_kernels.attention.options import ScoreOptions, options_of
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform

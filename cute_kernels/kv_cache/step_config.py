@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.kv_cache.config import AppendConfig
 
 MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
@@ -77,7 +77,7 @@ class StepConfig:
 
 
 def serving_config(
-    problem: DecodeProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
+    problem: AttentionProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
 ) -> StepConfig | None:
     """As `step_config`, where one launch is what serves.
 

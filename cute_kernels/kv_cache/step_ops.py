@@ -18,10 +18,14 @@ from cute_kernels import arguments
 from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
+from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
+from cute_kernels.attention.device_values import check_device_values
+from cute_kernels.attention.launches import DecodeLaunch
+from cute_kernels.attention.options import NO_OPTIONS, OF_BIAS, OF_BOTH, OF_NUMBERS, complete_options
 from cute_kernels.attention.reference import attention_of
+from cute_kernels.attention.transformed import restore
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import (
     PART_NAMES,
@@ -103,7 +107,7 @@ class StepPlan:
     """
 
     append: append_plan.AppendPlan
-    attention: attention_plan.DecodePlan
+    attention: DecodeLaunch
     q_shape: torch.Size
     token_shapes: tuple[torch.Size, torch.Size, torch.Size]
     cu_seqlens: torch.Tensor | None
@@ -135,7 +139,7 @@ class StepPlan:
             rotated.view(self.q_shape), k_cache, v_cache, seq_lens, None, softmax_scale, None, return_lse, out, options
         )
         if transform is not None and transform.changes_values and not self.restores:
-            result = attention_ops.restore(transform, result, out)
+            result = restore(transform, result, out)
         return result, lse
 
     @property
@@ -183,7 +187,7 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
         return alone
     return StepPlan(
         append=append_plan.make_plan(append, leads=True),
-        attention=attention_plan.make_plan(attention, after_append=True),
+        attention=attention_plan.decode_launch(attention, after_append=True),
         q_shape=attention.q.shape,
         token_shapes=(append.q.shape, append.k.shape, append.v.shape),
         cu_seqlens=append.cu_seqlens,
@@ -371,10 +375,8 @@ def _on_meta(q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, *others, *
 _operator = Operator(
     "append_and_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, "
     "str k_format, str v_format, str? rope, float norm_eps, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, "
-    "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
-    "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-    f"Tensor? attn_bias=None, {TRANSFORM_SCHEMA}) -> (Tensor, Tensor)",
+    f"Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, {OF_NUMBERS}, {OF_BOTH}, {OF_BIAS}, {TRANSFORM_SCHEMA}) "
+    "-> (Tensor, Tensor)",
     cpu=_implementation(reference),
     cuda=_implementation(launch),
     meta=_on_meta,

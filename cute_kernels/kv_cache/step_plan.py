@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
+from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.launches import DecodeLaunch
+from cute_kernels.attention.options import NO_OPTIONS
+from cute_kernels.attention.problem import AttentionProblem
+from cute_kernels.attention.transformed import restore
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.call import AppendCall
@@ -40,7 +42,7 @@ class OneLaunchPlan:
         restores: whether the kernel brings its output back from V's transform.
     """
 
-    attention: attention_plan.DecodePlan
+    attention: DecodeLaunch
     phase_steps: torch.Tensor | None
     restores: bool
 
@@ -64,7 +66,7 @@ class OneLaunchPlan:
             new=(step.k[:, 0], step.v[:, 0], constants, step.extras),
         )
         if transform is not None and transform.changes_values and not self.restores:
-            result = attention_ops.restore(transform, result, step.out)
+            result = restore(transform, result, step.out)
         return result, lse
 
     @property
@@ -88,7 +90,7 @@ class Chosen:
     """The kernel of a step, and what of it is attention's."""
 
     config: StepConfig
-    problem: DecodeProblem
+    problem: AttentionProblem
     schedule: DecodeSchedule
 
 
@@ -132,5 +134,5 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | N
         options |= {"position_ids": ("new", 3, 0)}
         fixed |= {"position_bytes": append.position_ids.element_size()}
     send = step_arguments(config).bound(function, fixed, options, new)
-    plan = attention_plan.plan_of(attention, problem, schedule, send)
+    plan = attention_plan.decode_launch_of(attention, problem, schedule, send)
     return OneLaunchPlan(plan, steps, attention.features.restores)

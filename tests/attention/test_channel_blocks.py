@@ -12,7 +12,7 @@ import torch
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.scores.features import Features
@@ -28,7 +28,7 @@ needs_dsl = pytest.mark.skipif(native.dsl_version() is None, reason="the kernels
 
 
 def configs(head_dim: int, v_format: str, num_q_heads: int, num_kv_heads: int, page_tokens: int = 0) -> list[Any]:
-    problem = DecodeProblem(
+    problem = AttentionProblem(
         2, 4096, num_q_heads, num_kv_heads, head_dim, head_dim, "int4_channel32", v_format, "bf16",
         page_tokens=page_tokens, features=Features(paged=page_tokens > 0, tail=True),
     )  # fmt: skip

@@ -9,8 +9,9 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.attention import decode_attention_splits
-from cute_kernels.attention.call import check_device_values, make_call
+from cute_kernels.attention.call import make_call
 from cute_kernels.attention.checks import MAX_BATCH, MAX_SPLITS, MAX_TOKENS
+from cute_kernels.attention.device_values import check_device_values
 
 
 def arguments(kv_format: Any = "int4_g4", **changes: Any) -> dict[str, Any]:

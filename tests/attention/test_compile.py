@@ -7,7 +7,7 @@ import pytest
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.composed import changed
@@ -38,7 +38,7 @@ def config(
     several = q_len > 1
     features = Features(several, several, window=window, soft_cap=soft_cap, paged=page_tokens > 0)
     more = {"q_len": q_len, "page_tokens": page_tokens, "features": features, "aligned": aligned}
-    problem = DecodeProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
+    problem = AttentionProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
     found = candidate_configs(problem)
     chosen = next((c for c in found if c.ctas_per_sm == ctas_per_sm), found[0])
     return changed(chosen, **fields)

@@ -6,7 +6,7 @@ import pytest
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.formats.kv import HEAD_DIMS
 from cute_kernels.runtime import native
@@ -22,7 +22,7 @@ def configs() -> list[DecodeConfig]:
     pairs = [("bf16", "bf16"), ("int4_g1", "int4_g1"), ("int8_token_head", "int8_token_head"), ("e5m2", "e5m2")]
     pairs += [("int8_channel", "int4_g2"), ("int4_g4", "bf16")]
     return [
-        candidate_configs(DecodeProblem(1, 4096, 8 * heads, heads, d, d, *pair, "bf16", aligned=aligned))[0]
+        candidate_configs(AttentionProblem(1, 4096, 8 * heads, heads, d, d, *pair, "bf16", aligned=aligned))[0]
         for pair in pairs
         for d, heads in ((64, 1), (80, 3), (128, 1), (128, 8), (192, 32))
         for aligned in (True, False)
@@ -111,7 +111,7 @@ def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_byt
     from cute_kernels.attention.loads.copies import TensorMapOperand
 
     kv_format = {1: "e5m2", 2: "bf16"}[element_bytes]
-    problem = DecodeProblem.uniform(1, 4096, 8, 1, head_dim, kv_format, "bf16")
+    problem = AttentionProblem.uniform(1, 4096, 8, 1, head_dim, kv_format, "bf16")
     config = changed(candidate_configs(problem)[0], num_heads=2)
     operand = TensorMapOperand(config, 0)
     tile = operand.tile

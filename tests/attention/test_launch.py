@@ -15,7 +15,7 @@ import torch
 from cute_kernels.attention import decode_attention, ops
 from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.decode_config import PLACES_SHIFT
+from cute_kernels.attention.decode_config import CTAS_SHIFT
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
@@ -232,7 +232,7 @@ def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, 
     per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
     places = num_sms * per_sm
     assert 2**bits <= num_sms < 2 ** (bits + 1)
-    assert launches[-1].arguments[13] >> PLACES_SHIFT == places.bit_length() - 1
+    assert launches[-1].arguments[13] >> CTAS_SHIFT == places.bit_length() - 1
 
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
@@ -283,4 +283,4 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
     numbers |= {name: given[name].data_ptr() for name in ("block_table", "sinks", "alibi_slopes")}
     numbers |= {"bias": bias.data_ptr(), **dict(zip(BIAS_STRIDES, bias.stride(), strict=True))}
     assert {name: found[name] for name in numbers} == numbers
-    assert found["k_cache"].data_ptr() == given["k_cache"].data_ptr() and found["mode"] >> PLACES_SHIFT
+    assert found["k_cache"].data_ptr() == given["k_cache"].data_ptr() and found["mode"] >> CTAS_SHIFT

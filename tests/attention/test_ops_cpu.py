@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 import cute_kernels
 from cute_kernels.attention import decode_attention, decode_attention_splits, ops
-from cute_kernels.attention.call import NO_OPTIONS
+from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.reference import combine
 from tests.attention import strategies
 from tests.attention.cases import ALL_FORMATS, FORMATS, Call, assert_close, assert_is, make_call, poison_unseen

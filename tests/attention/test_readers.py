@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import cannot_read, tiles_of
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, format_of
 from cute_kernels.runtime import native
@@ -72,7 +72,7 @@ def case(
     formats = (k_format, v_format or k_format)
     q_dtype = next((name for name in formats if name in ("bf16", "fp16")), q_dtype)
     heads = (num_kv_heads * 8, num_kv_heads)
-    problem = DecodeProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, aligned=aligned)
+    problem = AttentionProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, aligned=aligned)
     config = changed(candidate_configs(problem)[0], blocks_per_warp=blocks_per_warp)
     return Case(config, group)
 

@@ -20,7 +20,7 @@ from cute_kernels.attention.decode_schedule import (
     room_beyond,
     split_options,
 )
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of
@@ -31,13 +31,13 @@ FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
 BYTE_FORMATS = ["int8_token_head", "int8_tensor", "int8_head", "int8_channel", "e4m3_token_head", "e4m3_head", "e5m2"]
 
 
-def issue_problem(kv_format: str, batch: int) -> DecodeProblem:
+def issue_problem(kv_format: str, batch: int) -> AttentionProblem:
     """8 query heads on one KV head of 128, 8192 tokens: the shapes of the published INT4 decode benchmarks."""
-    return DecodeProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return AttentionProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 @st.composite
-def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> DecodeProblem:
+def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> AttentionProblem:
     """Shapes that the kernels read; ``mixed``: K and V may differ."""
     names = [draw(st.sampled_from(formats)) for _ in range(2)]
     dims = [draw(st.sampled_from(HEAD_DIMS)) for _ in range(2)]
@@ -47,7 +47,7 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> DecodeProb
     assume(len(dense) < 2)
     assume(not any(cannot_read(format_of(name), d) for name, d in zip(names, dims, strict=True)))
     num_kv_heads = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128])))
-    return DecodeProblem(
+    return AttentionProblem(
         batch=draw(st.one_of(st.integers(1, 64), st.integers(1, 65535))),
         max_seq_len=draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))),
         num_q_heads=num_kv_heads * draw(st.one_of(st.integers(1, 16), st.sampled_from([24, 32, 64, 128]))),
@@ -62,7 +62,7 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> DecodeProb
     )
 
 
-def heads_of_cta(problem: DecodeProblem, config: DecodeConfig, block: int) -> list[int]:
+def heads_of_cta(problem: AttentionProblem, config: DecodeConfig, block: int) -> list[int]:
     """Query heads of head block ``block``, as the kernel numbers them."""
     query_groups = -(-problem.group // config.head_queries)
     first_kv = block // query_groups * config.num_heads
@@ -80,7 +80,7 @@ def heads_of_cta(problem: DecodeProblem, config: DecodeConfig, block: int) -> li
 
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.one_of(st.none(), st.integers(1, 64)))
-def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: DecodeProblem, num_splits: int | None):
+def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: AttentionProblem, num_splits: int | None):
     schedule = make_schedule(problem, num_splits)
     config = schedule.config
     assert config.can_implement() is None
@@ -91,7 +91,7 @@ def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: DecodeProbl
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_the_head_blocks_cover_every_query_head_once(problem: DecodeProblem):
+def test_the_head_blocks_cover_every_query_head_once(problem: AttentionProblem):
     schedule = make_schedule(problem)
     heads = [head for block in range(schedule.head_blocks) for head in heads_of_cta(problem, schedule.config, block)]
     assert sorted(heads) == list(range(problem.num_q_heads))
@@ -99,7 +99,7 @@ def test_the_head_blocks_cover_every_query_head_once(problem: DecodeProblem):
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_splits_are_bounded(problem: DecodeProblem):
+def test_splits_are_bounded(problem: AttentionProblem):
     schedule = make_schedule(problem)
     tiles = -(-problem.max_seq_len // schedule.config.tile_tokens)
     assert 1 <= schedule.num_splits <= max(1, tiles)
@@ -110,7 +110,7 @@ def test_splits_are_bounded(problem: DecodeProblem):
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_the_choice_is_the_cheapest_by_the_model(problem: DecodeProblem):
+def test_the_choice_is_the_cheapest_by_the_model(problem: AttentionProblem):
     chosen = make_schedule(problem)
     options = [(config, splits) for config in candidate_configs(problem) for splits in split_options(problem, config)]
     costs = dict(zip(options, expected_costs(problem, options), strict=True))
@@ -122,9 +122,9 @@ def test_the_choice_is_the_cheapest_by_the_model(problem: DecodeProblem):
 def test_a_table_for_128k_tokens_does_not_make_requests_of_8k_slow(kv_format, heads, batch):
     """By the model, within a tenth of what is best where 8k are known; and long requests within three tenths."""
 
-    def problem(tokens: int) -> DecodeProblem:
+    def problem(tokens: int) -> AttentionProblem:
         features = Features(paged=True)
-        return DecodeProblem.uniform(
+        return AttentionProblem.uniform(
             batch, tokens, 4 * heads, heads, 128, kv_format, "bf16", page_tokens=16, features=features
         )
 
@@ -143,7 +143,7 @@ def test_a_table_for_128k_tokens_does_not_make_requests_of_8k_slow(kv_format, he
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.integers(1, 64), st.integers(1, 500), st.integers(1, 500))
 def test_fixed_splits_are_taken_as_given_whatever_the_batch(
-    problem: DecodeProblem, num_splits: int, batch: int, other: int
+    problem: AttentionProblem, num_splits: int, batch: int, other: int
 ):
     """The order of every sum must not depend on the rest of the batch, nor on what else the model might prefer."""
     schedules = [make_schedule(dataclasses.replace(problem, batch=b), num_splits) for b in (batch, other)]
@@ -153,7 +153,7 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: DecodeProblem):
+def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: AttentionProblem):
     for config in candidate_configs(problem):
         for form, copy, tile in zip(config.formats, config.copies, tiles_of(config), strict=True):
             if not form.has_header:
@@ -173,14 +173,14 @@ def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: 
 def test_groups_that_no_mma_can_take_are_refused(kv_format, head_dim):
     width = head_dim // int(kv_format[-1])
     with pytest.raises(ValueError, match=f"kv_format: got {kv_format} for k_cache, .* groups of {width} columns"):
-        candidate_configs(DecodeProblem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
+        candidate_configs(AttentionProblem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
 
 
 def test_one_kernel_serves_scales_per_tensor_and_per_head():
     """A scale for all heads is one per head that they share."""
     for codes in ("int8", "e4m3"):
         per_head, per_tensor = (
-            candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, f"{codes}_{granularity}", "bf16"))
+            candidate_configs(AttentionProblem.uniform(1, 4096, 8, 1, 128, f"{codes}_{granularity}", "bf16"))
             for granularity in ("head", "tensor")
         )
         assert per_head == per_tensor
@@ -216,15 +216,15 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
 
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
-        problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
+        problem = AttentionProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
         configs = candidate_configs(problem)
         assert configs[0].num_heads == heads
         assert all((config.num_warps, config.producer_warps) == (8, 4) for config in configs)
 
 
-def _of_pages(kv_format: str, batch: int, q_len: int) -> DecodeProblem:
+def _of_pages(kv_format: str, batch: int, q_len: int) -> AttentionProblem:
     features = Features(paged=True, causal=q_len > 1, queries=q_len > 1)
-    return DecodeProblem.uniform(
+    return AttentionProblem.uniform(
         batch, 8192, 32, 8, 128, kv_format, "bf16", q_len=q_len, page_tokens=64, features=features
     )
 
@@ -291,7 +291,7 @@ def test_fixed_splits_do_not_ask_how_many_requests_there_are():
 @pytest.mark.parametrize("max_seq_len", [0, 1])
 def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    schedule = make_schedule(DecodeProblem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
+    schedule = make_schedule(AttentionProblem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
     assert schedule.num_splits == 1
 
 
@@ -319,7 +319,7 @@ def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], par
     st.integers(1, 528),
 )
 def test_however_long_requests_are_there_is_a_cta_for_each_unit(tiles, parts, heads, tokens, places):
-    problem = DecodeProblem.uniform(len(tiles), tokens, 8 * heads, heads, 128, "int4_g4", "bf16")
+    problem = AttentionProblem.uniform(len(tiles), tokens, 8 * heads, heads, 128, "int4_g4", "bf16")
     more_rows, shares = room_beyond(problem, places, parts, heads)
     assert more_rows > 0 and len(cut_rows(tiles, parts, more_rows, shares)) <= (len(tiles) + more_rows) * parts
 
@@ -350,7 +350,7 @@ def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
 
 @pytest.mark.parametrize("batch", [34, 40, 61, 65])
 def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_each(batch):
-    problem = DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
+    problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
     ctas = (batch + schedule.more_rows) * schedule.num_splits
     assert (schedule.config.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
@@ -367,7 +367,7 @@ def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_
 
 @pytest.mark.parametrize("batch", [66, 128])
 def test_parts_wait_for_places_where_one_wave_has_no_room_for_more(batch):
-    problem = DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
+    problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
     assert schedule.shares == problem.num_sms * schedule.config.ctas_per_sm
     assert (batch + schedule.more_rows) * schedule.num_splits >= schedule.shares + batch - schedule.num_splits
@@ -385,7 +385,7 @@ def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits):
 @pytest.mark.parametrize("batch, seq_len", [(2048, 1024), (4096, 512), (1024, 512), (512, 1024), (512, 2048)])
 def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
     """Measured: 4 to 16 % faster than two CTAs of 8 warps."""
-    schedule = make_schedule(DecodeProblem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
+    schedule = make_schedule(AttentionProblem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
     config = schedule.config
     assert (config.ctas_per_sm, config.num_slices, config.blocks_per_slice, schedule.num_splits) == (4, 4, 1, 1)
 
@@ -393,7 +393,7 @@ def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
 @pytest.mark.parametrize("batch", [1, 32, 64, 128, 256, 512])
 def test_small_tiles_are_not_for_long_rows(batch):
     """Measured at 128 to 512 requests of 8192 tokens: 2 to 40 % slower."""
-    assert make_schedule(DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
+    assert make_schedule(AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -424,7 +424,7 @@ def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
     shipped = {spec.config for spec in shipped_specs() if isinstance(spec.config, DecodeConfig)}
     for batch in (1, 7, 32, 64, 512):
         for max_seq_len in (64, 1024, 8192, 131072):
-            problem = DecodeProblem.uniform(
+            problem = AttentionProblem.uniform(
                 batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype
             )
             assert make_schedule(problem).config in shipped
@@ -436,7 +436,7 @@ def test_paged_int4_rows_go_to_fewer_warps_where_two_ctas_share_an_sm(page_token
     paged = Features(paged=True)
 
     def of(num_kv_heads=1, q_len=1, **others):
-        problem = DecodeProblem.uniform(
+        problem = AttentionProblem.uniform(
             512, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g1", "bf16", q_len=q_len, **others
         )
         return [(c.num_warps, c.blocks_per_slice) for c in candidate_configs(problem) if c.ctas_per_sm == 2]

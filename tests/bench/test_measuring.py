@@ -12,7 +12,7 @@ from bench.peers import Peer, Variant, measure_peer
 from bench.timing import Clock, Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.reference import decode_attention_reference
 from simulator import stand_in
 
@@ -197,7 +197,7 @@ def test_one_shape_failing_does_not_stop_the_suite(bench):
 
 
 def problem(batch, kv_format="int4_g1"):
-    return DecodeProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return AttentionProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 def fake_kernels(batch, us_of):
@@ -277,7 +277,7 @@ def test_padding_and_token_order_are_counted_in_wavefronts():
     one_head = rung.count(make_schedule(problem(512)).config)
     assert one_head.startswith("wavefronts per load of K 1, of V 1, with 0 words between copies")
     assert one_head.endswith("without padding: K 2, V 4")
-    eight_heads = rung.count(make_schedule(DecodeProblem.uniform(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
+    eight_heads = rung.count(make_schedule(AttentionProblem.uniform(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
     assert eight_heads.startswith("wavefronts per load of K 1, of V 1, with 4 words between copies")
     assert eight_heads.endswith("without padding: K 8, V 4")
 

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.attention.extend import extend_attention, pack_tree_mask
 from cute_kernels.attention.extend_policies import has_channel_scales, has_token_scale
-from cute_kernels.attention.extend_reference import extend_attention_reference
+from cute_kernels.attention.reference import extend_attention_reference
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.kv_cache.append_and_extend import append_and_extend
 from tests.attention import cases as decode_cases

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.arguments import extend_arguments
+from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import CAUSAL_PAGES
-from cute_kernels.attention.extend_call import make_call as check_call
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_plan import check_alignment, problem_of
 from cute_kernels.attention.extend_policies import cannot_read
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked
 from cute_kernels.attention.mainloops.tile_queries import QueryLoader
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
+from cute_kernels.attention.plan import check_alignment, problem_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.kv import format_of
 from simulator import LANES, Float32, Int32, Int64, Uint32, Warp, running
@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def config_of(head_dim: int = 128, q_dtype: str = "bf16") -> ExtendConfig:
-    config = choose(ExtendProblem(head_dim, "int8_channel", "int8_channel", q_dtype, 64, CAUSAL_PAGES))
+    config = choose(AttentionProblem.ragged(head_dim, "int8_channel", "int8_channel", q_dtype, 64, CAUSAL_PAGES))
     assert config.can_implement() is None
     return config
 
@@ -91,7 +91,7 @@ def test_each_sum_meets_the_scale_of_its_column(head_dim):
 
 
 def test_rows_of_other_formats_have_no_such_factors():
-    writer = ResultWriter(choose(ExtendProblem(128, "int8_tensor", "int8_tensor", "bf16", 64, CAUSAL_PAGES)))
+    writer = ResultWriter(choose(AttentionProblem.ragged(128, "int8_tensor", "int8_tensor", "bf16", 64, CAUSAL_PAGES)))
     assert writer.factors(None, None, 0, 3.0, None) == [3.0, 3.0]
 
 

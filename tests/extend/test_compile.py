@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 
 pytest.importorskip("cutlass")
 
@@ -35,28 +35,34 @@ from tests import golden
 
 FEATURES = Features(causal=True, window=True, soft_cap=True, sinks=True, alibi=True, paged=True)
 CONFIGS = {
-    "bf16": choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
-    "features": choose(ExtendProblem(128, "bf16", "bf16", "bf16", 16, FEATURES)),
-    "int8": choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
-    "int4": choose(ExtendProblem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
-    "contiguous": choose(ExtendProblem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
+    "bf16": choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
+    "features": choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, FEATURES)),
+    "int8": choose(AttentionProblem.ragged(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
+    "int4": choose(AttentionProblem.ragged(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
+    "contiguous": choose(AttentionProblem.ragged(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
 }
-CONFIGS["tree"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
-CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
-CONFIGS["queries apart"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES, strided_q=True))
-CONFIGS["K of 16 bits"] = choose(ExtendProblem(128, "bf16", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
-CONFIGS["V of 16 bits"] = choose(ExtendProblem(128, "int8_channel", "bf16", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["tree"] = choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
+CONFIGS["head_dim 80"] = choose(AttentionProblem.ragged(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["queries apart"] = choose(
+    AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES, strided_q=True)
+)
+CONFIGS["K of 16 bits"] = choose(AttentionProblem.ragged(128, "bf16", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["V of 16 bits"] = choose(AttentionProblem.ragged(128, "int8_channel", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
 UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous")}
 for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
-    problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
+    problem = AttentionProblem.ragged(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
     UNPACKING[name], CONFIGS[name] = choose_fp8(choose(problem))
 KEY_ROWS = {
     name: found
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
-    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), MOST_COLUMNS, True, 2))
+    if (
+        found := key_rows_of(
+            choose(AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES)), MOST_COLUMNS, True, 2
+        )
+    )
 }
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: AttentionSpec(CONFIGS[name]))
 UNPACKED = golden.worth_compiling(UNPACKING, lambda name: AttentionSpec(UNPACKING[name]))

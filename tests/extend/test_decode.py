@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
@@ -53,7 +53,7 @@ class Tiles:
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=True) if table is not None else PLAIN
         touching = 0 if table is None else page_tokens & -page_tokens
-        self.config = choose(ExtendProblem(call.q.shape[2], keys, values, "bf16", touching, features))
+        self.config = choose(AttentionProblem.ragged(call.q.shape[2], keys, values, "bf16", touching, features))
         assert self.config.can_implement() is None and self.config.decodes
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
         at = np.cumsum([256, *(-(-len(piece) // 256) * 256 for piece in pieces)])
@@ -189,7 +189,7 @@ def test_rows_of_a_tile_may_have_scales_of_all_sizes(most):
 
 def test_no_power_of_2_makes_masked_scores_numbers():
     """-inf times 0 is no number."""
-    softmax = Softmax(choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, PLAIN)))
+    softmax = Softmax(choose(AttentionProblem.ragged(128, "int8_token_head", "int8_token_head", "bf16", 64, PLAIN)))
     with running(Machine(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
         rows = stand_in(SimpleNamespace(scales=[Float32(2.0**-118)] * 2))
         scale = TileScale(Float32(2.0**-45), Float32(0.0), Float32(1.0))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax
 
 pytest.importorskip("cutlass")
@@ -31,7 +31,9 @@ WARPS = 4
 
 
 def config_of(q_dtype: str):
-    _, config = choose_fp8(choose(ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", q_dtype, 64, CAUSAL_PAGES)))
+    _, config = choose_fp8(
+        choose(AttentionProblem.ragged(128, "e4m3_tensor", "e4m3_tensor", q_dtype, 64, CAUSAL_PAGES))
+    )
     assert config.can_implement() is None
     return config
 
@@ -92,7 +94,7 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.from_numpy(tile).view(torch.float8_e4m3fn).double(), powers
 
 
-INTO_HALVES = choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+INTO_HALVES = choose(AttentionProblem.ragged(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
 
 
 @pytest.mark.parametrize("least, greatest", [(-90, 25), (-90, 120), (29, 120)])

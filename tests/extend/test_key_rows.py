@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import PipelineState
 
@@ -88,7 +88,9 @@ class Block:
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), 72, mapped, heads)
+        config = key_rows_of(
+            choose(AttentionProblem.ragged(128, keys, values, "bf16", touching, features)), 72, mapped, heads
+        )
         assert config is not None and config.can_implement() is None and config.key_rows is not None
         self.config, self.shape, self.heads = config, config.key_rows, config.tile_heads
         block = Int32(BLOCK * self.heads)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.attention import extend_attention, ragged
-from cute_kernels.attention import extend_ops as ops
+from cute_kernels.attention import extend_attention, ops, ragged
 from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
-from cute_kernels.attention.extend_call import make_call
-from cute_kernels.attention.extend_plan import make_plan, problem_of, specs_of
+from cute_kernels.attention.call import make_extend_call
 from cute_kernels.attention.extend_schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS
+from cute_kernels.attention.plan import make_plan, problem_of, specs_of
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.ragged import ragged_attention
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
@@ -43,7 +43,7 @@ def given(num_queries: int, **options: Any) -> dict[str, Any]:
 
 def test_a_plan_serves_any_number_of_queries(launches):
     out = extend_attention(**given(6))
-    with calls_of(ops.make_plan, ops.make_call) as repeated:
+    with calls_of(ops.make_plan, ops.make_extend_call) as repeated:
         assert extend_attention(**given(40)).shape == (40, 4, 64) and out.shape == (6, 4, 64)
     assert not repeated
     assert len(launches) == 2 and len(ops.launch.plans) == 1
@@ -82,13 +82,13 @@ def test_ragged_calls_have_plans_of_their_own(launches):
     q, k = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(20, 2, 64).bfloat16()
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 9, 20], dtype=torch.int32)
     for _ in range(2):
-        out, lse = ragged.launch(q, k, k, *bounds, None, ops.DEFAULTS)
+        out, lse = ragged.launch(q, k, k, *bounds, None, NO_EXTEND_OPTIONS)
         assert out.shape == q.shape and lse.shape == (8, 4)
     assert len(launches) == 2 and len(ragged.launch.plans) == 1
-    out, lse = ragged.launch(q, k[:0], k[:0], *bounds, None, ops.DEFAULTS)
+    out, lse = ragged.launch(q, k[:0], k[:0], *bounds, None, NO_EXTEND_OPTIONS)
     assert not out.any() and (lse == -torch.inf).all() and len(launches) == 2
     with pytest.raises(ValueError, match="cu_seqlens_k"):
-        ragged.launch(q, k, k, bounds[0], bounds[1][:0], None, ops.DEFAULTS)
+        ragged.launch(q, k, k, bounds[0], bounds[1][:0], None, NO_EXTEND_OPTIONS)
     assert ragged_attention(q, k, k, *bounds)[0].shape == q.shape  # on the CPU
 
 
@@ -184,7 +184,7 @@ def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
     with recording() as recorded:
         extend_attention(**coded(6))
         loaded = {spec for spec, _ in recorded.loaded}
-    config = choose(problem_of(make_call(**coded(6))))
+    config = choose(problem_of(make_extend_call(**coded(6))))
     assert loaded == set(specs_of(config)) and len(loaded) == 4
     assert len(specs_of(config, splits=False)) == 3
 
@@ -319,7 +319,7 @@ def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
     call |= {"k_cache": wide, "v_cache": wide}
     extend_attention(**call)
     assert columns_of(launches) == "q40" and "_mapped" not in launches[0].symbol
-    checked = make_call(**call)
+    checked = make_extend_call(**call)
     config = key_rows_of(choose(problem_of(checked)), mapped=True)
     with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_mapped_q72 wants .* one behind the other"):
         make_plan(checked, config)
@@ -333,7 +333,7 @@ def test_a_work_tile_has_two_heads_unless_one_would_be_left_over(kv_heads, launc
     call |= {"q": torch.zeros(BATCH * 6, 2 * kv_heads, 128).bfloat16(), "k_cache": some, "v_cache": some}
     extend_attention(**call)
     assert f"_t{128 if kv_heads % 2 else 64}r" in launches[0].symbol and "_mapped" in launches[0].symbol
-    checked = make_call(**call)
+    checked = make_extend_call(**call)
     config = key_rows_of(choose(problem_of(checked)), mapped=True, tile_heads=2)
     if kv_heads % 2:
         with pytest.raises(ValueError, match=rf"got {kv_heads} KV heads: config .* wants a multiple of 2"):
@@ -345,7 +345,7 @@ def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, la
     call = narrow(6, kv_format)
     moved = torch.zeros(call["k_cache"].numel() + 16, dtype=torch.uint8)[4:]
     call["k_cache"] = moved[: call["k_cache"].numel()].view(call["k_cache"].shape)
-    checked = make_call(**call)
+    checked = make_extend_call(**call)
     config = key_rows_of(choose(problem_of(checked)))
     with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_q72 wants .* multiples of 16 bytes"):
         make_plan(checked, config)
@@ -390,7 +390,7 @@ def test_work_tiles_of_key_rows_are_counted_as_theirs(launches):
 
 def test_a_configuration_that_is_given_serves_all_calls(launches):
     call = narrow(6)
-    config = choose(problem_of(make_call(**call)))
+    config = choose(problem_of(make_extend_call(**call)))
     tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
     ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
     assert columns_of(launches) == "causal"
@@ -424,7 +424,7 @@ def test_new_tokens_may_lie_apart(launches):
     assert older.symbol.endswith("_strided_q") and newer.symbol.endswith("_ragged_merges_strided_q")
     assert [x.data_ptr() for x in newer.arguments[:3]] == [x.data_ptr() for x in (q, k, v)], "no copies"
     bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
-    out, _ = ragged.launch(q, k, v, bounds, bounds, None, ops.DEFAULTS)
+    out, _ = ragged.launch(q, k, v, bounds, bounds, None, NO_EXTEND_OPTIONS)
     assert out.is_contiguous() and launches[-1].symbol.endswith("_ragged_strided_q")
     assert launches[-1].arguments[1].data_ptr() == k.data_ptr()
 
@@ -454,7 +454,7 @@ FILLERS: dict[tuple[str, str], tuple[int, int]] = {
 def test_who_says_that_a_tile_is_there(formats):
     """Also K's warps of V's powers of 2, which come with K's tile."""
     keys, values = formats
-    config = choose(ExtendProblem(128, keys, values, "bf16", 64))
+    config = choose(AttentionProblem.ragged(128, keys, values, "bf16", 64))
     assert config.tile_fillers == FILLERS[formats] and config.can_implement() is None
-    scaled = choose(ExtendProblem(128, "bf16", "int8_token_head", "bf16", 64))
+    scaled = choose(AttentionProblem.ragged(128, "bf16", "int8_token_head", "bf16", 64))
     assert scaled.tile_fillers == (4, 4) and scaled.scale_runs == 4 and scaled.operand_types == ("bf16", "fp16")

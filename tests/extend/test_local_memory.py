@@ -9,7 +9,7 @@ import pytest
 
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.resources import cubins_in, find_tool
 
@@ -19,7 +19,7 @@ FORMAT = "int8_token_head"
 
 def test_no_warp_that_multiplies_touches_local_memory(tmp_path: Path):
     """Machine code of filling warps comes first: what they spill is read before the first product stands."""
-    few, _ = choose_key_rows(choose(ExtendProblem(128, FORMAT, FORMAT, "bf16", 64, CAUSAL_PAGES)))
+    few, _ = choose_key_rows(choose(AttentionProblem.ragged(128, FORMAT, FORMAT, "bf16", 64, CAUSAL_PAGES)))
     (artifact,) = default_cache().artifacts([AttentionSpec(few)], "sm_90a")
     (image,) = cubins_in(artifact.object_code)
     (tmp_path / "kernel.cubin").write_bytes(image)

@@ -23,7 +23,7 @@ from cute_kernels.attention.extend_schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores.features import Features
 from tests.extend.cases import FORMATS, UNPACKED
 
@@ -54,7 +54,9 @@ def test_every_work_tile_has_one_slot(group):
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True)))
+    config = choose(
+        AttentionProblem.ragged(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True))
+    )
     assert config.can_implement() is None
     assert config.name.isidentifier()
 
@@ -92,8 +94,8 @@ def test_what_cannot_be_is_said(monkeypatch):
     assert good.can_implement() is None
     for wrong, reason in (
         (ExtendConfig("bf16", "bf16", "fp16", 128), "q_dtype"),
-        (choose_unpacked(choose(ExtendProblem(128, "bf16", "int4_g4", "bf16")))[1], "one of 16 bits"),
-        (choose_unpacked(choose(ExtendProblem(128, "int8_g2", "int8_g2", "bf16")))[0], "2 scales a row"),
+        (choose_unpacked(choose(AttentionProblem.ragged(128, "bf16", "int4_g4", "bf16")))[1], "one of 16 bits"),
+        (choose_unpacked(choose(AttentionProblem.ragged(128, "int8_g2", "int8_g2", "bf16")))[0], "2 scales a row"),
         (ExtendConfig("int4_channel32", "int4_g4", "bf16", 128), "does not read int4_channel32"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
@@ -110,7 +112,9 @@ def test_what_cannot_be_is_said(monkeypatch):
 @pytest.mark.parametrize("kv_format", UNPACKED)
 def test_every_format_can_be_unpacked(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 16, Features(causal=True, paged=True)))
+    config = choose(
+        AttentionProblem.ragged(head_dim, kv_format, kv_format, q_dtype, 16, Features(causal=True, paged=True))
+    )
     unpack, attention = choose_unpacked(config)
     assert (unpack.can_implement() is None) == (config.can_implement() is None), "narrow groups are not read at all"
     assert attention.can_implement() is None
@@ -121,7 +125,8 @@ def test_every_format_can_be_unpacked(kv_format, head_dim):
 def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
     causal = Features(causal=True, paged=True)
     kernels = {
-        name: choose_unpacked(choose(ExtendProblem(128, name, name, "bf16", 64, causal)))[1] for name in UNPACKED
+        name: choose_unpacked(choose(AttentionProblem.ragged(128, name, name, "bf16", 64, causal)))[1]
+        for name in UNPACKED
     }
     assert kernels["int8_token_head"] == kernels["e4m3_token_head"]
     assert kernels["int8_tensor"] == kernels["e4m3_tensor"] == kernels["e4m3_head"]
@@ -141,7 +146,7 @@ def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
 )
 def test_unpacking_is_for_many_queries(kv_format, page_tokens, least, most):
     """Of 4 heads a KV head: chunks, not drafts that are verified; a request of a batch counts as its average."""
-    problem = ExtendProblem(
+    problem = AttentionProblem.ragged(
         128, kv_format, kv_format, "bf16", page_tokens, Features(causal=True, paged=page_tokens > 0)
     )
     config = choose(problem)
@@ -172,14 +177,16 @@ def test_decoding_gets_the_sms_that_let_both_end_together():
 @pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
 def test_key_rows_fit_an_sm(name, page_tokens, tile_rows):
     for features in (Features(causal=True, paged=page_tokens > 0), Features(head_major=True)):
-        config = key_rows_of(choose(ExtendProblem(128, name, name, "bf16", page_tokens, features)), tile_rows)
+        config = key_rows_of(choose(AttentionProblem.ragged(128, name, name, "bf16", page_tokens, features)), tile_rows)
         assert config is not None and config.can_implement() is None
         assert config.num_stages >= 4, "memory's latency is hidden"
         assert config.smem_bytes <= config.limits.shared_bytes
 
 
 def few(name: str = "e4m3_tensor", head_dim: int = 128, **features: Any) -> list[ExtendConfig]:
-    return choose_key_rows(choose(ExtendProblem(head_dim, name, name, "bf16", 64, Features(paged=True, **features))))
+    return choose_key_rows(
+        choose(AttentionProblem.ragged(head_dim, name, name, "bf16", 64, Features(paged=True, **features)))
+    )
 
 
 def test_key_rows_are_for_what_they_are_faster_for():
@@ -201,7 +208,7 @@ def test_key_rows_take_turns():
 
 def test_tensor_maps_bring_rows_and_headers_that_lie_together():
     def mapped(name: str, heads: int = 1, **features: Any) -> bool:
-        problem = ExtendProblem(128, name, name, "bf16", 64, Features(paged=True, **features))
+        problem = AttentionProblem.ragged(128, name, name, "bf16", 64, Features(paged=True, **features))
         configs = choose_key_rows(choose(problem), mapped=True, tile_heads=heads)
         assert configs and len({config.mapped for config in configs}) == 1
         assert all(config.can_implement() is None for config in configs)

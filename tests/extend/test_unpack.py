@@ -16,8 +16,7 @@ from cute_kernels.device.pages import Pages
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.attention.extend_call import make_call as check_call
-from cute_kernels.attention.extend_plan import problem_of
+from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.extend_policies import TILE_SCALE_BYTES, UNPACK_WARPS, UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_unpacked, room_of
 from cute_kernels.attention.loads import rows as decode
@@ -25,6 +24,7 @@ from cute_kernels.attention.loads import unpack
 from cute_kernels.attention.loads.memory import Rows, Source
 from cute_kernels.attention.loads.unpack import TOPS_BYTES, UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
 from cute_kernels.attention.mainloops.fp8 import KEYS_IN_ORDER
+from cute_kernels.attention.plan import problem_of
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_of
 from simulator import LANES, Altered, Int32, Int64, Lanes, Meanings, Scheduler, Warp, running
@@ -113,7 +113,7 @@ class Unpacked:
 
     def __init__(self, call: Call, prefix_only: bool = False):
         checked = check_call(*call.tensors, **call.keywords)
-        base = checked.base
+        base = checked
         chosen = choose_fp8 if checked.fp8_products else choose_unpacked
         self.config, _ = chosen(choose(problem_of(checked)))
         assert self.config.can_implement() is None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 
 pytest.importorskip("cutlass")
 
@@ -42,7 +42,7 @@ FEATURES["window"] = {"causal": True, "window": True}
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_that_work_tiles_ask_for_are_unpacked(name: str, sound: bool):
     generator, features = random.Random(name), FEATURES[name]
-    config = choose(ExtendProblem(128, "int4_g4", "int4_g4", "bf16", 64, Features(paged=True, **features)))
+    config = choose(AttentionProblem.ragged(128, "int4_g4", "int4_g4", "bf16", 64, Features(paged=True, **features)))
     unpack, attention = choose_unpacked(config)
     worker: Any = Worker(attention, ScoreTerms(attention.features, 2))
     kernel, tokens, asked = UnpackKernel(unpack), attention.tile_tokens, 0

@@ -18,7 +18,7 @@ import torch
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat
 from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
@@ -234,7 +234,7 @@ def _assert_close(got: np.ndarray, want: np.ndarray, terms: np.ndarray) -> None:
 def _configs(form: KvFormat, head_dim: int) -> list[Any]:
     q_dtype = form.name if not form.is_coded else "bf16"
     name = form.kernel_name
-    return candidate_configs(DecodeProblem(1, 4096, 16, 2, head_dim, head_dim, name, name, q_dtype))
+    return candidate_configs(AttentionProblem(1, 4096, 16, 2, head_dim, head_dim, name, name, q_dtype))
 
 
 def specs_of(form: KvFormat, head_dim: int) -> list[KernelSpec]:

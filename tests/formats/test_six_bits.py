@@ -20,7 +20,7 @@ from cutlass import Float32, Uint32
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.device import numbers, ptx
 from cute_kernels.formats.kv import DecodeReader, KvFormat, code_of, modules_of, register
 from cute_kernels.kv_cache.rows import MAGIC, MAGIC_VALUE, ScaledRow
@@ -170,7 +170,7 @@ class TestSixBits(KvFormatTests):
 def test_its_file_is_part_of_the_identity_of_its_kernels():
     assert modules_of("int6_token_head") == (__name__,)
     assert code_of("decode", "bf16", "int6_token_head")[-1] == f"{__name__}:SixBitCodes"
-    config = candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, "int6_token_head", "bf16"))[0]
+    config = candidate_configs(AttentionProblem.uniform(1, 4096, 8, 1, 128, "int6_token_head", "bf16"))[0]
     assert Path(__file__) in reached(AttentionSpec(config)).files
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.kv import format_of
 
 
@@ -38,8 +38,8 @@ class HeadLayout:
             wanted += 1
         return wanted
 
-    def problem(self, batch: int, max_seq_len: int, group: int | None = None) -> DecodeProblem:
-        return DecodeProblem.uniform(
+    def problem(self, batch: int, max_seq_len: int, group: int | None = None) -> AttentionProblem:
+        return AttentionProblem.uniform(
             batch=batch,
             max_seq_len=max_seq_len,
             num_q_heads=self.num_kv_heads * (group or self.groups[0]),

@@ -19,13 +19,12 @@ from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
 from cute_kernels import append_and_decode, quantized_layer, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
+from cute_kernels.attention.call import make_extend_call as check_extend_call
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
-from cute_kernels.attention.extend_call import make_call as check_extend_call
-from cute_kernels.attention.extend_plan import combine_spec, configs_of, key_rows_for
 from cute_kernels.attention.extend_schedule import choose_fp8, choose_unpacked
-from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.plan import combine_spec, configs_of, key_rows_for, problem_of
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
@@ -439,7 +438,7 @@ class ServedCase:
         decodes = attention_kernels.Decodes(
             (1, 2, 3, 4), self.layer.speculative + 1, 128, self.layer.page, torch.float16, False
         )
-        return attention_kernels.specs_of(impl, decodes, DecodeProblem.num_sms)
+        return attention_kernels.specs_of(impl, decodes, AttentionProblem.num_sms)
 
     def run(self, device: str = "cuda") -> str:
         given, exact = serve_steps(self.layer, device, self.batches)

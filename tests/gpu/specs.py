@@ -85,6 +85,8 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         work()
     for function, given in calls:
         if function is attention_ops.reference:
+            if given["cu_seqlens_q"] is not None:
+                continue
             tensors, num_splits = [given[name] for name in TENSORS], given["num_splits"]
             options = given["options"] or {}
             call = make_call(*tensors, kv_format=given["kv_format"], num_splits=num_splits, **options)

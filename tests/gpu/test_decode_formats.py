@@ -15,7 +15,7 @@ from cute_kernels.attention import ops
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many
@@ -62,7 +62,7 @@ class Case:
         heads = (self.num_kv_heads * self.group, self.num_kv_heads)
         dims = (self.head_dim, self.v_head_dim)
         formats = (self.k_format, self.v_format)
-        problem = DecodeProblem(
+        problem = AttentionProblem(
             len(LENGTHS), TOKENS, *heads, *dims, *formats, self.q_dtype, aligned=not self.word_copies
         )
         found = candidate_configs(problem)

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from cute_kernels import append_kv, decode_attention
-from cute_kernels.attention import extend_ops as ops
-from cute_kernels.attention import mixed_attention
+from cute_kernels.attention import mixed_attention, ops
+from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_call import make_call as check_call
 from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
-from cute_kernels.attention.extend_plan import configs_of, problem_of
 from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_unpacked
+from cute_kernels.attention.plan import configs_of, problem_of
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.spec import KernelSpec

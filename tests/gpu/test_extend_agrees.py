@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
+from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_call import make_call as check_call
 from cute_kernels.attention.extend_config import CombineConfig
-from cute_kernels.attention.extend_plan import configs_of
 from cute_kernels.attention.extend_policies import has_channel_scales, has_token_scale
+from cute_kernels.attention.plan import configs_of
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import Call as DecodeCall

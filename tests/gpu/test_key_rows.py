@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.attention import extend_ops as ops
-from cute_kernels.attention import few_queries
+from cute_kernels.attention import few_queries, ops
 from cute_kernels.attention import ops as attention_ops
+from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_call import make_call as check_call
 from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
-from cute_kernels.attention.extend_launches import ExtendLaunch
-from cute_kernels.attention.extend_plan import configs_of, lies_in_maps, make_plan, problem_of
 from cute_kernels.attention.extend_schedule import choose, heads_of_tile, key_rows_of
+from cute_kernels.attention.launches import ExtendLaunch
+from cute_kernels.attention.plan import configs_of, lies_in_maps, make_plan, problem_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, fused, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves
@@ -84,7 +83,7 @@ def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed:
 def config_of(call: Call, tile_rows: int = 72) -> ExtendConfig:
     """Of a call's launch over the cache."""
     checked = check_call(*call.tensors, **call.keywords)
-    heads = heads_of_tile(checked.base.num_kv_heads)
+    heads = heads_of_tile(checked.num_kv_heads)
     config = key_rows_of(choose(problem_of(checked)), tile_rows, lies_in_maps(checked), heads)
     assert config is not None
     return config
@@ -123,7 +122,7 @@ def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     call = variant(name, Q_LENS if tile_rows == 72 else [min(q_len, 10) for q_len in Q_LENS])
-    launch = make_plan(check_call(*call.tensors, **call.keywords)).launches_for(call.q.shape[0], None)
+    launch = make_plan(check_call(*call.tensors, **call.keywords)).products[0].launch_for(call.q.shape[0], None)
     assert isinstance(launch, ExtendLaunch) and launch.config == config_of(call, tile_rows)
     out = check(call, tile_rows)
     assert torch.equal(call.run(), out)

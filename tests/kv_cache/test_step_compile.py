@@ -10,7 +10,7 @@ import pytest
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import AppendConfig, RowPrologue, RowTransform
@@ -25,8 +25,8 @@ needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compil
 FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_channel", "e4m3_tensor", "e5m2")
 
 
-def problem(kv_format: str, batch: int = 32, num_kv_heads: int = 1, head_dim: int = 128, **others) -> DecodeProblem:
-    return DecodeProblem.uniform(batch, 8192, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, "bf16", **others)
+def problem(kv_format: str, batch: int = 32, num_kv_heads: int = 1, head_dim: int = 128, **others) -> AttentionProblem:
+    return AttentionProblem.uniform(batch, 8192, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, "bf16", **others)
 
 
 PAGED = {"page_tokens": 64, "features": Features(paged=True)}
@@ -40,7 +40,7 @@ PROBLEMS += [
 ]
 
 
-def after_append(of: DecodeProblem) -> DecodeConfig:
+def after_append(of: AttentionProblem) -> DecodeConfig:
     return make_schedule(dataclasses.replace(of, after_append=True)).config
 
 
@@ -89,7 +89,7 @@ SPECS: list[KernelSpec] = [
 
 
 @pytest.mark.parametrize("of", PROBLEMS, ids=lambda of: make_schedule(of).config.name)
-def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: DecodeProblem):
+def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: AttentionProblem):
     """So both give the same numbers."""
     alone, step = make_schedule(of), make_schedule(dataclasses.replace(of, after_append=True))
     assert step.config.early_tiles == 0 and step.config.after_append

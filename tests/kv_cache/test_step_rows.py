@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import TERMS
@@ -59,7 +59,7 @@ class SharedMemory(Gpu):
 
 def config_of(call: AppendCall, shape: Shape) -> StepConfig:
     names = (call.k_format, call.v_format)
-    problem = DecodeProblem(
+    problem = AttentionProblem(
         len(LENGTHS), 320, call.num_q_heads, call.num_kv_heads, shape.head_dim, shape.head_dim, *names, shape.dtype,
         page_tokens=64 if shape.place == "table" else 0,
         features=Features(paged=shape.place == "table", head_major=shape.layout == "HND"),

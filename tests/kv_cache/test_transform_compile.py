@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import make_schedule
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
@@ -29,7 +29,7 @@ def append(kv_format: str = "int4_g4", parts: RowTransform = CENTRED, head_dim: 
 
 
 def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> AttentionSpec:
-    problem = DecodeProblem.uniform(32, 8192, 8 * group, 8, 128, kv_format, "bf16", features=features, **options)
+    problem = AttentionProblem.uniform(32, 8192, 8 * group, 8, 128, kv_format, "bf16", features=features, **options)
     return AttentionSpec(make_schedule(problem).config)
 
 

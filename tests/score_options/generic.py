@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from cute_kernels import blocks
-from cute_kernels.attention import extend_ops, ops
+from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import decode_arguments, extend_arguments
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.cta import RECIPROCAL_BITS, FeatureValues, Place, Roles
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend_reference import extend_attention_reference
 from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
-from cute_kernels.attention.problem import DecodeProblem, ExtendProblem
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS, CallOptions
+from cute_kernels.attention.problem import AttentionProblem
+from cute_kernels.attention.reference import extend_attention_reference
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
@@ -75,9 +76,9 @@ class ScoreOptionTests:
     @classmethod
     def specs(cls) -> list[KernelSpec]:
         """Kernels of decode and of extend attention with the option."""
-        decode = DecodeProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=cls.features())
+        decode = AttentionProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=cls.features())
         features = cls.features(causal=True, paged=True)
-        extend = [ExtendProblem(128, name, name, "bf16", 64, features) for name in ("bf16", "int4_g4")]
+        extend = [AttentionProblem.ragged(128, name, name, "bf16", 64, features) for name in ("bf16", "int4_g4")]
         return [AttentionSpec(candidate_configs(decode)[0]), *(AttentionSpec(choose(problem)) for problem in extend)]
 
     @pytest.mark.parametrize("page_size", [None, 16])
@@ -100,7 +101,7 @@ class ScoreOptionTests:
         """A warp's block of 32 tokens in the simulator, all of them seen: scores, option, softmax, P V."""
         features = self.features(queries=q_len > 1, causal=q_len > 1)
         shape = (1, 4096, GROUP, 1, HEAD_DIM, kv_format, "bf16")
-        config = candidate_configs(DecodeProblem.uniform(*shape, q_len=q_len, features=features))[0]
+        config = candidate_configs(AttentionProblem.uniform(*shape, q_len=q_len, features=features))[0]
         # Not the seed of the queries, and scores that leave more than one key a weight.
         operands = [random_operand(config, index, 1 + index, (-9, -7)) for index in range(2)]
         rig = make_rig(run_on, config, operands, GROUP * q_len)
@@ -122,14 +123,14 @@ class ScoreOptionTests:
 
     def test_the_operator_gives_what_the_call_gives(self):
         call = with_option(self.option, make_call("int4_g1", (37, 5), num_kv_heads=1, group=2))
-        options = ops.CallOptions(**{**ops.NO_OPTIONS, **call.options})
+        options = CallOptions(**{**NO_OPTIONS, **call.options})
         out, _ = ops.dispatch(*call.tensors, call.kv_format, None, None, False, None, options)
         assert torch.equal(out, call.run())
 
     def test_it_has_a_name_a_key_and_arguments_of_its_own(self):
-        config = candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16"))[0]
+        config = candidate_configs(AttentionProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16"))[0]
         other = candidate_configs(
-            DecodeProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16", features=self.features())
+            AttentionProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16", features=self.features())
         )[0]
         assert config.name != other.name and self.option.name in other.name
         spec = AttentionSpec(other)
@@ -198,7 +199,7 @@ class ScoreOptionTests:
     def test_device_code_of_extend_attention_makes_the_references_scores(self, run_on):
         """A warp's rows of a block of 128 tokens in the simulator, all of them seen, in powers of 2."""
         features = self.features(causal=True)
-        config = choose(ExtendProblem(HEAD_DIM, "bf16", "bf16", "bf16", 0, features))
+        config = choose(AttentionProblem.ragged(HEAD_DIM, "bf16", "bf16", "bf16", 0, features))
         softmax, warp = Softmax(config), Warp(np.zeros(16, np.uint8), np.zeros(8 * OPTION_BYTES, np.uint8))
         run_on(warp)
         numbers = (1, 1, GROUP, 1, HEAD_DIM, 4096)
@@ -233,7 +234,9 @@ class ScoreOptionTests:
         assert not np.allclose(found, given * SOFTMAX_SCALE * LOG2_E, atol=1e-3)
 
     def test_extend_attention_has_a_name_a_key_and_arguments_with_it(self):
-        config = choose(ExtendProblem(128, "int4_g1", "int4_g1", "bf16", 64, self.features(causal=True, paged=True)))
+        config = choose(
+            AttentionProblem.ragged(128, "int4_g1", "int4_g1", "bf16", 64, self.features(causal=True, paged=True))
+        )
         assert self.option.name in config.name
         spec = AttentionSpec(config)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
@@ -253,8 +256,8 @@ class ScoreOptionTests:
     def test_the_operator_of_extend_attention_gives_what_the_call_gives(self):
         call = with_option(self.option, make_call("bf16", (37, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))
         q, ends = queries_of(call)
-        options = extend_ops.DEFAULTS | {"score_options": call.options["score_options"]}
-        out, _ = extend_ops.dispatch(q, *call.tensors[1:], ends, call.kv_format, None, False, None, options)
+        options = NO_EXTEND_OPTIONS | {"score_options": call.options["score_options"]}
+        out, _ = ops.dispatch(q, *call.tensors[1:], call.kv_format, None, None, False, None, options, ends)
         assert torch.equal(out, extended(call)[0])
 
     def test_what_extend_attention_cannot_have_beside_it_is_refused(self):

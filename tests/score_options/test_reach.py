@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_kernels.attention.problem import ExtendProblem
+from cute_kernels.attention.problem import AttentionProblem
 
 pytest.importorskip("cutlass", reason="the options' device code is written in nvidia-cutlass-dsl")
 
@@ -55,7 +55,7 @@ def test_attention_begins_at_the_first_key_that_a_query_sees(features, length, q
     requests = stand_in(SimpleNamespace(seen=terms.reach(values, q_len)))
     assert Assigner(tile).first_tile(requests, length) == first // tile
 
-    config = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 0, features))
+    config = choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 0, features))
     shape = stand_in(SimpleNamespace(window=REACH, group=Whole(1), splits=Whole(1)))
     work = stand_in(SimpleNamespace(first_row=0, num_rows=q_len, before=length - q_len, kv_stop=length, split=0))
     worker = Worker(config, terms)

@@ -20,10 +20,10 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.cta import RECIPROCAL_BITS
 from cute_kernels.attention.decode_config import (
+    CTAS_SHIFT,
     KEEP_PARTIALS,
     MERGE_PAD,
     PAIR_BYTES,
-    PLACES_SHIFT,
     WRITE_LSE,
     DecodeConfig,
 )
@@ -90,7 +90,7 @@ class Merger:
     def finish_split(self, work, results, address, tid):
         """Stores the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
         split, active = work.part, work.num_parts
-        combiners_log2 = cutlass.min(self.combiners_log2(active), results.mode >> PLACES_SHIFT)
+        combiners_log2 = cutlass.min(self.combiners_log2(active), results.mode >> CTAS_SHIFT)
         rank = split - (active - (1 << combiners_log2))
         count = self.num_vectors >> combiners_log2
         first = rank * count  # negative for CTAs that combine nothing

@@ -18,7 +18,7 @@ import torch
 
 import cute_kernels
 import layouts
-from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import WeightFormat, integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
@@ -230,7 +230,7 @@ def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[i
         sinks=heads.sinks or None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, caches.page_size, caches.dtype)
-    return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
+    return attention_kernels.specs_of(layer, decodes, AttentionProblem.num_sms)
 
 
 def _linear() -> Iterator[Part]:
@@ -251,7 +251,7 @@ def _experts() -> Iterator[Part]:
 
 
 def _experts_specs_of(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
-    with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms)):
+    with standing_in(Gpu(num_sms=lambda device: AttentionProblem.num_sms)):
         return experts_specs(experts, form)
 
 

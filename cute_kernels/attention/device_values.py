@@ -1,0 +1,86 @@
+"""What only the device's numbers say of a call: lengths, pages, slots, and where requests begin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cute_kernels.attention.call import AttentionCall
+
+
+def check_device_values(call: AttentionCall) -> None:
+    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right.
+
+    Looks at lengths and at the pages that hold a token which some query sees, so it waits for the device.
+    """
+    if call.ragged:
+        _check_requests(call)
+        return
+    lengths = call.seq_lens.to(torch.int64).cpu()
+    wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
+    if wrong.numel():
+        request = int(wrong[0])
+        room = "the cache's tokens" if call.block_table is None else "the tokens of a row of block_table"
+        raise ValueError(
+            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {call.max_seq_len}, {room}"
+        )
+    if call.tail is not None:
+        slots, most = call.tail.slots.cpu(), call.tail.rows.shape[0]
+        wrong = torch.nonzero((slots < 0) | (slots >= most))
+        if wrong.numel():
+            request = int(wrong[0])
+            raise ValueError(f"tail_slots: got {int(slots[request])} for request {request}, want 0 to {most - 1}")
+    if call.block_table is None:
+        return
+    table = call.block_table.cpu()
+    first = torch.arange(table.shape[1]) * call.page_size  # token of each entry
+    # From the first token that is seen in a page to behind the last one there.
+    last = torch.minimum(first + call.page_size, lengths[:, None])
+    used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last
+    wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
+    if wrong.numel():
+        request, entry = wrong[0].tolist()
+        raise ValueError(
+            f"block_table: got page {int(table[request, entry])} for request {request} at position "
+            f"{entry * call.page_size}, want 0 to {call.num_blocks - 1}, the cache's pages"
+        )
+
+
+def _check_requests(call: AttentionCall) -> None:
+    """Raises ValueError naming the request (and the position) of the first number that cannot be right.
+
+    Looks at where requests begin, at lengths, and at the pages that hold a token which some query sees, so it waits for
+    the device.
+    """
+    assert call.cu_seqlens_q is not None
+    ends, total = call.cu_seqlens_q.tolist(), call.q.shape[0]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens_q: got {ends[0]} first, want 0")
+    for request in range(call.batch):
+        if not ends[request] <= ends[request + 1] <= total:
+            raise ValueError(
+                f"cu_seqlens_q: got {ends[request]} to {ends[request + 1]} for request {request}, want numbers that "
+                f"do not fall, at most {total}, the queries of q"
+            )
+    if call.longest is not None and call.batch and int(longest := call.seq_lens.max()) > call.longest:
+        request = call.seq_lens.tolist().index(int(longest))
+        raise ValueError(
+            f"seq_lens: got {int(longest)} for request {request}, want at most max_seq_len, {call.longest}"
+        )
+    for request in range(call.batch):
+        own = call.request(request, slice(ends[request], ends[request + 1]))
+        if not own.q_len:  # nobody looks at its pages
+            own = replace(own, block_table=None)
+        elif call.new is not None:
+            length = int(own.seq_lens[0])
+            if length < own.q_len:
+                raise ValueError(
+                    f"seq_lens: got {length} for request {request}, want at least {own.q_len}, its new tokens"
+                )
+            # The cache holds what lies before the queries; no query of the cache's own is behind that.
+            own = replace(own, seq_lens=own.seq_lens - own.q_len, q=own.q[:, :0])
+        try:
+            check_device_values(own)
+        except ValueError as error:
+            raise ValueError(str(error).replace("request 0", f"request {request}")) from None

@@ -1,0 +1,167 @@
+"""What the arguments of extend attention may look like beyond those of every call (:mod:`.checks`)."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.arguments import check_contiguous, check_place, check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.attention import checks
+from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
+from cute_kernels.formats.kv import KvFormat, format_of
+from cute_kernels.formats.kv import names as format_names
+from cute_kernels.formats.scores import tensors_of
+from cute_kernels.runtime.plans import ALIGNMENT
+
+PIECE = ALIGNMENT // 2  # elements: what copies take of a row at once
+MAX_ROW_STRIDE = 2**22  # elements from a token to the next one, beside a cache: those of a tile fit 32 bits
+MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
+
+
+def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
+    """K's and V's format; ValueError for one that extend attention does not read lists those that it does."""
+    forms = checks.check_formats(kv_format)
+    for name, form in zip(checks.CACHES, forms, strict=True):
+        if cannot_read(form) is not None:
+            known = ", ".join(known for known in format_names() if cannot_read(format_of(known)) is None)
+            raise ValueError(
+                f"kv_format: got {form.name} for {name}, want one of those that extend attention reads: {known}"
+            )
+    return forms
+
+
+def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
+    """Raises ValueError where a cache is to be unpacked and cannot be."""
+    reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
+    if forms[0].is_coded != forms[1].is_coded:
+        reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
+    if reason is not None:
+        raise ValueError(f"unpack: got True, want None or False: {reason}")
+
+
+def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
+    """Raises TypeError or ValueError where products are to be of 8 bits and cannot be."""
+    if type(asked_for) is not bool:
+        raise TypeError(f"fp8_products: got {asked_for!r}, want True or False")
+    if not asked_for:
+        return
+    if (reason := cannot_multiply_fp8(forms, head_dim)) is not None:
+        raise ValueError(f"fp8_products: got True, want False: {reason}")
+    if unpack is False:
+        raise ValueError("unpack: got False beside fp8_products, want None or True: values have to be transposed first")
+
+
+def check_score_options(names: tuple[str, ...], **others: object) -> None:
+    """Raises ValueError for registered options that a call with these ``others`` cannot have."""
+    for tensor in tensors_of(names):
+        if "q_len" in tensor.shape:
+            raise ValueError(
+                f"score_options: got {tensor.name!r}, [{', '.join(map(str, tensor.shape))}], want tensors without a "
+                "q_len: requests differ in it"
+            )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: got a value beside score_options {', '.join(names)}, want None: where new tokens stand in "
+                "their request is not known to it"
+            )
+
+
+def check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
+    check_tensors(tree_mask=mask)
+    check_place("tree_mask", mask, q.device)
+    if mask.dtype != torch.int32:
+        raise TypeError(
+            f"tree_mask: got dtype {mask.dtype}, want torch.int32: 32 new tokens a word, see pack_tree_mask"
+        )
+    if mask.dim() != 2 or mask.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"tree_mask: got shape {shape_of(mask)}, want [{q.shape[0]}, words]: a row for each query of q"
+        )
+    check_contiguous("tree_mask", mask)
+    for name, value in positional.items():
+        if value is not None:
+            raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
+
+
+def check_new(
+    new_k: torch.Tensor | None, new_v: torch.Tensor | None, q: torch.Tensor, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """K and V of the queries' own tokens, checked; None without."""
+    if new_k is None and new_v is None:
+        return None
+    if new_k is None or new_v is None:
+        name = "new_k" if new_k is None else "new_v"
+        raise ValueError(f"{name}: got None, want a tensor, as the other of new_k and new_v is one")
+    for name, tensor in (("new_k", new_k), ("new_v", new_v)):
+        check_tensors(**{name: tensor})
+        check_place(name, tensor, q.device)
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {q.dtype}, that of q")
+        wanted = [q.shape[0], num_kv_heads, q.shape[2]]
+        if shape_of(tensor) != wanted:
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {wanted}: a row for each query and KV head")
+        check_rows(name, tensor)
+    return new_k, new_v
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    check_tensors(out=out)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
+    if out.shape != q.shape:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
+
+
+def check_query(q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless q is what the kernels take."""
+    if q.dim() != 3:
+        raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
+    if q.dtype not in checks.Q_DTYPES:
+        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    if q.shape[0] * q.shape[1] > MAX_ROWS:
+        raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
+    _check_query_strides(q)
+
+
+def row_stride(q: torch.Tensor) -> int | None:
+    """Elements from a query to the next one; None where queries lie side by side, or there is one of any stride."""
+    if q.dim() != 3:
+        return None  # which checks refuse
+    stride = q.stride(0)
+    if stride == q.shape[1] * q.shape[2] or (q.shape[0] < 2 and stride % PIECE):
+        return None
+    return stride
+
+
+def _check_query_strides(q: torch.Tensor) -> None:
+    """Raises ValueError unless the heads of a query lie together, wherever that is."""
+    if q.is_contiguous() or not q.numel():
+        return
+    query, head, column = strides_of(q)
+    if column != 1 or head != q.shape[2]:
+        raise ValueError(
+            f"q: got strides {q.stride()} for shape {shape_of(q)}, want the last two dimensions contiguous"
+        )
+    if query % PIECE:
+        raise ValueError(
+            f"q: got strides {q.stride()} for shape {shape_of(q)}, want queries on multiples of {ALIGNMENT} bytes"
+        )
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raises ValueError unless tensor maps can bring K or V of tokens beside a cache, [tokens, num_kv_heads, head_dim]:
+    contiguous rows on multiples of 16 bytes."""
+    if rows.is_contiguous() or not rows.numel():
+        return
+    found, strides = f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}", strides_of(rows)
+    if strides[2] != 1:
+        raise ValueError(f"{found}, want rows contiguous: a last stride of 1")
+    if any(stride % PIECE for stride in strides[:2]):
+        raise ValueError(f"{found}, want rows on multiples of {ALIGNMENT} bytes")
+    if overlaps(rows):
+        raise ValueError(f"{found}, want rows that do not overlap")
+    if strides[0] >= MAX_ROW_STRIDE:
+        raise ValueError(f"{found}, want tokens less than {MAX_ROW_STRIDE} elements apart")

@@ -1,0 +1,386 @@
+"""Launches of attention: what of them stays the same from call to call, and what each call gives them.
+
+Decode attention is one launch. Of extend attention's calls the cache is read as it lies; or unpacked first, for many
+queries; or its keys are rows of products, for few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.attention.decode_config import KEEP_PARTIALS, WRITE_LSE
+from cute_kernels.attention.decode_schedule import DecodeSchedule
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.attention.extend_schedule import choose_splits, count_tiles, room_of
+from cute_kernels.attention.options import NO_OPTIONS
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """Decode attention: everything about a launch that does not change between calls of the same shapes, dtypes, device
+    and options.
+
+    Attributes:
+        send: the compiled kernel, with what stays the same; it takes the other arguments
+            (:mod:`cute_kernels.attention.arguments`) by name. In native code it compares the shape, strides, dtype,
+            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
+            current stream of the tensors' device.
+        new_out, new_lse: what results that the caller gives no tensor for are made of.
+        takes_options: whether ``send`` looks for features in the options of a call.
+        k_view, v_view: dtypes that the function takes the caches as, None for their own.
+        num_words: of workspace, 0 if there is nothing to combine.
+        mode: what a call's mode has beside what the call asks for.
+    """
+
+    send: Callable[..., Any]
+    schedule: DecodeSchedule
+    device_index: int
+    softmax_scale: float
+    new_out: Blank
+    new_lse: Blank
+    takes_options: bool = False
+    k_view: torch.dtype | None = None
+    v_view: torch.dtype | None = None
+    num_words: int = 0
+    mode: int = 0
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_format: object,
+        softmax_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        options: Mapping[str, Any] | None = None,
+        cu_seqlens_q: None = None,
+        partials: torch.Tensor | None = None,
+        new: tuple[Any, ...] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
+        asked for).
+
+        ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
+        partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
+        num_kv_heads, head_dim] each, and where a transform's constants lie. This is one flat function, without objects
+        on the way, because each decoding step of a model waits for it once a layer.
+        """
+        if out is None:
+            out = GPU.empty(*self.new_out)
+        lse, lse_address, mode = None, 0, self.mode
+        if return_lse:
+            lse = GPU.empty(*self.new_lse)
+            lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
+        workspace = 0
+        if partials is not None:
+            workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
+        elif self.num_words:
+            index = self.device_index
+            workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
+        k_scale = v_scale = 0
+        if options is not None:
+            k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
+        if self.k_view is not None:
+            k_cache = k_cache.view(self.k_view)
+        if self.v_view is not None:
+            v_cache = v_cache.view(self.v_view)
+        if softmax_scale is None:
+            softmax_scale = self.softmax_scale
+        if new is not None:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+                options=options or NO_OPTIONS, new=new,
+            )  # fmt: skip
+        elif self.takes_options:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+                options=options or NO_OPTIONS,
+            )  # fmt: skip
+        else:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+            )  # fmt: skip
+        return out, lse
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Unpacked keys of a launch.
+
+    Attributes:
+        tokens: that a request may have. scales: tiles', if they have any.
+    """
+
+    tokens: int
+    scales: torch.Tensor | None
+
+
+class Keys(NamedTuple):
+    """What attention over a cache is called with.
+
+    Caches: in the dtypes that the kernels take. lengths: what :mod:`.arguments` has as seq_lens. out, lse: filled, the
+    latter if given. softmax_scale: None for the plan's. options: complete ones; a block table is contiguous.
+    prefix_only: 1 to leave out the queries' own tokens.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    lengths: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    softmax_scale: float | None
+    options: dict[str, Any]
+    prefix_only: int = 0
+
+
+@dataclass(frozen=True)
+class ExtendLaunch:
+    """One launch of attention, and where its keys are cut the one that puts the parts together.
+
+    Attributes:
+        send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
+            arguments of a launch that are not the same for all of them by name, and ``options``.
+        config: what it was compiled from.
+        num_sms: those that a launch may use.
+        max_seq_len: tokens that a request may have.
+        num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
+        combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
+    """
+
+    send: Callable[..., Any]
+    config: ExtendConfig
+    device_index: int
+    num_sms: int
+    batch: int
+    num_kv_heads: int
+    softmax_scale: float
+    max_seq_len: int
+    num_splits: int | None
+    combine: Callable[..., Any] | None
+
+    def call(
+        self,
+        keys: Keys,
+        other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        unpacked: Unpacked | None = None,
+    ) -> None:
+        """other: (out, lse) of another launch that the result is merged with."""
+        q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
+        config, index = self.config, self.device_index
+        splits, partials = self.splits_of(q, options["max_seq_len"]), None
+        if splits > 1:
+            partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
+        heads = self.num_kv_heads, config.tile_rows, config.tile_heads
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * splits
+        table = options["block_table"] if config.takes_table else None
+        mask = options["tree_mask"] if config.tree else None
+        own = {}
+        if unpacked is not None:
+            own = {"max_pages": unpacked.tokens, "tile_scales": address_of(unpacked.scales)}
+        self.send(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            cu_seqlens=cu_seqlens_q,
+            seq_lens=lengths,
+            out=out,
+            lse=address_of(lse),
+            other_out=address_of(other[0]),
+            other_lse=address_of(other[1]),
+            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
+            prefix_only=prefix_only,
+            softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
+            block_table=address_of(table),
+            tree_mask=address_of(mask),
+            tree_words=0 if mask is None else mask.shape[1],
+            num_splits=splits,
+            partials=address_of(partials),
+            num_ctas=min(num_tiles, self.num_sms),
+            options=options,
+            **own,
+        )
+        if splits > 1:
+            assert self.combine is not None
+            sinks = options["sinks"] if config.features.sinks else None
+            self.combine(
+                out=out, cu_seqlens=cu_seqlens_q, partials=address_of(partials), lse=address_of(lse),
+                sinks=address_of(sinks), num_splits=splits,
+            )  # fmt: skip
+
+    def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
+        """Of a launch; max_seq_len: of its requests, if known."""
+        if self.combine is None:
+            return 1
+        if self.num_splits is not None:
+            return self.num_splits
+        most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
+        tile = self.config.tile_rows, self.config.tile_heads
+        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms, *tile)
+
+
+@dataclass(frozen=True)
+class UnpackedLaunch:
+    """The cache is unpacked before its rows are attended to.
+
+    Attributes:
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it is.
+        attention: over them.
+    """
+
+    send: Callable[..., Any]
+    config: UnpackConfig
+    attention: ExtendLaunch
+
+    def num_bytes(self, max_seq_len: int | None) -> int:
+        """Of the unpacked keys and values."""
+        rows = self.attention.batch * self.attention.num_kv_heads * self.room(max_seq_len)
+        return 2 * rows * self.config.head_dim * self.config.element_bytes
+
+    def tokens(self, max_seq_len: int | None) -> int:
+        """That a request has at most."""
+        most = self.attention.max_seq_len
+        return most if max_seq_len is None else min(most, max_seq_len)
+
+    def room(self, max_seq_len: int | None) -> int:
+        """That a request has there."""
+        return room_of(self.tokens(max_seq_len), self.config.head_dim)
+
+    def call(self, keys: Keys) -> None:
+        """As that of the attention alone."""
+        config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
+        room = self.room(max_seq_len)
+        shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
+        k_rows, v_rows = (GPU.empty(*blank(shape, DTYPES[config.dtype])) for _ in range(2))
+        scales = None
+        if any(config.tile_scales):
+            words = TILE_SCALE_BYTES // 4
+            scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
+        self.send(
+            k_cache=keys.k_cache,
+            v_cache=keys.v_cache,
+            k_rows=k_rows,
+            v_rows=v_rows,
+            cu_seqlens=keys.cu_seqlens_q,
+            seq_lens=keys.lengths,
+            tile_scales=address_of(scales),
+            block_table=address_of(keys.options["block_table"] if config.page_tokens else None),
+            total_q=keys.q.shape[0],
+            max_seq_len=self.tokens(max_seq_len),
+            prefix_only=keys.prefix_only,
+        )
+        # All of it may be freed before it is read: its memory is reused in the stream's order.
+        rows = keys._replace(k_cache=k_rows, v_cache=v_rows)
+        attention.call(rows, unpacked=Unpacked(self.tokens(max_seq_len), scales))
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A launch, and which calls it supports: ``supports(queries, max_seq_len)``, the latter of the requests if known;
+    None for all. ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
+
+    launch: ExtendLaunch | UnpackedLaunch
+    supports: Callable[[int, int | None], bool] | None = None
+
+
+@dataclass(frozen=True)
+class ExtendLaunches:
+    """Extend attention: everything about a call that does not change between calls of the same shapes, but for how many
+    queries there are, dtypes, device and options.
+
+    Attributes:
+        algorithms: the first that supports a call serves it; the last supports all.
+        k_view, v_view: dtypes that the kernels take the caches as, None for their own.
+        copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
+        has_cache: whether the cache has room for a token.
+        newer: the launch over the queries' own tokens, where these are not in the cache.
+    """
+
+    algorithms: tuple[Algorithm, ...]
+    k_view: torch.dtype | None
+    v_view: torch.dtype | None
+    copies_table: bool
+    has_cache: bool = True
+    newer: ExtendLaunch | None = None
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_format: object,
+        softmax_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        options: dict[str, Any],
+        cu_seqlens_q: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
+        asked for)."""
+        if out is None:
+            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
+        lse = self._new_lse(q) if return_lse else None
+        if self.newer is None:
+            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, out, lse, softmax_scale, options)
+            return out, lse
+        older = GPU.empty(*blank(tuple(q.shape), q.dtype)), self._new_lse(q)
+        if self.has_cache:
+            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, *older, softmax_scale, options, prefix_only=1)
+        else:
+            older = older[0].zero_(), older[1].fill_(-torch.inf)
+        k, v = (rows.unsqueeze(0) for rows in (options["new_k"], options["new_v"]))
+        self.newer.call(Keys(q, k, v, cu_seqlens_q, cu_seqlens_q, out, lse, softmax_scale, options), older)
+        return out, lse
+
+    def _new_lse(self, q: torch.Tensor) -> torch.Tensor:
+        return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
+
+    def call(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float | None,
+        options: dict[str, Any],
+        *,
+        prefix_only: int = 0,
+    ) -> None:
+        """Attention over the cache, as :class:`Keys` has it."""
+        if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
+            options = options | {"block_table": options["block_table"].contiguous()}
+        k_cache = k_cache if self.k_view is None else k_cache.view(self.k_view)
+        v_cache = v_cache if self.v_view is None else v_cache.view(self.v_view)
+        launch = self.launch_for(q.shape[0], options["max_seq_len"])
+        launch.call(Keys(q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only))
+
+    def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
+        """That of the algorithm that serves a call; max_seq_len: of its requests, if known."""
+        found = (each for each in self.algorithms if each.supports is None or each.supports(num_queries, max_seq_len))
+        return next(found).launch

@@ -1,0 +1,160 @@
+"""The caches of a call and what lies beside them: K and V as kernels and reference take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from cute_kernels.arguments import shape_of, strides_of
+from cute_kernels.attention import checks
+from cute_kernels.formats.kv import KvFormat
+
+
+@dataclass(frozen=True, eq=False)
+class GivenScale:
+    """A scale that lies beside the cache: of head h and column d it is element h * head_stride + d * channel_stride.
+
+    tensor: fp32, on the cache's device. A stride is 0 where one scale serves all heads, or all columns.
+    """
+
+    tensor: torch.Tensor
+    head_stride: int
+    channel_stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class CacheOperand:
+    """K or V of a call.
+
+    Attributes:
+        cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
+        form: its format.
+        head_dim: elements that a row stands for.
+        block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
+            or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
+            token_stride + head * head_stride; the sum may exceed 32 bits.
+        tokens_touch: whether tokens lie one behind the other, of all KV heads or, head-major, of each of them.
+        heads_touch: whether the rows of a token's KV heads do or, head-major, the tokens of a block's.
+        scale: where the format wants one that is given.
+    """
+
+    cache: torch.Tensor
+    form: KvFormat
+    head_dim: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    tokens_touch: bool
+    heads_touch: bool
+    scale: GivenScale | None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.cache.shape[3] * self.cache.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """Keys of a format in blocks that are beside the cache: those of each request's block that is not full.
+
+    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, by position modulo 64. slots: int32 [batch].
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """An additive bias: element b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3], strides 0 where it
+    repeats; fp32 or bf16."""
+
+    tensor: torch.Tensor
+    strides: tuple[int, int, int, int]
+
+    @staticmethod
+    def of(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
+        """Over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as `checks.check_bias`."""
+        return Bias(bias, checks.check_bias(bias, shape))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the caches are cut: into pages, or into one block per request."""
+
+    num_blocks: int
+    tokens: int  # of a block
+    num_kv_heads: int
+    head_major: bool
+    max_seq_len: int
+
+
+def check_caches(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    forms: tuple[KvFormat, KvFormat],
+    head_major: bool,
+    block_table: torch.Tensor | None,
+) -> Blocks:
+    """What the two caches have in common; their rows are not looked at yet."""
+    batch, num_q_heads = q.shape[0], q.shape[2]
+    tokens_name = "max_seq_len" if block_table is None else "page_size"
+    inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
+    dimensions = f"[{'batch' if block_table is None else 'num_pages'}, {inner}, row]"
+    for name, cache, form in (("k_cache", k_cache, forms[0]), ("v_cache", v_cache, forms[1])):
+        checks.check_cache(name, cache, form, dimensions)
+        if block_table is None and cache.shape[0] != batch:
+            raise ValueError(f"{name}: got a batch of {cache.shape[0]}, want {batch}, that of q")
+    num_blocks = k_cache.shape[0]
+    num_kv_heads, tokens = (k_cache.shape[1], k_cache.shape[2]) if head_major else (k_cache.shape[2], k_cache.shape[1])
+    if num_kv_heads == 0:
+        raise ValueError("k_cache: got no KV heads, want at least 1")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, in all but the last "
+            "dimension"
+        )
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
+    max_seq_len = tokens
+    if block_table is not None:
+        checks.check_block_table(block_table, batch, num_blocks, tokens)
+        max_seq_len = block_table.shape[1] * tokens
+    name = "k_cache" if block_table is None else "block_table"
+    if max_seq_len > checks.MAX_TOKENS:
+        raise ValueError(f"{name}: got {max_seq_len} tokens a request, want at most {checks.MAX_TOKENS}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tokens * num_kv_heads * cache.shape[3] * cache.element_size() >= 2**40:
+            raise ValueError(f"{name}: got {shape_of(cache)}, want less than 2**40 bytes a request")
+    return Blocks(num_blocks, tokens, num_kv_heads, head_major, max_seq_len)
+
+
+def operand_of(
+    scale_name: str, cache: torch.Tensor, form: KvFormat, head_dim: int, blocks: Blocks, scale: torch.Tensor | None
+) -> CacheOperand:
+    row = cache.shape[3] * cache.element_size()
+    block_stride, outer_stride, inner_stride = (stride * cache.element_size() for stride in strides_of(cache)[:3])
+    inner_touch = inner_stride == row
+    outer_touch = inner_touch and outer_stride == cache.shape[2] * row
+    token_stride, head_stride, tokens_touch, heads_touch = outer_stride, inner_stride, outer_touch, inner_touch
+    if blocks.head_major:
+        token_stride, head_stride, tokens_touch, heads_touch = inner_stride, outer_stride, inner_touch, outer_touch
+    strides = checks.check_given_scale(scale_name, scale, form, blocks.num_kv_heads, head_dim)
+    return CacheOperand(
+        cache=cache,
+        form=form,
+        head_dim=head_dim,
+        block_stride=block_stride,
+        token_stride=token_stride,
+        head_stride=head_stride,
+        tokens_touch=tokens_touch,
+        heads_touch=heads_touch,
+        scale=None if scale is None or strides is None else GivenScale(scale, *strides),
+    )
+
+
+def part_of(operand: CacheOperand, part: slice) -> CacheOperand:
+    """Some requests' part of a contiguous cache."""
+    return replace(operand, cache=operand.cache[part])

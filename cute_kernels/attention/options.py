@@ -1,0 +1,153 @@
+"""Options of attention's calls: each is named once, as torch's schemas have it, with its default."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
+
+import torch
+
+from cute_kernels.attention.checks import MAX_TOKENS
+from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.formats.scores import check_mapping
+from cute_kernels.names import CacheLayout, WindowSize
+
+OF_BOTH = (
+    "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
+    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None"
+)
+OF_BIAS = "Tensor? attn_bias=None"
+OF_DECODE = "Tensor? q_shift=None, Tensor? k_tail=None, Tensor? tail_slots=None"
+OF_EXTEND = (
+    "Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int sm_margin=0, bool? unpack=None, "
+    "int? max_seq_len=None, bool fp8_products=False"
+)
+OF_SCORES = "str score_names='', Tensor[]? score_tensors=None"
+OF_NUMBERS = "float? softmax_scale=None, int? num_splits=None"
+
+
+def defaults_of(*schemas: str) -> dict[str, Any]:
+    """Options and their defaults, in order."""
+    arguments = [argument.split()[1].split("=") for schema in schemas for argument in schema.split(", ")]
+    return {name: ast.literal_eval(default) for name, default in arguments}
+
+
+NO_OPTIONS = cast("CallOptions", defaults_of(OF_BOTH, OF_BIAS, OF_DECODE))
+"""Those of decode attention, complete and in the order that every complete set of options has; ``score_options`` come
+after them, in calls that have some."""
+
+NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
+"""The same of extend attention."""
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What both calls have; :func:`cute_kernels.attention.decode_attention` says what each means."""
+
+    block_table: torch.Tensor | None
+    cache_layout: CacheLayout
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    causal: bool
+    window_size: WindowSize | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
+
+class ScoreOptions(AttentionOptions, total=False):
+    """What decode attention has of scores; :func:`cute_kernels.attention.decode_attention` says what each means."""
+
+    attn_bias: torch.Tensor | None
+
+
+class CallOptions(ScoreOptions, total=False):
+    """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
+
+    q_shift: torch.Tensor | None
+    k_tail: torch.Tensor | None
+    tail_slots: torch.Tensor | None
+    score_options: Mapping[str, torch.Tensor] | None
+
+
+class AppendedOptions(AttentionOptions, total=False):
+    """What extend attention has but for new tokens; :func:`cute_kernels.attention.extend_attention` says what each
+    means."""
+
+    softmax_scale: float | None
+    transform: CacheTransform | None
+    tree_mask: torch.Tensor | None
+    num_splits: int | None
+    sm_margin: int
+    unpack: bool | None
+    fp8_products: bool
+    max_seq_len: int | None
+    score_options: Mapping[str, torch.Tensor] | None
+    out: torch.Tensor | None
+
+
+def options_of(
+    block_table: torch.Tensor | None,
+    cache_layout: CacheLayout,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    causal: bool,
+    window_size: WindowSize | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
+) -> CallOptions | None:
+    """Complete options of decode attention, or None where all are the defaults, which is what most calls ask for."""
+    plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
+    if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
+        return None
+    return {
+        "block_table": block_table,
+        "cache_layout": cache_layout,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "causal": causal,
+        "window_size": keys_seen(window_size),
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": attn_bias,
+        "q_shift": q_shift,
+        "k_tail": k_tail,
+        "tail_slots": tail_slots,
+    }
+
+
+def with_score_options(options: CallOptions | None, given: Mapping[str, torch.Tensor]) -> CallOptions:
+    """Complete options, and those that are registered; TypeError unless these are a mapping."""
+    check_mapping(given)
+    return cast(CallOptions, {**(options or NO_OPTIONS), "score_options": given})
+
+
+def keys_seen(window: WindowSize | None) -> int | None:
+    """A window as the number of keys that a query sees, its own among them; of a pair, FlashAttention's (left, right).
+
+    None for all keys. -1 of a pair stands for no bound. Keys after the query's own are never seen through a window, so
+    right is 0.
+    """
+    if not isinstance(window, (tuple, list)):
+        return window
+    numbers = len(window) == 2 and all(isinstance(side, int) and not isinstance(side, bool) for side in window)
+    if not numbers or window[0] < -1 or window[1] != (-1 if window[0] == -1 == window[1] else 0):
+        raise ValueError(
+            f"window_size: got {window!r}, want the number of keys that a query sees, or (left, 0): so many "
+            "before its own, -1 for all of them"
+        )
+    if window[1] == -1:
+        return None
+    return MAX_TOKENS if window[0] == -1 else window[0] + 1
+
+
+def complete_options(options: Mapping[str, Any]) -> CallOptions | None:
+    """Options as an operator's implementation gets them, those that differ from the schema's defaults and maybe others,
+    as the calls take them."""
+    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
