@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from cute_kernels.formats.weights import GROUP_SIZES, integers
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
 from cute_kernels.gemm.config import X_PAD, LinearConfig, StreamStore
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.runtime.composed import changed
@@ -215,7 +215,7 @@ def shipped_configs() -> list[LinearConfig]:
     """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
     common one of all for layers of more features, too."""
     configs: dict[LinearConfig, None] = {}
-    formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES[1:])] + [("fp16", 0), ("fp16", 128)]
+    formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
         problem = LinearProblem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         configs[make_schedule(problem).config] = None

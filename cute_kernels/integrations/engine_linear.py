@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, WeightFormat, integers
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.gemm.weight import padded_shape, symmetric_zero
 from cute_kernels.integrations.objects import Foreign
 
 
@@ -61,8 +61,8 @@ def checked_form(c: Foreign, bits: int) -> Form:
     if act_order and not whole:
         raise ValueError("act-order with the inputs shared out among GPUs")
     group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
-    if group_size and (group_size not in GROUP_SIZES or k % group_size):
-        raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {GROUP_SIZES}, and -1")
+    if group_size and (group_size not in SHIPPED_GROUP_SIZES or k % group_size):
+        raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {SHIPPED_GROUP_SIZES}, and -1")
     return Form(bits, group_size, n, k, c.act_type, c.zero_points, act_order)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from cute_kernels.formats.weights.base import WeightFormat, named, register, registered_formats, weight_format
 from cute_kernels.formats.weights.fp4 import MXFP4, NVFP4
 from cute_kernels.formats.weights.fp8 import FP8, FP8_BLOCK, FP8_POWER_BLOCK, MXFP8
-from cute_kernels.formats.weights.integers import GROUP_SIZES, IntegerFormat, integers
+from cute_kernels.formats.weights.integers import GROUP_SIZES, SHIPPED_GROUP_SIZES, IntegerFormat, integers
 from cute_kernels.formats.weights.shifted import ShiftedFormat, shifted
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "NVFP4",
+    "SHIPPED_GROUP_SIZES",
     "IntegerFormat",
     "ShiftedFormat",
     "WeightFormat",

@@ -13,6 +13,7 @@ from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
+SHIPPED_GROUP_SIZES = GROUP_SIZES[1:]  # whose kernels a wheel has: engines take no others
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `SubnormalDecoder`
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N
+from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights, ready
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
@@ -122,7 +123,7 @@ def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
     wrong = {
         "its hooks were not seen to take effect": not in_place,
         f"{form.bits}-bit weights": form.bits not in (4, 8),
-        f"groups of {form.group_size}": form.group_size not in (0, *GROUP_SIZES),
+        f"groups of {form.group_size}": form.group_size not in (0, *SHIPPED_GROUP_SIZES),
         "act-order": form.act_order,
         f"experts of {features} features": bool(features % (TILE_N // 2) or hidden % TILE_N),
         f"activations in {dtype}": dtype not in DTYPES,

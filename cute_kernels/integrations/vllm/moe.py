@@ -19,12 +19,12 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
+from cute_kernels.gemm.weight import TILE_N, padded_shape, symmetric_zero
 from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import prepare
@@ -225,7 +225,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         f"weights laid out for {backend}": backend not in source.backends,
         f"--moe-backend {method.moe.moe_backend}": method.moe.moe_backend != "auto",
         f"{bits}-bit weights": bits not in (4, 8),
-        f"groups of {group_size}": group_size not in (-1, *GROUP_SIZES),
+        f"groups of {group_size}": group_size not in (-1, *SHIPPED_GROUP_SIZES),
         "act-order": act_order,
         f"experts of {n} features": n % (TILE_N // 2) or hidden % TILE_N,
         f"{experts} experts": experts > MAX_EXPERTS,
