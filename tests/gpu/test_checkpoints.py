@@ -1,4 +1,4 @@
-"""Layers and models of checkpoints on a GPU: shifts, negative scales, directories that become running models."""
+"""Layers and models of checkpoints on a GPU: floating zero points, negative scales, directories that become models."""
 
 from __future__ import annotations
 

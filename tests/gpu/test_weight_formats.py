@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
-from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP8, WeightFormat, registered_formats, weight_format
+from cute_kernels.formats.weights import (
+    FP8,
+    FP8_BLOCK,
+    MXFP8,
+    ShiftedFormat,
+    WeightFormat,
+    integers,
+    registered_formats,
+    shifted,
+    weight_format,
+)
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
@@ -33,7 +43,8 @@ N, K = 200, 520  # tails of both
 ROWS = (1, 5, 16, 64, 300)
 EXPERTS, PLACES = 4, (6, 900)
 # Of FP8 a scale a row, blocks of both kinds, and fp16 once.
-ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "e4m3")]
+ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "w4f", "w8f", "e4m3")]
+ELSEWHERE += [shifted(4, 64), shifted(4, 16), shifted(8, 32), integers(4, 16), integers(8, 16, zero_points=True)]
 CASES = [(form, dtype) for form in ELSEWHERE for dtype, name in DTYPES.items() if name in form.dtypes]
 CASES += [(form, torch.bfloat16) for form in (FP8, FP8_BLOCK, MXFP8)]
 HALF = (FP8_BLOCK, torch.float16)
@@ -69,11 +80,8 @@ def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
     """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
     config = chosen(problem).config
     exact = weight.dequantize(torch.float64)
-    rounds = (
-        weight.group_size
-        and isinstance(config, WgmmaConfig)
-        and not (config.limbs or isinstance(config.mainloop, MmaSync))
-    )
+    in_tiles = isinstance(config, WgmmaConfig) and not (config.limbs or isinstance(config.mainloop, MmaSync))
+    rounds = weight.group_size and (in_tiles or isinstance(weight.format, ShiftedFormat))
     return exact.to(weight.dtype).double() if rounds else exact
 
 
