@@ -19,6 +19,8 @@ ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\[(*\d])|(?<=[.:;])\s")
 PATH = re.compile(r"`((?:[\w.]+/)+[\w.*]+\.(?:py|json|md|toml))(?::\w+)?`")
 RECORD = re.compile(r"`(\w+\.json)`")
+SPAN, NAME = re.compile(r"`([^`\n]+)`"), re.compile(r"\b(?=\w*[a-z0-9]_[a-z]|[A-Z]+[a-z]\w*[A-Z])[A-Za-z]\w+")
+CODE = ("cute_kernels", "layouts", "bench", "tests", "tools", "simulator", "examples")
 
 
 def name(path: Path) -> str:
@@ -75,6 +77,18 @@ def test_files_that_a_design_page_names_are_there(page: Path):
     missing = [path for path in PATH.findall(text) if not any([*folder.glob(path)] for folder in folders)]
     missing += [record for record in RECORD.findall(text) if not (ROOT / "bench/results" / record).exists()]
     assert not missing
+
+
+def test_names_on_design_pages_are_in_the_code():
+    """Functions, classes and arguments in backquotes: a page is about the code as it is."""
+    files = [file for folder in CODE for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".json")]
+    known = {file.stem for file in files}.union(
+        *(re.findall(r"\w+", file.read_text()) for file in files if file.suffix == ".py")
+    )
+    named = {
+        (name(page), one) for page in DESIGN for span in SPAN.findall(page.read_text()) for one in NAME.findall(span)
+    }
+    assert not sorted((page, one) for page, one in named if one not in known)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
