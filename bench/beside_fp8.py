@@ -294,8 +294,9 @@ def measure(recorder: Recorder, plan: Plan, model: Any, tokenizer: Any, text: sm
     ways = prepared_ways(model, text.calibration, plan.ways, say)
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     about = {"name": smollm2.NAME, "head_dim": head_dim, "calibration_windows": plan.calibration, "window": plan.window}
-    sizes = {"texts": plan.texts, "continuation": plan.tokens, "needles_each": plan.needles, "chats": plan.chats}
-    recorder.set("model", about | sizes | {"page": plan.page, "answer": plan.answer})
+    sizes = {"continuation": plan.tokens, "needles_each": plan.needles, "page": plan.page, "answer": plan.answer}
+    measured = dict.fromkeys([*map(str, plan.texts), "turn"], 0)  # texts of each kind, so far
+    recorder.set("model", about | sizes | {"texts": measured})
     for way in plan.ways:
         share = way.bytes_per_token(head_dim) / REFERENCE.bytes_per_token(head_dim)
         formats = {"k_format": way.k_format, "v_format": way.v_format, "method": way.method}
@@ -308,6 +309,7 @@ def measure(recorder: Recorder, plan: Plan, model: Any, tokenizer: Any, text: sm
             own = answers.setdefault((group, prepared.way.name), [])
             own += answers_of(case, right, found)
             row[group] = figures(own)
+        measured[group] += 1
         _judge(recorder, [str(length) for length in plan.texts])
         say(f"{group}: {len(case.text)} tokens, {recorder.seconds():.0f} s")
 

@@ -19,8 +19,7 @@ def columns_of(record: Record) -> Sequence[Column]:
         ("K and V", lambda row: row["name"]),
         ("bytes of BF16's, %", lambda row: f"{100 * row['share_of_bf16']:.0f}"),
     ]
-    groups = [*(f"{length}" for length in record["model"]["texts"]), "turn"]
-    for group in groups:
+    for group in record["model"]["texts"]:
         title = "second turn" if group == "turn" else f"at {group}"
         columns += [
             (f"{title}: KL / 1000", lambda row, group=group: _kl(row.get(group))),
@@ -67,11 +66,12 @@ def markdown(record: Record) -> str:
 def about(record: Record) -> str:
     """What was measured, on what."""
     environment, model = record["environment"], record["model"]
-    texts = " and ".join(f"{count} texts of {length} tokens" for length, count in model["texts"].items())
+    chats = model["texts"].get("turn", 0)
+    texts = " and ".join(f"{many} of {length} tokens" for length, many in model["texts"].items() if length != "turn")
     return (
         f"{environment['gpu'] or 'CPU'}, fp32 but for K and V, torch {environment['versions']['torch']}, commit "
         f"{commit_of(environment)}, {str(environment['date'])[:10]}. {model['name']}, head_dim {model['head_dim']}: "
-        f"{texts}, each with {model['needles_each']} needles, the last {model['continuation']} tokens predicted; "
-        f"{model['chats']} chats over {model['page']} tokens, {model['answer']} tokens of each second answer; "
+        f"texts: {texts}, with {model['needles_each']} needles, the last {model['continuation']} tokens predicted; "
+        f"{chats} chats over {model['page']} tokens, {model['answer']} tokens of each second answer; "
         f"constants from {model['calibration_windows']} windows of {model.get('window', 1024)} tokens of other text."
     )

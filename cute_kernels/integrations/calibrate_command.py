@@ -58,7 +58,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="--budget: that are hidden in text and asked for (default: 8)",
     )
-    command.add_argument("--window", type=positive, default=1024, metavar="N", help="tokens at a time (default: 1024)")
+    command.add_argument(
+        "--window",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="tokens at a time, best as many as prompts have (default: 1024)",
+    )
     command.add_argument(
         "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
     )

@@ -1,0 +1,74 @@
+"""Cache formats whose recorded step is slower than that of a format of more bytes: what pages have to say.
+
+A format is smaller to hold more tokens or to read them faster. Where a record shows neither gain nor par, users are to
+know: `tests/bench/test_slower_formats.py` compares what is found here with a table of docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.record import RESULTS, load
+from cute_kernels.formats.kv import format_of
+from cute_kernels.mla import formats as mla_formats
+
+RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "vllm_formats.json")
+NOISE = 1.03  # of a run
+HEAD_DIM, LATENT = 128, 576
+ENGINES = {"fp8": "e4m3_tensor"}  # what engines call a format
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step: ms a token of ``where``, with a cache in ``kv``."""
+
+    where: str
+    kv: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class Slower:
+    """``kv`` takes ``ratio`` of the time of ``than``, which has more bytes, in the record's step ``where``."""
+
+    kv: str
+    than: str
+    ratio: float
+    where: str
+
+
+def steps_of(record: dict[str, Any]) -> list[Step]:
+    """The steps of a record that says what cache they had; of the same model, weights, batch and context: `where`."""
+    found = []
+    for row in record["rows"]:
+        how = row.get("how", row)
+        if how.get("sdpa") or "kv" not in how:
+            continue
+        where = f"{row['model']}, {how['weights']}, {row['batch']} x {row['context']}"
+        found.append(Step(where, how["kv"], row["ms"]))
+    return found
+
+
+def row_bytes(kv: str) -> int:
+    """Bytes of a token of one KV head of 128 columns, or of a latent of 576."""
+    if kv.startswith("mla_"):
+        return mla_formats.format_of(kv).row_bytes(LATENT)
+    names = kv.split(" + ")
+    return sum(format_of(ENGINES.get(name, name)).row_bytes(HEAD_DIM) for name in (names[0], names[-1]))
+
+
+def slower(steps: Sequence[Step]) -> list[Slower]:
+    """Each format beside each of more bytes in the same step, where it is slower by more than a run's noise."""
+    return [
+        Slower(one.kv, other.kv, one.ms / other.ms, one.where)
+        for one in steps
+        for other in steps
+        if one.where == other.where and row_bytes(one.kv) < row_bytes(other.kv) and one.ms > NOISE * other.ms
+    ]
+
+
+def found_in(names: Iterable[str] = RECORDS) -> list[Slower]:
+    """All of the records that there are, each by itself."""
+    return [one for name in names for one in slower(steps_of(load(RESULTS / name)))]

@@ -1,0 +1,33 @@
+"""Nothing smaller is shipped that is slower than what it replaces, or a page says so."""
+
+import re
+
+from bench.environment import ROOT
+from bench.slower_formats import Slower, Step, found_in, row_bytes, slower
+
+ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| (\d+(?:\.\d+)?) % ", re.MULTILINE)
+HEADING = "## Smaller and slower"
+
+
+def test_only_a_smaller_format_of_the_same_step_counts_as_slower():
+    steps = [
+        Step("a", "bf16", 2.0),
+        Step("a", "int8_token_head", 2.05),  # noise
+        Step("a", "int4_g4", 2.2),
+        Step("b", "int8_token_head + int4_g4", 9.0),
+    ]
+    assert slower(steps) == [
+        Slower("int4_g4", "bf16", 1.1, "a"),
+        Slower("int4_g4", "int8_token_head", 2.2 / 2.05, "a"),
+    ]
+    assert row_bytes("int8_token_head + int4_g4") == 212 and row_bytes("fp8") == 256 and row_bytes("mla_fp8") == 656
+
+
+def test_the_page_names_every_format_whose_recorded_step_is_slower_than_a_larger_ones():
+    """By how much at most, rounded to percent; and it names no other."""
+    worst: dict[tuple[str, str], float] = {}
+    for one in found_in():
+        worst[one.kv, one.than] = max(worst.get((one.kv, one.than), 0), one.ratio)
+    _, _, section = (ROOT / "docs/accuracy.md").read_text().partition(HEADING)
+    told = {(kv, than): float(percent) for kv, than, percent in ROW.findall(section.partition("\n## ")[0])}
+    assert told == {pair: round(100 * (ratio - 1)) for pair, ratio in worst.items()}
