@@ -1,4 +1,4 @@
-"""Attention of SGLang over paged KV pools: its backend by name, the pages it wants, and what it does not serve.
+"""Attention of SGLang over paged KV pools: its backend by name, the pages and pools it wants, what it does not serve.
 
 `--attention-backend cute_kernels` asks for it, so a server that SGLang would run otherwise is never changed: what
 cannot be served is refused by name when the backend is made, and a plug-in that was not loaded has no such choice.
@@ -45,7 +45,11 @@ def hooks(interface: Interface) -> dict[str, Hook]:
     """
     for place in (interface.attention_backends, interface.attention_choices):
         pkgutil.resolve_name(place)
-    return {interface.page_sizes: Hook(wants_pages, ("view",))}
+    return {
+        interface.page_sizes: Hook(wants_pages, ("view",)),
+        interface.pool_class: Hook(_pool_class, ("self", "kind", "default")),
+        interface.slot_bytes: Hook(_slot_bytes, ("self", "kvc", "num_layers")),
+    }
 
 
 def serve(interface: Interface, wanted: bool) -> None:
@@ -64,6 +68,48 @@ def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign)
         return declared
     say_once(f"pages have {PAGE_SIZE} tokens (--page-size {page_size})")
     return declared | {"page_size": PAGE_SIZE}
+
+
+def _pool_class(original: Callable[..., type], configurator: Foreign, *, kind: str, default: type) -> type:
+    """What makes a model's pool: rows of this package, where the environment asks for them.
+
+    Raises:
+        ValueError: the server has what knows nothing of such rows; the message has every reason.
+    """
+    found = original(configurator, kind=kind, default=default)
+    formats = rows.wanted_formats()
+    if formats is None or kind != "mha":
+        return found
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.runtime_context import attention_backends, get_disagg, get_memory
+
+    from cute_kernels.integrations.sglang.pool import RowsPool
+
+    memory, config = get_memory(), configurator.model_config
+    wrong = {
+        f"attention backends {attention_backends()}; want {NAME}": set(attention_backends()) != {NAME},
+        f"a cache in {configurator.kv_cache_dtype}; want --kv-cache-dtype fp8_e4m3": configurator.kv_cache_dtype
+        is not torch.float8_e4m3fn,
+        f"a pool of {found.__name__}": found is not MHATokenToKVPool or configurator.use_mla_backend,
+        "sliding windows with a pool of their own": configurator.is_hybrid_swa,
+        "HiCache": memory.enable_hierarchical_cache,
+        "LMCache": memory.enable_lmcache,
+        "disaggregation": get_disagg().disaggregation_mode not in (None, "null"),
+    }
+    reasons = [what for what, is_so in wrong.items() if is_so]
+    reason = engine_cache.reason_against(formats, config.head_dim, config.dtype)
+    if reasons := [*reasons, *([] if reason is None else [reason])]:
+        raise ValueError(f"{rows.KV_FORMAT}={formats}: not supported: {'; '.join(reasons)}")
+    return RowsPool
+
+
+def _slot_bytes(original: Callable[..., int], configurator: Foreign, kvc: Foreign, num_layers: int) -> int:
+    """Bytes of a token in all layers: SGLang's number for one byte a column, by rows."""
+    found, formats = original(configurator, kvc, num_layers), rows.wanted_formats()
+    if formats is None:
+        return found
+    config = kvc.model_config
+    return found * sum(engine_cache.row_bytes(formats, config.head_dim)) // (config.head_dim + config.v_head_dim)
 
 
 def make(runner: Foreign) -> CuteKernelsAttentionBackend:
@@ -85,7 +131,7 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
 
 def formats_of(runner: Foreign) -> Formats:
     """K's and V's format in a model's pool."""
-    return FP8
+    return rows.wanted_formats() or FP8
 
 
 def layers_of(model: torch.nn.Module) -> list[Foreign]:
@@ -115,9 +161,12 @@ def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
     """What of a model, of its layers and of its pool is not supported."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    from cute_kernels.integrations.sglang.pool import RowsPool
+
     pool, reasons = runner.token_to_kv_pool, reasons_against(torch.device(runner.device))
-    if runner.use_mla_backend or type(pool) is not MHATokenToKVPool:
-        return [*reasons, f"a pool of {type(pool).__name__}; supported: MHATokenToKVPool"]
+    wanted = MHATokenToKVPool if rows.wanted_formats() is None else RowsPool
+    if runner.use_mla_backend or type(pool) is not wanted:
+        return [*reasons, f"a pool of {type(pool).__name__}; supported: {wanted.__name__}"]
     if pool.kv_cache_layout != "nhd":
         reasons.append(f"a pool laid out as {pool.kv_cache_layout}; supported: nhd")
     if runner.kv_cache_dtype is not torch.float8_e4m3fn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 
-from cute_kernels.integrations.sglang import plugin, versions
+from cute_kernels.integrations.sglang import plugin, rows, versions
 from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 
 SGLANGS_PLUGINS = "SGLANG_PLUGINS"
@@ -36,5 +36,10 @@ def examine() -> Finding:
     if (reason := plugin.why_not_wanted()) is not None:
         status = OK if reason.endswith("=0") else LIMITED
         return Finding("sglang", status, f"{version}, nothing is replaced ({reason})", "set it to 0 or 1")
+    try:
+        formats = rows.wanted_formats()
+    except ValueError as error:
+        return Finding("sglang", LIMITED, str(error), "set it to what is wanted: SGLang does not start so")
     what = ", ".join(seam.WHAT for seam in plugin.SEAMS)
-    return Finding("sglang", OK, f"{version}, served: {what}; {plugin.SWITCH}=0 replaces nothing")
+    cache = "" if formats is None else f", with pools in {formats}"
+    return Finding("sglang", OK, f"{version}, served: {what}{cache}; {plugin.SWITCH}=0 replaces nothing")

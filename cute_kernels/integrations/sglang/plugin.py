@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.sglang import attention, linear, moe, versions
+from cute_kernels.integrations.sglang import attention, linear, moe, rows, versions
 from cute_kernels.integrations.sglang.log import logger, say_once
 from cute_kernels.integrations.sglang.seams import Hook
 
@@ -52,7 +52,8 @@ def register() -> None:
     else:
         reason = why_not_wanted()
     if interface is None or reason is not None:
-        say_once(f"{__version__}: nothing is replaced: {reason}", logging.WARNING)
+        ignored = f"; {rows.KV_FORMAT} is not looked at" if os.environ.get(rows.KV_FORMAT, "").strip() else ""
+        say_once(f"{__version__}: nothing is replaced: {reason}{ignored}", logging.WARNING)
         return
     for seam in SEAMS:
         try:

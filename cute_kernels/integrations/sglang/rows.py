@@ -1,7 +1,10 @@
-"""What the server of this process runs, as SGLang's resolved configuration has it."""
+"""What the server of this process runs, as SGLang's resolved configuration and the environment have it."""
 
 from __future__ import annotations
 
+import os
+
+from cute_kernels.integrations.engine_cache import Formats, formats_named
 from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 
@@ -41,3 +44,17 @@ def saves_memory() -> bool:
         return bool(get_exec().features.enable_memory_saver)
     except ValueError:
         return False
+
+
+KV_FORMAT = "CUTE_KERNELS_SGLANG_KV_FORMAT"
+"""A cache format of this package, or two (K's, V's), in place of SGLang's FP8."""
+
+
+def wanted_formats() -> Formats | None:
+    """K's and V's format that the environment asks for; None for SGLang's own.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    text = os.environ.get(KV_FORMAT, "").strip()
+    return formats_named(text, KV_FORMAT) if text else None

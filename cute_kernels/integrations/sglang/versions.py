@@ -20,6 +20,7 @@ class Interface:
         compressed_tensors_experts, gptq_experts, awq_experts: those of layers of experts.
         attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
             line may give. page_sizes: the function that says which page size such a name wants.
+        pool_class, slot_bytes: the methods that say what makes a pool of K and V, and how many bytes a token takes.
     """
 
     tested: str
@@ -37,6 +38,8 @@ class Interface:
     attention_backends: str = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"
     attention_choices: str = "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES"
     page_sizes: str = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
+    pool_class: str = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
+    slot_bytes: str = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 
 
 INTERFACES = {"0.5.23": Interface("interface tests")}

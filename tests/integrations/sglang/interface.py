@@ -48,6 +48,8 @@ PARTS = (
     "sglang.kernels",
     "sglang.srt.batch_invariant_ops",
     "sglang.srt.distributed",
+    "sglang.srt.mem_cache.layout",
+    "sglang.srt.server_args",
     "sglang.srt.layers.moe.fused_moe_triton",
     "sglang.srt.layers.moe.token_dispatcher",
     "sglang.srt.configs",
@@ -209,9 +211,9 @@ def a_hook_that_did_not_take_effect_is_said_and_nothing_is_served() -> None:
 def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    def line(switch: str | None = None, version: str = VERSION) -> str:
+    def line(switch: str | None = None, version: str = VERSION, **environment: str) -> str:
         log.say_once.cache_clear()
-        environment = {} if switch is None else {plugin.SWITCH: switch}
+        environment |= {} if switch is None else {plugin.SWITCH: switch}
         with (
             mock.patch.dict(os.environ, environment),
             mock.patch.object(sys.modules["sglang"], "__version__", version),
@@ -228,6 +230,7 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
     assert "SGLang 0.5.24 is not supported; supported: 0.5.23" in line(version="0.5.24")
     assert "nothing is replaced: CUTE_KERNELS_SGLANG=0" in line("0")
     assert "got 'linear', want 0 or 1" in line("linear")
+    assert "CUTE_KERNELS_SGLANG_KV_FORMAT is not looked at" in line("0", CUTE_KERNELS_SGLANG_KV_FORMAT="int4_g4")
     known = versions.INTERFACES[VERSION]
     with mock.patch.dict(versions.INTERFACES, {VERSION: replace(known, awq="sglang.srt.plugins.AWQ")}):
         assert f"linear layers left to SGLang {VERSION}" in line()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.integrations.sglang import attention, log
+from cute_kernels import dequantize_kv, quantize_kv
+from cute_kernels.integrations.sglang import attention, log, rows
 from tests.integrations.sglang.checks import check, lines
 from tests.integrations.vllm.steps import causal_attention
 
@@ -28,25 +30,30 @@ def server(**given: Any) -> Any:
         "parallel": {"attn_dcp_size": 1, "attn_cp_size": 1},
         "overlap": {"enable_two_batch_overlap": False},
         "dllm": {"dllm_algorithm": None},
-        "disagg": {"enable_pdmux": False},
+        "disagg": {"enable_pdmux": False, "disaggregation_mode": "null"},
         "features": {"enable_memory_saver": False},
         "deterministic": {"enable_deterministic_inference": False},
+        "memory": {"enable_hierarchical_cache": False, "enable_lmcache": False},
     }
     for name, value in given.items():
         next(group for group in fields.values() if name in group)[name] = value
     made = {name: SimpleNamespace(**group) for name, group in fields.items()}
-    return SimpleNamespace(parallel=made.pop("parallel"), disagg=made.pop("disagg"), exec_=SimpleNamespace(**made))
+    apart = {name: made.pop(name) for name in ("parallel", "disagg", "memory")}
+    return SimpleNamespace(**apart, exec_=SimpleNamespace(**made))
 
 
 @contextmanager
 def published(**given: Any) -> Iterator[None]:
     from sglang.srt import runtime_context
 
+    backends = given.pop("backends", (attention.NAME, attention.NAME))
     found = server(**given)
     with mock.patch.multiple(
         runtime_context,
         get_parallel=lambda: found.parallel,
         get_disagg=lambda: found.disagg,
+        get_memory=lambda: found.memory,
+        attention_backends=lambda: backends,
         get_exec=lambda: found.exec_,
     ):
         yield
@@ -64,9 +71,11 @@ def runner(layers: list[Any] | None = None, **given: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from cute_kernels.integrations.sglang.pool import RowsPool
+
     layers = [radix()] if layers is None else layers
     page = given.get("page_size", PAGE)
-    pool = MHATokenToKVPool(
+    pool = (MHATokenToKVPool if rows.wanted_formats() is None else RowsPool)(
         size=1024,
         page_size=page,
         dtype=given.get("kv_cache_dtype", torch.float8_e4m3fn),
@@ -165,11 +174,22 @@ class Engine:
         window = None if self.layer.sliding_window_size < 0 else self.layer.sliding_window_size + 1
         for request, count in new.items():
             q = fused[at : at + count, : HEADS * DIM].view(count, HEADS, DIM)
-            k, v = (rounded(x, scale) for x, scale in zip(self.kept[request], scales_of(self.layer), strict=True))
+            k, v = self.stored(request)
             cap = self.layer.logit_cap or None
             found.append(causal_attention(q, k, v, self.layer.scaling, window, cap, sinks).flatten(1))
             at += count
         return torch.cat(found)
+
+    def stored(self, request: int) -> list[torch.Tensor]:
+        """A request's K and V as the pool has them."""
+        formats = rows.wanted_formats()
+        if formats is None:
+            return [rounded(x, scale) for x, scale in zip(self.kept[request], scales_of(self.layer), strict=True)]
+        names: tuple[Any, Any] = (formats.k.name, formats.v.name)
+        return [
+            dequantize_kv(quantize_kv(x, kv_format=name), kv_format=name, head_dim=DIM, dtype=torch.float32)
+            for x, name in zip(self.kept[request], names, strict=True)
+        ]
 
     def step(self, new: dict[int, int], mode: str, **more: Any) -> None:
         """Runs a step outside graphs and compares it."""
@@ -380,3 +400,74 @@ def what_is_served_is_said_once() -> None:
         make(runner())
         make(runner())
     assert lines(said) == ["20 cute-kernels: %s attention over a e4m3_tensor pool in pages of 16 runs here"]
+
+
+ROWS = ("int8_token_head", "int8_token_head,int4_g4", "int4_g4")
+
+
+@check
+def pools_of_our_rows_give_attention_over_them() -> None:
+    for text in ROWS:
+        with mock.patch.dict(os.environ, {rows.KV_FORMAT: text}):
+            served = engine()
+            assert type(served.runner.token_to_kv_pool).__name__ == "RowsPool"
+            served.step({1: 37, 2: 40}, "EXTEND")
+            served.share(3, 2, 32)
+            served.step({3: 9, 1: 1}, "MIXED")
+            served.step({1: 1, 3: 1}, "DECODE")
+            served.backend.init_cuda_graph_state(4, 4)
+            served.replay({2: 1, 1: 1}, 4)
+
+
+@check
+def a_pool_of_our_rows_takes_what_it_says_and_writes_what_the_backend_writes() -> None:
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    for text in ROWS:
+        with mock.patch.dict(os.environ, {rows.KV_FORMAT: text}):
+            served = engine()
+            served.step({1: 20}, "EXTEND")
+            pool, form = served.runner.token_to_kv_pool, rows.wanted_formats()
+            assert form is not None
+            slots, row = 1024 + PAGE, (form.k.row_bytes(DIM), form.v.row_bytes(DIM))
+            assert pool.get_kv_size_bytes() == tuple(slots * KV_HEADS * each for each in row)
+            table = served.runner.req_to_token_pool.req_to_token[1, :20].long()
+            written = [cache[table].clone() for cache in (pool.k_buffer[0], pool.v_buffer[0])]
+            for cache in (pool.k_buffer[0], pool.v_buffer[0]):
+                cache.zero_()
+            pool.set_kv_buffer(served.layer, KVWriteLoc(table), *served.kept[1])
+            assert all(map(torch.equal, written, (pool.k_buffer[0][table], pool.v_buffer[0][table])))
+            config = SimpleNamespace(head_dim=DIM, v_head_dim=DIM)
+            original: Any = lambda *_: 2 * KV_HEADS * DIM * 3  # noqa: E731
+            made = attention._slot_bytes(original, SimpleNamespace(), SimpleNamespace(model_config=config), 3)
+            assert made == 3 * KV_HEADS * sum(row)
+
+
+@check
+def servers_that_know_nothing_of_our_rows_are_refused_by_name() -> None:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, PageMajorMHATokenToKVPool
+
+    config = SimpleNamespace(head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16)
+    usual = {"model_config": config, "kv_cache_dtype": torch.float8_e4m3fn}
+    usual |= {"use_mla_backend": False, "is_hybrid_swa": False}
+
+    def chosen(default: type = MHATokenToKVPool, kind: str = "mha", changes: Any = None, **given: Any) -> type:
+        configurator: Any = SimpleNamespace(**usual | (changes or {}))
+        with published(**given):
+            return KVCacheConfigurator._resolve_kv_pool_class(configurator, kind=kind, default=default)
+
+    assert chosen() is MHATokenToKVPool
+    with mock.patch.dict(os.environ, {rows.KV_FORMAT: "int4_g4"}):
+        assert chosen().__name__ == "RowsPool" and chosen(kind="mla") is MHATokenToKVPool
+        assert "want cute_kernels" in refusal(chosen, backends=("fa3", attention.NAME))
+        assert "HiCache" in refusal(chosen, enable_hierarchical_cache=True)
+        assert "LMCache" in refusal(chosen, enable_lmcache=True)
+        assert "disaggregation" in refusal(chosen, disaggregation_mode="decode")
+        assert "sliding windows" in refusal(chosen, changes={"is_hybrid_swa": True})
+        assert "want --kv-cache-dtype fp8_e4m3" in refusal(chosen, changes={"kv_cache_dtype": torch.bfloat16})
+        assert "a pool of PageMajorMHATokenToKVPool" in refusal(chosen, PageMajorMHATokenToKVPool)
+        changes = {"model_config": SimpleNamespace(head_dim=72, v_head_dim=72, dtype=torch.bfloat16)}
+        assert "head size 72" in refusal(chosen, changes=changes)
+    with mock.patch.dict(os.environ, {rows.KV_FORMAT: "int5"}):
+        assert "CUTE_KERNELS_SGLANG_KV_FORMAT: got 'int5'" in refusal(chosen)

@@ -30,7 +30,7 @@ def outcomes() -> dict[str, str]:
     folder = fetch_engine.folder_of("sglang", VERSION)
     if not fetch_engine.is_there("sglang", folder):
         pytest.skip(f"SGLang's Python is not in {folder}: python tools/fetch_engine.py")
-    environment = {name: value for name, value in os.environ.items() if name != "CUTE_KERNELS_SGLANG"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_KERNELS_SGLANG")}
     command = [sys.executable, "-m", "tests.integrations.sglang.interface", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -46,7 +46,7 @@ def test_interface(name: str):
 def test_the_doctor_says_what_would_be_served_and_what_keeps_it():
     def said(version: str | None = VERSION, **environment: str) -> str:
         with pytest.MonkeyPatch.context() as patched:
-            for name in ("CUTE_KERNELS_SGLANG", "SGLANG_PLUGINS"):
+            for name in ("CUTE_KERNELS_SGLANG", "CUTE_KERNELS_SGLANG_KV_FORMAT", "SGLANG_PLUGINS"):
                 patched.delenv(name, raising=False)
             for name, value in environment.items():
                 patched.setenv(name, value)
@@ -58,6 +58,8 @@ def test_the_doctor_says_what_would_be_served_and_what_keeps_it():
     assert "limited: 0.5.24 is installed, nothing is replaced" in said("0.5.24")
     everything = ", ".join(seam.WHAT for seam in plugin.SEAMS)
     assert said().startswith(f"ok: {VERSION}, served: {everything}; CUTE_KERNELS_SGLANG=0")
+    assert "with pools in int4_g4" in said(CUTE_KERNELS_SGLANG_KV_FORMAT="int4_g4")
+    assert "limited: CUTE_KERNELS_SGLANG_KV_FORMAT: got 'int5'" in said(CUTE_KERNELS_SGLANG_KV_FORMAT="int5")
     assert "ok" in said(SGLANG_PLUGINS="other, cute_kernels") and "served" in said(SGLANG_PLUGINS="")
     assert "limited: SGLANG_PLUGINS does not name cute_kernels" in said(SGLANG_PLUGINS="other")
     assert "ok" in said(CUTE_KERNELS_SGLANG="0") and "nothing is replaced" in said(CUTE_KERNELS_SGLANG="0")

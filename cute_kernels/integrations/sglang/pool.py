@@ -1,0 +1,52 @@
+"""SGLang's pool of K and V in rows of this package: a token of a KV head is one row of bytes, its scales among them.
+
+SGLang keeps everything else: slots, pages, the radix cache. What a slot takes is the only thing that it has to be told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+
+from cute_kernels import append_kv
+from cute_kernels.integrations import engine_cache
+from cute_kernels.integrations.engine_cache import Formats
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.sglang import rows
+
+
+class RowsPool(MHATokenToKVPool):
+    """Buffers uint8 [slots, KV heads, bytes of a row], which SGLang sees as FP8 with more or fewer columns."""
+
+    @property
+    def formats(self) -> Formats:
+        found = rows.wanted_formats()
+        assert found is not None
+        return found
+
+    def _kv_buffer_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        slots = self.size + self.page_size
+        k_row, v_row = engine_cache.row_bytes(self.formats, self.head_dim)
+        return (slots, self.head_num, k_row), (slots, self.head_num, v_row)
+
+    def set_kv_buffer(
+        self,
+        layer: Foreign,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: object = None,
+        v_scale: object = None,
+        **more: object,
+    ) -> None:
+        """Writes rows of new tokens, for whoever does not do it itself. cache_k, cache_v: [tokens, heads, columns]."""
+        if given := [name for name, value in more.items() if value is not None]:
+            raise NotImplementedError(f"set_kv_buffer: got {', '.join(given)}, want none")
+        slots, _, _ = unwrap_write_loc(loc_info)
+        k, v = (
+            cache.view(form.cache_dtype).unflatten(0, (-1, self.page_size))
+            for cache, form in zip(self.get_kv_buffer(layer.layer_id), (self.formats.k, self.formats.v), strict=True)
+        )
+        append_kv(cache_k, cache_v, k, v, kv_format=self.formats.name, slot_mapping=slots)
