@@ -5,8 +5,6 @@ SGLang keeps everything else: slots, pages, the radix cache. What a slot takes i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
@@ -34,7 +32,7 @@ class RowsPool(MHATokenToKVPool):
     def set_kv_buffer(
         self,
         layer: Foreign,
-        loc_info: Any,
+        loc_info: object,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         k_scale: object = None,
