@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import quantize_model
 from cute_kernels.integrations import transformers as ck
+from cute_kernels.integrations.transformers.fuse import Fused, add_routers
 from cute_kernels.integrations.transformers.patterns import recognise
 from cute_kernels.integrations.transformers.routers import ROUTERS, RouterBlock, router_blocks
+from tests.integrations.checkpoints.test_gpt_oss import model as gpt_oss_model
 from tests.moe import blocks, routers
 
 TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35]])
@@ -50,6 +53,16 @@ def test_a_model_computes_the_same_with_its_routers_fused(make):
     ck.restore(model)
     assert not installed(model)
     want = model(TOKENS).logits.float()
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@torch.no_grad()
+def test_a_router_beside_experts_in_a_block_of_the_models_own_is_fused_too():
+    model = quantize_model(gpt_oss_model(), group_size=32)
+    want, fused = model(TOKENS).logits.float(), Fused()
+    add_routers(model, fused)
+    assert fused.routers == len(installed(model)) == 2
+    got = model(TOKENS).logits.float()
     assert (got - want).norm() <= 0.02 * want.norm()
 
 

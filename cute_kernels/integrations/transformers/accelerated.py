@@ -136,8 +136,8 @@ def accelerate(
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
             the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
         fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
-            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3, GLM-4.5. Their logits stay in fp32, so that of experts
-            whose logits round to one number in 16 bits another may be chosen. Not yet measured on a GPU.
+            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so that of
+            experts whose logits round to one number in 16 bits another may be chosen. Not yet measured on a GPU.
 
     Returns:
         What was done, which is logged as well.
