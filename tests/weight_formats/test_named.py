@@ -81,6 +81,7 @@ def test_a_row_is_the_same_in_every_batch(name):
 def test_a_saved_model_comes_back(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     from cute_kernels.integrations.checkpoints import load_model
+    from cute_kernels.integrations.transformers import accelerate
     from tests.integrations.llamas import small_llama
 
     model: Any = small_llama(hidden_size=128, intermediate_size=96, head_dim=64)
@@ -95,3 +96,5 @@ def test_a_saved_model_comes_back(name, tmp_path):
     assert layers and {layer.weight_format for layer in layers} == {form}
     notes = {layer.note for layer in model.quantization_report.quantized}
     assert notes == {f"{form.title}, 16-bit products"}
+    said = str(accelerate(model, weights=None))
+    assert f"Linear: {form.title}, 16-bit products" in said and "left: Embedding model.embed_tokens" in said

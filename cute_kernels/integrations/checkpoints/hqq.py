@@ -50,18 +50,6 @@ def from_hqq(
     return pack_codes(codes_of, scales, **points, bits=bits, group_size=size, shape=(n, k), device=device)
 
 
-def dequantize(
-    W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, shape: Sequence[int], bits: int = 4, axis: int = 1
-) -> torch.Tensor:
-    """W fp32 [N, K] of any zero points; arguments and errors as for `from_hqq`."""
-    codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
-    n, k = shape
-    if k % groups:
-        raise ValueError(f"scale: got {groups} groups of K = {k}, want groups of one size")
-    scales, zeros = (values.float().reshape(n, groups, 1) for values in (scale, zero))
-    return ((codes_of(0, n).view(n, groups, -1).float() - zeros) * scales).view(n, k)
-
-
 def _codes(
     W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: Sequence[int], bits: int, axis: int
 ) -> tuple[CodesOf, int]:

@@ -67,16 +67,6 @@ def from_torchao(
     )
 
 
-def dequantize(
-    packed_weight: torch.Tensor, scale_and_zero: torch.Tensor, *, shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """W fp32 [N, K] of an INT4 layer with any z; arguments and errors as for `from_torchao`."""
-    codes_of, scales, shifts, (n, k) = _tiles(packed_weight, scale_and_zero, shape)
-    length = -(-packed_weight.shape[1] * packed_weight.shape[3] * 2 * STEP_K // scale_and_zero.shape[0])
-    group_of = torch.arange(k, device=scales.device) // length
-    return (codes_of(0, n).float() - symmetric_zero(4)) * scales[:, group_of] + shifts[:, group_of]
-
-
 def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
     """From row-major 4-bit codes [N, K] to tinygemm's tiles, as `aten::_convert_weight_to_int4pack` makes them on CUDA.
 

@@ -184,6 +184,8 @@ def accelerate(
     notes: list[str] = []
     if quantisation is None:
         rows.append(("layers", "as loaded", "as before"))
+        loaded = vars(model).get("quantization_report")
+        notes = [] if loaded is None else str(loaded).splitlines()
     else:
         # Steps read the projection of latents as it is.
         left = (*skip, "kv_b_proj") if any(map(caches_latents, model.modules())) else skip

@@ -10,7 +10,6 @@ import torch
 
 from cute_kernels import PackedWeight, blocks, quantized_linear
 from cute_kernels.formats.weights import shifted
-from cute_kernels.integrations.checkpoints import hqq, torchao
 from cute_kernels.integrations.checkpoints.gptq import words_of_v2
 from tests.integrations.checkpoints import goldens
 from tests.layouts.test_fastertransformer import CASES, naive_preprocess
@@ -170,8 +169,6 @@ def test_hqq_zero_points_that_are_no_codes_are_kept(bits, more):
     tensors = goldens.hqq(golden)
     tensors["zero"] = tensors["zero"] + more
     steps = golden.scales.double().repeat_interleave(64, dim=1) * more
-    got = hqq.dequantize(tensors["W_q"], tensors["scale"], tensors["zero"], shape=golden.shape, bits=bits)
-    torch.testing.assert_close(got.double(), golden.dense - steps, rtol=1e-6, atol=1e-9)
     packed = PackedWeight.from_hqq(**tensors, shape=golden.shape, bits=bits)
     assert packed.format is shifted(bits, 64)
     error = (packed.dequantize(FP64) - (golden.dense - steps)).abs()
@@ -203,9 +200,6 @@ def test_torchao_shifts_between_codes_are_kept_bit_by_bit():
     packed = PackedWeight.from_torchao(**tensors)
     scales, shifts = (values.repeat_interleave(64, dim=1) for values in (golden.scales.double(), shifts.T.double()))
     want = (torch.tensor(golden.codes).double() - 8) * scales + shifts
-    torch.testing.assert_close(
-        torchao.dequantize(tensors["packed_weight"], tensors["scale_and_zero"]).double(), want, rtol=1e-6, atol=1e-7
-    )
     assert packed.format is shifted(4, 64) and torch.equal(packed.dequantize(torch.float32), want.float())
     assert torch.equal(packed.dequantize(), want.bfloat16())
 
