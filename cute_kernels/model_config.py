@@ -41,7 +41,9 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
             for own in ("gate_up", "down"):
                 part: QuantizedExperts = getattr(module, own)
                 optional = tuple(each for each in ("zeros", "bias") if getattr(part, each) is not None)
-                experts.setdefault(_form(part, optional, module.batch_invariant), []).append(f"{name}.{own}")
+                form = _form(part, optional, module.batch_invariant)
+                form += () if module.activations is None else (("activations", module.activations),)
+                experts.setdefault(form, []).append(f"{name}.{own}")
     return {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,

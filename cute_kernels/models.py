@@ -14,8 +14,8 @@ from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_experts, is_moe_block
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import compiled_from, is_dense, survey, take_hooks, weight_bytes
@@ -61,8 +61,7 @@ def quantize_model(
             mixture of experts that stays are not skipped by its name.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
         format: as for `quantize_weight`.
-        activations: what that attribute of the new `QuantizedLinear` is: "fp8" rounds x to E4M3 for products in FP8.
-            Experts keep 16-bit products, and the report says of each layer which it has.
+        activations: what that attribute of the new layers is: "fp8" rounds x to E4M3 for products in FP8.
 
     Returns:
         ``model``.
@@ -104,8 +103,7 @@ def quantize_model(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant
-        if isinstance(layer, QuantizedLinear):
-            layer.activations = activations
+        layer.activations = activations
         if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             layer.bias = layer.bias.clone()  # BERT's output layer shares its own: only one of them would be saved
         take_hooks(layer, module)
@@ -126,7 +124,7 @@ def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | Quan
     else:
         form, before = layer.down.weight_format, weight_bytes(getattr(swapped, "experts", swapped))
         packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
-    note = f"{form.title}, {getattr(layer, 'products', '16-bit products')}"
+    note = f"{form.title}, {layer.products}"
     return ReportedLayer(name, type(swapped).__name__, before, packed, note=note)
 
 

@@ -18,6 +18,7 @@ from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.normed import NormedRows
 from cute_kernels.gemm.operands.fp8 import quantize_activations
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import interleave_weights, quantize_weight
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
@@ -98,7 +99,7 @@ def quantized_linear(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    in_fp8 = fp8.check_activations(activations, activation_scale, weight.format)
+    in_fp8 = check_activations(activations, activation_scale, weight.format)
     if in_fp8 and isinstance(x, NormedRows):
         x = x.normed()
     if isinstance(x, NormedRows):

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, result_dtype
@@ -25,7 +23,7 @@ from cute_kernels.gemm.operands.fp8 import (
     fp8_reference,
     quantize_activations,
 )
-from cute_kernels.gemm.operands.fp8_config import FP8_TILES, fp8_problem, x_group
+from cute_kernels.gemm.operands.fp8_config import FP8_TILES, x_group
 from cute_kernels.gemm.operands.fp8_launch import rows_for_products, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned
@@ -40,7 +38,6 @@ from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
-FP8 = "fp8"
 TORCH_MULTIPLE = 16  # of N and K that `torch._scaled_mm` takes
 FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err by more than a result's rounding
 
@@ -53,20 +50,6 @@ class Fp8Call(NamedTuple):
 
     linear: LinearCall
     scale: torch.Tensor | None = None
-
-
-def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
-    """Whether products are in FP8. Raises ValueError unless these activations go with weights of a format."""
-    if activations is None:
-        if scale is not None:
-            raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
-        return False
-    if activations != FP8:
-        raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
-    problem = fp8_problem(form)
-    if problem is not None:
-        raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {problem}")
-    return True
 
 
 def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:

@@ -13,6 +13,7 @@ from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall, new_call
 from cute_kernels.gemm.gradient import dense_weight, differentiable
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight, with_shifts
@@ -188,11 +189,11 @@ class QuantizedLinear(OfWeight):
     @property
     def products(self) -> str:
         """What reports say that it multiplies in."""
-        return "16-bit products" if self._activations is None else "FP8 products"
+        return products_in(self._activations)
 
     @activations.setter
     def activations(self, value: Activations | None) -> None:
-        fp8.check_activations(value, None, self.weight_format)
+        check_activations(value, None, self.weight_format)
         self._activations = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -277,8 +278,13 @@ class QuantizedLinear(OfWeight):
         extra = {"bias": self._checked_bias(bias, weight), "activation_scale": own.get("activation_scale")}
         if extra["activation_scale"] is not None:
             fp8.check_scale(extra["activation_scale"], weight.device)
-        fp8.check_activations(self.activations, None, weight.format)
+        check_activations(self.activations, None, weight.format)
         return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
+
+
+def products_in(activations: Activations | None) -> str:
+    """What reports say that layers multiply in."""
+    return "16-bit products" if activations is None else "FP8 products"
 
 
 def describe(form: WeightFormat) -> str:

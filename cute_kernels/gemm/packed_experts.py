@@ -27,7 +27,8 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """What `PackedExperts` are but for what they hold; device_index -1 on a CPU."""
+    """What `PackedExperts` are but for what they hold; device_index -1 on a CPU. activations: what a call rounds x to
+    for its products with them, "fp8" or None."""
 
     num_experts: int
     n: int
@@ -36,6 +37,7 @@ class ExpertsForm(NamedTuple):
     format: WeightFormat
     dtype: torch.dtype
     device_index: int
+    activations: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

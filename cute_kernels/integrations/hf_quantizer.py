@@ -265,7 +265,7 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
         layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation)
     else:
         layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block), activation=activation)
-    layer.batch_invariant = pair["down"]["batch_invariant"]
+    layer.batch_invariant, layer.activations = pair["down"]["batch_invariant"], pair["down"].get("activations")
     for own, weight in experts.items():
         _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])
     return layer

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from cute_kernels import QuantizedLinear, quantize_activations, quantize_weight, quantized_linear
+from cute_kernels import (
+    QuantizedLinear,
+    fused_moe,
+    grouped_linear,
+    quantize_activations,
+    quantize_experts,
+    quantize_weight,
+    quantized_linear,
+)
+from cute_kernels.gemm.operands.fp8 import dequantize_activations
 from tests.linear.test_fp8 import FORMATS, TOLERANCE, exact_product, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -101,3 +112,32 @@ def test_a_layer_is_captured_and_compiled():
     graph.replay()
     assert torch.equal(y, want)
     assert torch.equal(torch.compile(layer, fullgraph=True)(x), want)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "mxfp4", "w4g128"])
+@pytest.mark.parametrize("counts", [(1, 0, 2), (0, 70, 300), (1000, 3, 129)])
+def test_products_of_experts_are_exact_on_rounded_operands(name, counts):
+    n, k, places = 192, 512, sum(counts)
+    weight = quantize_experts(numbers(3, n, k, seed=2).cuda(), format=name, dtype=BF16)
+    offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
+    rows = torch.randint(0, 50, (places,), generator=torch.Generator().manual_seed(5)).int().cuda()
+    x = numbers(50, k).cuda()
+    y = grouped_linear(x, weight, offsets, rows=rows, out_dtype=torch.float32, activations="fp8")
+    codes, scales = quantize_activations(x, 128 if weight.group_size else 0)
+    of_rows = dequantize_activations(codes, scales, 128 if weight.group_size else 0).double()[rows.long()]
+    parts = [part @ weight[e].dequantize(torch.float32).double().T for e, part in enumerate(of_rows.split(counts))]
+    assert relative_error(y, torch.cat(parts)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 2000])
+def test_a_layer_of_experts_agrees_with_the_reference(tokens):
+    gate_up = quantize_experts(numbers(8, 512, 256, seed=2), format="fp8_block", dtype=BF16)
+    down = quantize_experts(numbers(8, 256, 256, seed=3), format="fp8_block", dtype=BF16)
+    x, generator = numbers(tokens, 256), torch.Generator().manual_seed(6)
+    ids, shares = torch.randint(0, 8, (tokens, 2), generator=generator), torch.rand(tokens, 2, generator=generator)
+    want = fused_moe(x, gate_up, down, shares, ids, activations="fp8")
+    y = fused_moe(x.cuda(), gate_up.to("cuda"), down.to("cuda"), shares.cuda(), ids.cuda(), activations="fp8")
+    assert relative_error(y.cpu(), want.double()) < 1e-2  # hidden activations near the middle of two codes

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantize_activations
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights import weight_format
+from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.operands.fp8_config import EXACT_CODES, X_GROUP, Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_decode import e4m3_decoder
 from cute_kernels.gemm.weight import PackedWeight
@@ -64,9 +65,15 @@ def rounded(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_stage(
-    shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, codes: np.ndarray, scales: np.ndarray
+    shared: np.ndarray,
+    config: WgmmaConfig,
+    weight: PackedWeight,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    shift: int = 0,
 ) -> None:
-    """Fills a stage with the first k block of a weight and of x, as the producer warps do."""
+    """Fills a stage with the first k block of a weight and of x, as the producer warps do; shift: of experts' tiles,
+    scales of x before their first one."""
     parts = [(weight.codes[:, : config.k_block_tiles], CODES, config.code_stage_bytes)]
     if config.group_size:
         parts.append((weight.scales[:, : config.k_block_groups], SCALES, config.scale_stage_bytes))
@@ -77,7 +84,7 @@ def load_stage(
     rows = np.ascontiguousarray(codes[:, ORDER]).view(np.uint16)
     assert rows.shape[1] == TMA_TILE_K and config.x_stage_bytes == config.tma_tile_bytes
     put_tma_tile(shared, X + STAGE * config.x_stage_bytes, rows)
-    place = X_SCALES + STAGE * config.x_scale_stage_bytes
+    place = X_SCALES + STAGE * config.x_scale_stage_bytes + 4 * shift
     shared[place : place + 4 * len(scales)] = scales.view(np.uint8)
 
 
@@ -121,6 +128,29 @@ class Machine:
                 staged = self.shared[STAGING : STAGING + config.tile_m * pitch].view(np.float32)
                 found[:, first : first + 64] = staged.reshape(config.tile_m, -1)[:, :64]
         return found
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[7]], ids=lambda config: config.name)
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("present", [1, 2])
+def test_tiles_of_experts_begin_at_any_row_and_end_early(config: WgmmaConfig, shift: int, present: int, run_on):
+    config = replace(config, row_parts=config.tile_m // 8 if config.tile_m == 16 else 6)
+    weight, tile_m = make_weight(config), present * config.part_m
+    codes, scales = rounded(torch.randn(config.tile_m, X_GROUP, generator=torch.Generator().manual_seed(4)))
+    subject = Machine(config, weight, codes, scales, run_on)
+    load_stage(subject.shared, config, weight, codes, scales, shift)
+    consumers: Any = kernel.WgmmaKernel(config, ExpertTiles(config)).consumers
+    reader, work_tile = consumers.mainloop.reader, SimpleNamespace(block=0, token=4 + shift, expert=0)
+    reader.x_scale_shift = lambda work_tile: machine.Int32(x_scale_shift(work_tile))
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES)
+    acc = machine.Registers(config.thread_acc, machine.Float32)
+    place = consumers.lane(SimpleNamespace(m=config.tile_m), 5, machine.LANES)
+    consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, reader.x_scale_place(work_tile), tile_m)
+    want = exact(weight, codes, scales)[:, 64 * config.n_tiles : 64 * (config.n_tiles + 1)]  # of the second warpgroup
+    for i in range(tile_m // 2):
+        rows = 16 + machine.LANES // 4 + 8 * (i // 2 % 2)  # of its second warp
+        columns = i // 4 * 8 + machine.LANES % 4 * 2 + i % 2
+        np.testing.assert_allclose(np.asarray(acc[i]), want[columns, rows], rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 def exact(weight: PackedWeight, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

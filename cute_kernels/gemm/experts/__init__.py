@@ -18,7 +18,7 @@ from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExpert
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.experts.router import Routing, route
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
-from cute_kernels.names import Activation, GatedActivation
+from cute_kernels.names import Activation, Activations, GatedActivation
 
 __all__ = [
     "ClampedSwiglu",
@@ -48,6 +48,7 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    activations: Activations | None = None,
 ) -> torch.Tensor:
     """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
 
@@ -66,6 +67,7 @@ def grouped_linear(
         batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
             On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
         out: contiguous, written and returned; not x's memory.
+        activations: as of `cute_kernels.quantized_linear`: "fp8" rounds rows of x to E4M3.
 
     Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
     than said above are undefined behaviour.
@@ -77,7 +79,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    options = activation, out_dtype, batch_invariant, out
+    options = activation, out_dtype, batch_invariant, out, activations
     return ops.grouped(GroupedCall(x, weight, expert_offsets, rows, bias, *options))
 
 
@@ -94,6 +96,7 @@ def fused_moe(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    activations: Activations | None = None,
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
@@ -114,6 +117,8 @@ def fused_moe(
             on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
             are few.
         out: contiguous [T, N], written and returned.
+        activations: as of `cute_kernels.quantized_linear`: "fp8" rounds rows of x, and what is between the products, to
+            E4M3.
 
     Returns:
         [T, N] in ``out_dtype``.
@@ -122,4 +127,6 @@ def fused_moe(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     options = activation, out_dtype, batch_invariant, out
-    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias))
+    return ops.moe(
+        MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias, None, activations)
+    )

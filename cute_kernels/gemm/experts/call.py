@@ -13,6 +13,7 @@ from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.gemm.activations import ActivationFunction, gated_activation, out_features
 from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.runtime.plans import identity
 
@@ -33,6 +34,7 @@ class GroupedCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
+    activations: str | None = None
 
     @property
     def places(self) -> int:
@@ -41,7 +43,7 @@ class GroupedCall(NamedTuple):
 
 def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
     """What a plan relies on. Raises TypeError or RuntimeError for arguments that the checks refuse."""
-    x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out = call
+    x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out, activations = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
     return (
@@ -57,6 +59,7 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
         out_dtype,
         batch_invariant,
         None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
+        activations,
     )
 
 
@@ -78,6 +81,7 @@ def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
     check_activation(call.activation, n)
     out_dtype = result_dtype(call.out_dtype, x, call.out)
     check_flag("batch_invariant", call.batch_invariant)
+    check_activations(call.activations, None, weight.format)
     if call.out is not None:
         shape = call.places, out_features(n, call.activation)
         check_tensor("out", call.out, (out_dtype,), shape, x.device, contiguous=True)
@@ -103,11 +107,13 @@ class MoeCall(NamedTuple):
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     tables: torch.Tensor | None = None  # of the assignments, sorted on a GPU by whoever has chosen them
+    activations: str | None = None
 
 
 def moe_key(call: MoeCall) -> tuple[Any, ...]:
     """As `grouped_key`. Strides of x, ids and weights are no part of it: they are copied where they have gaps."""
-    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, first, second, _ = call
+    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out = call[:9]
+    first, second, _, rounded = call[9:]
     if batch_invariant.__class__ is not bool:
         raise TypeError("batch_invariant")
     return (
@@ -131,6 +137,7 @@ def moe_key(call: MoeCall) -> tuple[Any, ...]:
         None if out is None else identity(out),
         None if first is None else identity(first),
         None if second is None else identity(second),
+        rounded,
     )
 
 
@@ -151,6 +158,8 @@ def check_moe(call: MoeCall) -> MoeCall:
             check_tensor(name, bias, (x.dtype,), (len(weight), weight.out_features), x.device, contiguous=True)
     out_dtype = result_dtype(call.out_dtype, x, call.out)
     check_flag("batch_invariant", call.batch_invariant)
+    for weight in (gate_up, down):
+        check_activations(call.activations, None, weight.format)
     if call.out is not None:
         check_tensor("out", call.out, (out_dtype,), (x.shape[0], down.out_features), x.device, contiguous=True)
     return call

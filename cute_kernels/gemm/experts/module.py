@@ -27,9 +27,11 @@ from cute_kernels.gemm.experts.blocks import (
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import OfWeight, describe
+from cute_kernels.gemm.module import OfWeight, describe, products_in
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
+from cute_kernels.names import Activations
 
 
 class QuantizedExperts(OfWeight):
@@ -102,7 +104,32 @@ class QuantizedExperts(OfWeight):
         self._weight = None
 
 
-class QuantizedMoE(nn.Module):
+class OfExperts(nn.Module):
+    """A layer of two products of experts, and what these round activations to."""
+
+    gate_up: QuantizedExperts
+    down: QuantizedExperts
+    batch_invariant: bool = False
+    _activations: Activations | None = None
+
+    @property
+    def activations(self) -> Activations | None:
+        """As of `cute_kernels.fused_moe`; None, and may be set to "fp8". A state dict does not have it."""
+        return self._activations
+
+    @activations.setter
+    def activations(self, value: Activations | None) -> None:
+        for part in (self.gate_up, self.down):
+            check_activations(value, None, part.weight_format)
+        self._activations = value
+
+    @property
+    def products(self) -> str:
+        """What reports say that it multiplies in."""
+        return products_in(self._activations)
+
+
+class QuantizedMoE(OfExperts):
     """A mixture of experts with gated SiLU and quantised weights. For inference: its backward pass is an error.
 
     The result is that of `cute_kernels.fused_moe` with what the router says, plus that of the shared expert, if there
@@ -115,16 +142,14 @@ class QuantizedMoE(nn.Module):
         activation: as of `cute_kernels.fused_moe`.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.fused_moe`; False, and may be set. A state dict does not have it.
+        batch_invariant, activations: as of `cute_kernels.fused_moe`; False and None, and may be set. A state dict has
+            neither.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the weights do not fit one another; the message names it.
     """
 
     gate: nn.Module
-    gate_up: QuantizedExperts
-    down: QuantizedExperts
-    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -206,13 +231,13 @@ class QuantizedMoE(nn.Module):
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids, *tables = modules["gate"](x)
-        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, *tables)
+        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, self._activations, *tables)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
 
 
-class QuantizedRoutedExperts(nn.Module):
+class QuantizedRoutedExperts(OfExperts):
     """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
 
     For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would; and for
@@ -224,12 +249,8 @@ class QuantizedRoutedExperts(nn.Module):
         activation: as of `cute_kernels.fused_moe`.
 
     Attributes:
-        batch_invariant: as of `QuantizedMoE`.
+        batch_invariant, activations: as of `QuantizedMoE`.
     """
-
-    gate_up: QuantizedExperts
-    down: QuantizedExperts
-    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -283,7 +304,7 @@ class QuantizedRoutedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
-        options = self.batch_invariant, self.activation
+        options = self.batch_invariant, self.activation, self._activations
         return _routed(self._modules, hidden_states, top_k_index, top_k_weights, *options)
 
 
@@ -294,15 +315,19 @@ def _routed(
     weights: torch.Tensor,
     invariant: bool,
     activation: ActivationFunction,
+    activations: Activations | None,
     tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[tokens, hidden] of a layer's experts; tables: as of `MoeCall`."""
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return differentiable(
-            lambda x, weights: _routed(modules, x, ids, weights, invariant, activation), _refuse_gradients, x, weights
+            lambda x, weights: _routed(modules, x, ids, weights, invariant, activation, activations),
+            _refuse_gradients,
+            x,
+            weights,
         )
     gate_up, down = modules["gate_up"], modules["down"]
-    last = None, gate_up.bias, down.bias, tables
+    last = None, gate_up.bias, down.bias, tables, activations
     return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, *last))
 
 

@@ -42,7 +42,7 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
     result = work(
         call.x.detach().contiguous(), weight.codes, weight.scales, weight.zeros, call.expert_offsets, call.rows,
         call.bias, weight.format.key, *weight.shape, name_of(call.activation),
-        result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant,
+        result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant, call.activations,
     )  # fmt: skip
     return result if call.out is None else call.out.copy_(result)
 
@@ -54,23 +54,64 @@ grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places, rou
 
 @torch.no_grad()
 def _grouped_fields_on_cpu(
-    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype, batch_invariant=False
+    x,
+    codes,
+    scales,
+    zeros,
+    expert_offsets,
+    rows,
+    bias,
+    format,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    activations=None,
 ) -> torch.Tensor:
     check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
-    return grouped_linear_reference(x, weight, expert_offsets, **options, batch_invariant=batch_invariant)
+    more = {"batch_invariant": batch_invariant, "activations": activations}
+    return grouped_linear_reference(x, weight, expert_offsets, **options, **more)
 
 
 def _grouped_fields_on_cuda(
-    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype, batch_invariant=False
+    x,
+    codes,
+    scales,
+    zeros,
+    expert_offsets,
+    rows,
+    bias,
+    format,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    activations=None,
 ) -> torch.Tensor:
     weight = experts_of(codes, scales, zeros, weight_format(format), (n, k))
-    return grouped.launch(GroupedCall(x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant))
+    options = activation, out_dtype, batch_invariant, None, activations
+    return grouped.launch(GroupedCall(x, weight, expert_offsets, rows, bias, *options))
 
 
 def _grouped_fields_on_meta(
-    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype, batch_invariant=False
+    x,
+    codes,
+    scales,
+    zeros,
+    expert_offsets,
+    rows,
+    bias,
+    format,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    activations=None,
 ) -> torch.Tensor:
     places = x.shape[0] if rows is None else rows.shape[0]
     return x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
@@ -78,8 +119,8 @@ def _grouped_fields_on_meta(
 
 grouped_operator = Operator(
     "grouped_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor expert_offsets, Tensor? rows, "
-    "Tensor? bias, str format, int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant=False) "
-    "-> Tensor",
+    "Tensor? bias, str format, int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant=False, "
+    "str? activations=None) -> Tensor",
     cpu=_grouped_fields_on_cpu,
     cuda=_grouped_fields_on_cuda,
     meta=_grouped_fields_on_meta,
@@ -114,7 +155,7 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
         tensors += [weight.codes, weight.scales, weight.zeros]
     tensors += [call.topk_ids.contiguous(), call.topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (call.gate_up, call.down) for value in (w.format.key, *w.shape)]
-    more = name_of(call.activation), call.gate_up_bias, call.down_bias
+    more = name_of(call.activation), call.gate_up_bias, call.down_bias, call.activations
     result = work(*tensors, *numbers, result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant, *more)
     return result if call.out is None else call.out.copy_(result)
 
@@ -128,31 +169,31 @@ moe = launcher(moe_key, check_moe, moe_plan, without_assignments, routes=_moe_ro
 def _moe_fields_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
-    activation="swiglu", gate_up_bias=None, down_bias=None,
+    activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
 ) -> torch.Tensor:  # fmt: skip
     shapes = ((codes, scales, zeros, weight_format(format), (n, k)),
               (down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k)))  # fmt: skip
     gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
     own = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    numbers = {"out_dtype": out_dtype, "batch_invariant": batch_invariant}
+    numbers = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "activations": activations}
     return fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, **own, **numbers)
 
 
 def _moe_fields_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
-    activation="swiglu", gate_up_bias=None, down_bias=None,
+    activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
 ) -> torch.Tensor:  # fmt: skip
     gate_up = experts_of(codes, scales, zeros, weight_format(format), (n, k))
     down = experts_of(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
-    options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias
+    options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, None, activations
     return moe.launch(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))
 
 
 def _moe_fields_on_meta(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
-    activation="swiglu", gate_up_bias=None, down_bias=None,
+    activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
 
@@ -161,7 +202,7 @@ moe_operator = Operator(
     "fused_moe(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, Tensor down_scales, "
     "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, str format, int n, int k, str down_format, int down_n, "
     "int down_k, ScalarType out_dtype, bool batch_invariant=False, str activation='swiglu', Tensor? gate_up_bias=None, "
-    "Tensor? down_bias=None) -> Tensor",
+    "Tensor? down_bias=None, str? activations=None) -> Tensor",
     cpu=_moe_fields_on_cpu,
     cuda=_moe_fields_on_cuda,
     meta=_moe_fields_on_meta,

@@ -50,10 +50,9 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
     if not call.places:
         return None
     out_dtype, by_rows = result_dtype(call.out_dtype, call.x, call.out), call.rows is not None
+    form = call.weight.form._replace(activations=call.activations)
     with GPU.guard(call.x.device):
-        return _grouped_plan(
-            call.places, by_rows, call.weight.form, call.activation, out_dtype, call.batch_invariant
-        )  # fmt: skip
+        return _grouped_plan(call.places, by_rows, form, call.activation, out_dtype, call.batch_invariant)
 
 
 @per_gpu
@@ -169,8 +168,9 @@ def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
     if not ids.numel():
         return None
     sizes = *ids.shape, 8 * ids.element_size()
+    forms = (one.form._replace(activations=call.activations) for one in (call.gate_up, call.down))
     with GPU.guard(call.x.device):
-        return moe_plan_of(*sizes, call.gate_up.form, call.down.form, out_dtype, call.batch_invariant, call.activation)
+        return moe_plan_of(*sizes, *forms, out_dtype, call.batch_invariant, call.activation)
 
 
 def without_assignments(call: MoeCall) -> torch.Tensor:
@@ -195,7 +195,10 @@ def moe_plan_of(
 ) -> Plan[[MoeCall], torch.Tensor]:
     """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
     whether no token's result may depend on what other tokens there are."""
-    few = (entry_products if batch_invariant else assigned_products)(tokens, topk, id_bits, gate_up, down, activation)
+    few = None
+    if gate_up.activations is None:
+        find = entry_products if batch_invariant else assigned_products
+        few = find(tokens, topk, id_bits, gate_up, down, activation)
     products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant, activation)
     return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype, activation)
 

@@ -27,7 +27,9 @@ from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, Routin
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
-from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
+from cute_kernels.gemm.operands.fp8_config import X_GROUP
+from cute_kernels.gemm.operands.fp8_launch import Fp8Rows, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
@@ -79,7 +81,8 @@ def layout_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedLayout:
     """How a grouped product on a CUDA device is laid out."""
-    return chosen(problem_of(places, form, batch_invariant, activation))
+    problem = problem_of(places, form, batch_invariant, activation)
+    return chosen(problem) if form.activations is None else make_fp8_tiles(problem)
 
 
 @per_gpu
@@ -129,9 +132,14 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
         launches = [one(function, GROUPED, words, first_entry=first) for first in firsts]
         return GroupedProduct(layout, device_index, _in_turn(launches), waits=True)
     function = load(ExpertSpec(layout.config), arch)
-    if not layout.config.limbs:
+    if not layout.config.mainloop.scaled_rows:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
-    rows = limb_rows(layout.config.dtype, places, layout.k_blocks, arch)
+    dtype, scales = layout.config.dtype, scales_of(layout.config.group_size, None)
+    rows: LimbRows | Fp8Rows
+    if layout.config.limbs:
+        rows = limb_rows(dtype, places, layout.k_blocks, arch)
+    else:
+        rows = rows_for_products(places, layout.k_blocks * X_GROUP, TORCH_DTYPES[dtype], scales, device_index)
     multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
     return GroupedProduct(layout, device_index, _of_limbs(multiply, rows, num_experts), stores_fp32=False)
 
@@ -153,14 +161,14 @@ def _in_turn(launches: list[Bind]) -> Bind:
     return bind
 
 
-def _of_limbs(multiply: Bind, limbs: LimbRows, num_experts: int) -> Bind:
-    """A product that has a launch before it make limbs of all places."""
+def _of_limbs(multiply: Bind, limbs: LimbRows | Fp8Rows, num_experts: int) -> Bind:
+    """A product that has a launch before it make limbs, or bytes of E4M3, of all places."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_limbs = multiply(numbers)
 
         def send(x, codes, scales, zeros, bias, out, offsets, rows) -> None:
-            made, x_scales = limbs.make(x, offsets + 4 * num_experts, rows)
+            made, x_scales = limbs.make(x, end=offsets + 4 * num_experts, rows=rows)
             send_limbs(
                 x=made, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets
             )

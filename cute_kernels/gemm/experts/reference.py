@@ -8,6 +8,7 @@ import itertools
 import torch
 
 from cute_kernels.gemm.activations import ActivationFunction, out_features
+from cute_kernels.gemm.operands.fp8 import fp8_rows
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.reference import linear_reference
 
@@ -22,13 +23,14 @@ def grouped_linear_reference(
     activation: str | ActivationFunction | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    activations: str | None = None,
 ) -> torch.Tensor:
     """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
 
     Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
 
     Args:
-        x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant: as for
+        x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, activations: as for
             `cute_kernels.gemm.experts.grouped_linear`.
     """
     places = x.shape[0] if rows is None else rows.shape[0]
@@ -40,8 +42,9 @@ def grouped_linear_reference(
             continue
         chosen = x[first:last] if rows is None else x[rows[first:last].long()]
         expert_bias = None if bias is None else bias[expert]
+        rounded = chosen if activations is None else fp8_rows(chosen, weight.format)
         out[first:last] = linear_reference(
-            chosen,
+            rounded,
             weight[expert],
             expert_bias,
             activation=activation,
@@ -98,17 +101,18 @@ def fused_moe_reference(
     down_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    activations: str | None = None,
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
     What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
 
     Args:
-        x, gate_up, down, topk_ids, topk_weights, activation, gate_up_bias, down_bias, out_dtype, batch_invariant: as
-            for `cute_kernels.gemm.experts.fused_moe`.
+        x, gate_up, down, topk_ids, topk_weights, activation, gate_up_bias, down_bias, out_dtype, batch_invariant,
+        activations: as for `cute_kernels.gemm.experts.fused_moe`.
     """
     offsets, rows, places = route_reference(topk_ids, len(gate_up))
-    product = functools.partial(grouped_linear_reference, batch_invariant=batch_invariant)
+    product = functools.partial(grouped_linear_reference, batch_invariant=batch_invariant, activations=activations)
     hidden = product(x, gate_up, offsets, rows=rows, bias=gate_up_bias, activation=activation)
     results = product(hidden, down, offsets, bias=down_bias, out_dtype=torch.float32)
     return combine_reference(results, places, topk_weights, out_dtype or x.dtype)

@@ -36,8 +36,9 @@ class ExpertSpec(KernelSpec):
         kernel = config.kernel()
         if kernel == STREAM_KERNEL:
             return Kernel(f"{room}.kernel:GroupedKernel", GROUPED)
-        if kernel == TILES_KERNEL and isinstance(config, WgmmaConfig):
-            return Kernel(f"{room}.wgmma.kernel:grouped_tiles_kernel", LIMB_TILES if config.limbs else TILES)
+        if kernel.made_by == TILES_KERNEL.made_by and isinstance(config, WgmmaConfig):
+            takes = LIMB_TILES if config.mainloop.scaled_rows else TILES
+            return Kernel(f"{room}.wgmma.kernel:grouped_tiles_kernel", takes)
         return kernel
 
     def policies(self) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
 from cute_kernels.gemm.operands.fp8_launch import plain_rows
 from cute_kernels.gemm.reference import linear_reference
@@ -115,6 +116,12 @@ def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor, group_size
     return codes.float() * scales.repeat_interleave(size, dim=-1)[..., : codes.shape[-1]]
 
 
+def fp8_rows(x: torch.Tensor, form: WeightFormat, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns rows of x in fp32 as products with weights of a format have them, rounded to E4M3."""
+    group = x_group(form)
+    return dequantize_activations(*_quantized(x, group, scale), group)
+
+
 def fp8_reference(
     x: torch.Tensor,
     weight: PackedWeight,
@@ -130,10 +137,8 @@ def fp8_reference(
 
     x comes as the weight takes it: in its order, times its input scale. scale: of all of x, or None.
     """
-    group = x_group(weight.format)
-    rows = dequantize_activations(*_quantized(x, group, scale), group)
     return linear_reference(
-        rows,
+        fp8_rows(x, weight.format, scale),
         weight,
         bias,
         residual=residual,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm.arguments import DENSE_ADDRESSES, TILE_NUMBERS, Kernel, matrix_arguments
 from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import (
@@ -17,6 +18,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
 )
 from cute_kernels.gemm.wgmma.results import Reduction, WholeK, WorkspaceSplitK
 
+FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
 EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
@@ -43,6 +45,20 @@ def fp8_problem(form: WeightFormat) -> str | None:
     if form.group_size and form.group_size < MMA_GROUP:
         return f"groups of at least {MMA_GROUP} inputs, those of an MMA"
     return "no scales of a second level" if form.row_scales else None
+
+
+def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
+    """Whether products are in FP8. Raises ValueError unless these activations go with weights of a format."""
+    if activations is None:
+        if scale is not None:
+            raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
+        return False
+    if activations != FP8:
+        raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
+    problem = fp8_problem(form)
+    if problem is not None:
+        raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {problem}")
+    return True
 
 
 def x_group(form: WeightFormat) -> int:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.wgmma.config import M_TILE_BAND
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
 from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, of_format, schedule_of
@@ -55,12 +55,16 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
     return found
 
 
+def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
+    """Of a scheduler, for a k block of a tile of which ``tile_m`` rows are computed."""
+    adds = max(config.k_block_groups, 1) * tile_m
+    return config.block_tiles * (DECODE_SLOTS[config.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
+
+
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Of a k block of a CTA's tile: the longest of MMAs, issue slots, memory and what comes from L2."""
     config = schedule.config
-    tensor = config.block_tiles * 2 * config.tile_m
-    adds = max(config.k_block_groups, 1) * config.tile_m
-    slots = config.block_tiles * (DECODE_SLOTS[problem.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
+    tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
     from_l2 = (config.weight_stage_bytes + config.x_stage_bytes / config.multicast) / L2_BYTES_PER_CLOCK

@@ -16,10 +16,9 @@ from torch import nn
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.blocks import activation_of, experts_sizes, has_biases
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
-from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.operands.fp8 import check_scale
-from cute_kernels.gemm.operands.fp8_config import fp8_problem
+from cute_kernels.gemm.operands.fp8_config import check_activations, fp8_problem
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.integrations.checkpoints.configuration import (
     STATIC_FP8,
@@ -168,6 +167,7 @@ class Filling:
             if place.role is not None and has_bias and not has_biases(dense):
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, nn.Module] = {}
+        self._activations: Activations | None = None
         self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
@@ -181,13 +181,15 @@ class Filling:
         activations: Activations | None = None,
     ) -> None:
         """Reads the layers and puts them into the model."""
+        self._activations = activations
         layers = read_layers(self._entries, self.found, config, options, activations)
         for done, (name, layer) in enumerate(layers, start=1):
             self._take(name, layer)
             declared = declared_activations(config_of(config, name))
-            self._notes[self._modules[self.places[name].module]] = (
-                f"{layer.weight_format.title}, {getattr(layer, 'products', '16-bit products')}"
-                f"{f', declared {declared} activations' if declared else ''}"
+            module = self._modules[self.places[name].module]
+            products = getattr(self._made.get(module, layer), "products", "")  # of experts, when the last one is there
+            self._notes[module] = (
+                f"{layer.weight_format.title}, {products}{f', declared {declared} activations' if declared else ''}"
             )
             if progress is not None:
                 progress(name, done, len(self.found))
@@ -230,6 +232,10 @@ class Filling:
                 pair = {role: layer.weight for role, layer in pair.items()}
             activation = activation_of(module) or "swiglu"
             made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation)
+            # Experts have no static scales: those of a checkpoint that declares some stay with 16-bit products.
+            rounds = self._activations is not None and getattr(layer, "activation_scale", None) is None
+            if rounds and all(fp8_problem(one.format) is None for one in pair.values()):
+                made.activations = self._activations
             self._made[module] = made.train(module.training)
 
     def _swap(self, model: nn.Module) -> None:

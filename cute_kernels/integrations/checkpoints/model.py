@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import device_of
-from cute_kernels.gemm.fp8 import check_activations
 from cute_kernels.gemm.module import ModelProgress
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, read_config
 from cute_kernels.integrations.checkpoints.files import FP8_WEIGHTS, path_of
 from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names

@@ -19,7 +19,7 @@ from cute_kernels import arguments
 from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, format_of, format_pair, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
-from cute_kernels.gemm.fp8 import check_activations
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
+from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_schedule import issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
@@ -100,8 +102,21 @@ class LimbCost:
         return self.short_pipeline_factor if config.num_stages <= self.short_pipeline else 1.0
 
 
+class Fp8Cost:
+    """Of `Fp8Wgmma`, of arithmetic alone: see docs/design/fp8_gemm.md."""
+
+    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return config.block_tiles * 2 * tile_m
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return issue_slots(config, tile_m)
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        return 1.0
+
+
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: RegisterCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(),
+    RegisterWgmma: RegisterCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(), Fp8Wgmma: Fp8Cost(),
 }  # fmt: skip
 
 

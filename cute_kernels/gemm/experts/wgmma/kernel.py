@@ -66,7 +66,7 @@ class ExpertTiles:
         blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
         divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
         sizes: list[Any] = [*dense, None, given.num_experts, blocks, *divisors, given.offsets]
-        if self.config.limbs:
+        if self.config.mainloop.scaled_rows:
             return GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
         return GroupedTileSizes(*sizes)
 
@@ -77,7 +77,7 @@ class ExpertTiles:
         Where x comes in limbs the warp that loads them waits for the launch before, else all do.
         """
         config = self.config
-        if const_expr(not config.limbs):
+        if const_expr(not config.mainloop.scaled_rows):
             cute.arch.griddepcontrol_wait()
         if warp == config.consumer_warps:
             if lane == 0:

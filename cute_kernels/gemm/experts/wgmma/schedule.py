@@ -26,6 +26,7 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryConfig,
     EntryWgmma,
 )
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
@@ -80,6 +81,15 @@ SHAPES = (
     TileShape(16, 2, 128, 2, mainloop=MmaSync()),
     TileShape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
 )
+# Of products in FP8, where a k block has one group, and several.
+FP8_SHAPES = tuple(
+    TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
+    for tile_m, n_tiles, parts in ((128, 1, 4), (64, 2, 4), (32, 2, 4), (16, 2, 2))
+)
+SMALL_GROUP_FP8_SHAPES = tuple(
+    TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
+    for tile_m, n_tiles, parts in ((96, 1, 3), (48, 2, 3), (32, 2, 4), (16, 2, 2))
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,22 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
     num_tiles = -(-problem.n // TILE_N)
     configs = candidate_configs(problem)
     return [GroupedTiles(config, num_tiles, problem.k_pad // config.block_k, problem.num_sms) for config in configs]
+
+
+@lru_cache(maxsize=4096)
+def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
+    """The fastest layout of products in FP8 by the model, whose numbers are arithmetic so far.
+
+    Raises ValueError: K, with padding, is no multiple of a k block.
+    """
+    if problem.k_pad % X_GROUP:
+        wanted = f"a multiple of {X_GROUP} with padding"
+        raise ValueError(f"activations: got 'fp8' for weights of {problem.k_pad} inputs with padding, want {wanted}")
+    shapes = SMALL_GROUP_FP8_SHAPES if 0 < problem.format.group_size < X_GROUP else FP8_SHAPES
+    configs = [config for shape in shapes if (config := tile_config(problem, shape)) is not None]
+    num_tiles, k_blocks = -(-problem.n // TILE_N), problem.k_pad // X_GROUP
+    found = [GroupedTiles(config, num_tiles, k_blocks, problem.num_sms) for config in configs]
+    return min(found, key=lambda layout: estimate_clocks(problem, layout))
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
