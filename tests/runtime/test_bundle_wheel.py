@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_kernels._version import __version__
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.integrations.attention_kernels import Decodes, EngineLayer, batches_up_to, specs_of
 from cute_kernels.integrations.vllm import engine_kernels, prepare
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
@@ -85,6 +88,36 @@ def test_what_an_engine_asks_for_is_on_the_list(drafted: int):
     listed = set(engine_kernels.attention_specs(HEADS, CACHES, engine_kernels.DRAFTED))
     asked = engine_kernels.attention_specs(HEADS, CACHES, drafted, (1, 2, 4, *range(8, 129, 24), 256))
     assert set(asked) <= listed
+
+
+@pytest.mark.parametrize("context", [8452, 131076])
+def test_what_an_engine_of_sglangs_asks_for_is_on_the_list(context: int):
+    """Whose table of tokens is a little longer than a context, and which drafts nothing here."""
+    listed = set(engine_kernels.attention_specs(HEADS, CACHES, engine_kernels.DRAFTED))
+    layer = EngineLayer(CACHES.formats, HEADS.head_size, HEADS.num_heads, HEADS.num_kv_heads)
+    decodes = Decodes(batches_up_to(256), 1, context, CACHES.page_size, torch.bfloat16)
+    assert set(specs_of(layer, decodes, 132)) <= listed
+
+
+def test_the_list_has_what_common_models_differ_by():
+    """Activations in fp16, windows, sinks, sizes of pages, zero points, and the caches that the pages recommend."""
+    parts = [part for part in engine_kernels._attention() if isinstance(part, functools.partial)]
+    caches = {part.args[1] for part in parts}
+    pair = "int8_token_head", "int4_g4"
+    for names in (pair, ("e4m3_tensor", "e4m3_tensor")):
+        alike = [each for each in caches if (each.k, each.v) == names]
+        assert {each.page_size for each in alike} == {16, 32, 64, 128}
+        assert {each.dtype for each in alike} == {torch.bfloat16, torch.float16}
+        served = [part.args[0] for part in parts if (part.args[1].k, part.args[1].v) == names]
+        assert {heads.sinks for heads in served} == {True, False} and {64, 128, 256} <= {h.head_size for h in served}
+        assert {heads.window for heads in served} >= {None, 128, 1024, 4096}
+    weights = {part.args[0] for part in engine_kernels._linear() if isinstance(part, functools.partial)}
+    forms = {(problem.format.key, problem.dtype) for problem in weights}
+    for form in (integers(4, 128), integers(4, 128, True)):
+        assert {(form.key, "bf16"), (form.key, "fp16")} <= forms
+    # Of every model whose experts are on the list, the layers around attention are there too.
+    hidden = {problem.k for problem in weights}
+    assert {experts.hidden for experts in engine_kernels.EXPERTS} <= hidden
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 7168)])

@@ -125,6 +125,8 @@ LAYERS = (
     *(Layers.of(8192, 28672, 10240, 8192, ranks) for ranks in (1, 2, 4, 8)),  # Llama 70B
     *(Layers.of(5120, 17408, 7168, 5120, ranks) for ranks in (1, 2)),  # Qwen3 14B
     *(Layers.of(5120, 25600, 10240, 8192, ranks) for ranks in (1, 2)),  # Qwen3 32B
+    *(Layers(((5120 // ranks, 2048), (2048, 4096 // ranks))) for ranks in (1, 2)),  # Qwen3-30B-A3B, around attention
+    *(Layers(((9216 // ranks, 4096), (4096, 8192 // ranks))) for ranks in (1, 2, 4)),  # Qwen3-235B-A22B, the same
 )
 WEIGHTS = (
     (integers(4, 128), "bf16"),
