@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels import quantize_model
 from cute_kernels.integrations import transformers as ck
@@ -74,6 +75,19 @@ def test_so_many_assignments_that_experts_want_them_sorted():
     _, weights, ids, tables = gate(x)
     assert tables is None and ids.shape == weights.shape == (40, blocks.TOPK)  # the CPU sorts none
     assert model.model.layers[0].mlp(x[None]).shape == (1, 40, blocks.HIDDEN)
+
+
+@torch.no_grad()
+def test_one_compiled_program_serves_any_number_of_tokens():
+    layer = accelerated(blocks.deepseek_model, fuse_routers=True).model.layers[0].mlp
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for tokens in (3, 5, 70):
+        x = torch.randn(tokens, blocks.HIDDEN).bfloat16()
+        assert torch.equal(compiled(x), layer(x))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1, counts
 
 
 @torch.no_grad()

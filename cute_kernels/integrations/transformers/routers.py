@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from transformers.activations import ACT2FN
 
 from cute_kernels.gemm.experts import QuantizedMoE, QuantizedRoutedExperts, Routing
@@ -102,7 +103,8 @@ class RouterBlock(Block):
             return self.own(hidden_states)
         correction = None if self.known.correction is None else getattr(module, self.known.correction)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        sorts = self.sorts and x.shape[0] * self.routing.top_k > MOST_ASSIGNMENTS
+        # A traced program is for any number of tokens, and sorts in a launch of its own.
+        sorts = self.sorts and not is_compiling() and x.shape[0] * self.routing.top_k > MOST_ASSIGNMENTS
         call = RouteCall(x, module.weight, self.routing, getattr(module, "bias", None), correction, sorts)
         ids, weights, tables = route_and_sort(call)
         return (None, weights, ids, tables) if sorts else (None, weights, ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm.experts.router.call import RouteCall, check_route
@@ -24,7 +25,7 @@ def route_and_sort(call: RouteCall) -> Routed:
     if is_direct(call.hidden, call.weight, call.bias, call.correction):
         return launch(call)
     check_route(call)
-    if needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
+    if is_compiling() or needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
         with torch.no_grad():
             return *_operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields), None
     return by_torch(call)
