@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline, PipelineState
-from cute_kernels.formats.weights import MXFP4, NVFP4, integers
+from cute_kernels.formats.weights import MXFP4, NVFP4, integers, shifted
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.weight import PackedWeight
@@ -69,6 +69,7 @@ FINE_CONFIGS = [
     replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
 ]
 FP4_CONFIGS = [replace(CONFIGS[i], format=MXFP4) for i in (0, 2, 7)]
+SHIFT_CONFIGS = [replace(CONFIGS[i], format=shifted(4, 128)) for i in (0, 2, 7, 8)]
 ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
 
@@ -149,7 +150,7 @@ class Cta:
                     )
                     put_tma_tile(self.shared, x + (limb * parts + part) * 2 * TMA_TILE_K * WGMMA_N_STEP, some)
             self.shared[x_scales : x_scales + 4 * self.rows] = self.scales[k_block].view(np.uint8)
-            if self.config.format.has_zeros:
+            if self.config.format.sums_inputs:
                 limbs = self.limbs[: self.rows, k_block].view(np.int8).astype(np.int32).sum(axis=-1)
                 sums = (256 * limbs[:, 0] + limbs[:, 1]).astype(np.int32)
                 place = x_scales - X_SCALES + X_SUMS
@@ -174,7 +175,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         scales=SCALES,
         x_scales=X_SCALES,
         zeros=ZEROS,
-        x_sums=X_SUMS if config.format.has_zeros else None,
+        x_sums=X_SUMS if config.format.sums_inputs else None,
         pipeline=Pipeline(stand_in(0), stand_in(STAGES), STAGES),
         x_barrier=X_BARRIER,
     )
@@ -201,12 +202,15 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS + FINE_CONFIGS + FP4_CONFIGS, ids=lambda config: config.name)
+EVERY_CONFIG = CONFIGS + ZERO_CONFIGS + SHIFT_CONFIGS + FINE_CONFIGS + FP4_CONFIGS
+
+
+@pytest.mark.parametrize("config", EVERY_CONFIG, ids=lambda config: config.name)
 @pytest.mark.parametrize("missing", [0, 5])
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
     rows = config.tile_m - missing
     generator = torch.Generator().manual_seed(rows)
-    dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.has_zeros
+    dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.sums_inputs
     weight = quantize_weight(dense, format=config.format)
     x = (torch.randn(rows, K, generator=generator) + 3 * zeros).bfloat16()  # sums of inputs are no zeros
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
@@ -248,6 +252,8 @@ def test_only_what_can_be_resident_is_taken():
         {"format": integers(8)},
         {"format": integers(8, zero_points=True)},
         {"format": integers(4, 64, zero_points=True)},
+        {"format": shifted(4, 64)},
+        {"format": shifted(8, 128)},
         {"format": integers(4, 0)},
         {"tile_m": 32},
         {"row_parts": 2},

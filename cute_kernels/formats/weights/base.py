@@ -140,6 +140,11 @@ class WeightFormat(ABC):
         return False
 
     @property
+    def sums_inputs(self) -> bool:
+        """Whether products of bytes of its codes lack sums of x over groups: times zero points, or times shifts."""
+        return bool(self.has_zeros)
+
+    @property
     def pad_code(self) -> int:
         return 0
 

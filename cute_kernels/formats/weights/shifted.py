@@ -19,7 +19,7 @@ import torch
 
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import WordScales
-from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 from cute_kernels.formats.weights.integers import GROUP_SIZES, SCALE_LIMIT
 
 FP16_LIMIT = 128.0  # that fp16 scales are below: kernels multiply them by 2**9
@@ -56,6 +56,14 @@ class ShiftedFormat(WordScales, WeightFormat):
     @property
     def pad_code(self) -> int:
         return self.symmetric_zero
+
+    @property
+    def codes_as_bytes(self) -> bool:
+        return self.bits == 4
+
+    @property
+    def sums_inputs(self) -> bool:
+        return True
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -100,6 +108,11 @@ class ShiftedFormat(WordScales, WeightFormat):
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return ShiftedDecoder(self.bits, dtype, math)
+
+    def byte_decoder(self, math: PackedMath) -> ByteDecoder:
+        from cute_kernels.formats.weights.integer_decode import NibbleBytes
+
+        return NibbleBytes()
 
     def scales_codes(self, dtype: str) -> bool:
         return True

@@ -55,6 +55,7 @@ class Part:
         x_scales: of its tokens.
         x: the descriptor of the limbs.
         zeros: of its two rows and its tokens, see `LimbReader.load_zeros`; None where weights have none.
+        shifts: the same of floating zero points.
     """
 
     tile: int
@@ -63,6 +64,7 @@ class Part:
     x_scales: Any
     x: Any
     zeros: Any = None
+    shifts: Any = None
 
 
 class LimbProducts:
@@ -80,11 +82,14 @@ class LimbProducts:
         self.tiles, self.tile_m, self.word_steps, self.groups = tiles, tile_m, word_steps, groups
         self.bytes_of = bytes_of
 
-    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None) -> None:
+    def multiply_words(
+        self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None, shifts: Any = None
+    ) -> None:
         """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
-        descriptor x, which all tiles share; zeros [tile] as of `Part`."""
-        zeros = zeros or [None] * self.tiles
-        parts = [Part(i, words[i], scales[i], x_scales, x, zeros[i]) for i in range(self.tiles)]
+        descriptor x, which all tiles share; zeros and shifts [tile] as of `Part`."""
+        none = [None] * self.tiles
+        of_tiles = zip(words, scales, zeros or none, shifts or none, strict=True)
+        parts = [Part(i, word, scale, x_scales, x, *more) for i, (word, scale, *more) in enumerate(of_tiles)]
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
@@ -99,6 +104,8 @@ class LimbProducts:
                 following = self.start(following, after.x, tile_m)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
             self.add(acc, part.tile, self.join(dots, part.zeros), part.scales, part.x_scales)
+            if part.shifts is not None:
+                self.add_shifts(acc, part.tile, *part.shifts, part.x_scales)
             if after:
                 started = following if ahead else self.start(following, after.x, tile_m)
 
@@ -146,6 +153,13 @@ class LimbProducts:
             value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
+    def add_shifts(self, acc, tile: int, shifts, sums, x_scales) -> None:
+        """Adds shifts of a tile's two rows times sums of the inputs of its tokens."""
+        inputs = [numbers.to_float(one * CODE_UNIT) * scale for one, scale in zip(sums, x_scales, strict=True)]
+        for i in range(2 * len(inputs)):
+            at = tile * (self.tile_m // 2) + i
+            acc[at] = ptx.fma(inputs[i // 4 * 2 + i % 2], shifts[i // 2 % 2], acc[at])
+
     def sum_groups(self, products, scales) -> list[Any]:
         """Products of all groups of a k block, each times the scale of its row."""
         count, sums = len(products) // self.groups, []
@@ -175,6 +189,7 @@ class LimbReader:
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
         self.config, self.stages = config, stages
+        self.has_shifts = config.format.sums_inputs and not config.format.has_zeros
         self.x_scale_shift, self.in_pairs = x_scale_shift or no_shift, in_pairs
 
     def load_codes(self, memory, stage, place) -> list[list[Any]]:
@@ -193,6 +208,8 @@ class LimbReader:
 
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
         """Scales of the thread's two rows of a tile, fp32, group by group."""
+        if self.has_shifts:
+            return self.load_halves(memory, stage, place, tile, upper=0)
         groups = self.config.k_block_groups
         row = (place.row // TILE_N + tile) * (groups * TILE_N) + place.row % TILE_N
         size = self.config.format.scale_bytes
@@ -213,16 +230,33 @@ class LimbReader:
         config = self.config
         if not config.format.has_zeros:
             return None
-        at = memory.x_sums + x_place
-        pairs = [ptx.load_shared_vector(at, 4 * 8 * block, 2) for block in range(tile_m // 8)]
-        sums = [Int32(word) for pair in pairs for word in pair]
-        found = []
+        sums, found = self.load_sums(memory, x_place, tile_m), []
         for tile in range(config.n_tiles):
             row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
             address = memory.zeros + stage * config.zero_stage_bytes + row
             points = [Int32(ptx.load_shared_part(address, 8 * half, 1)) for half in range(2)]
             found.append(([(SYMMETRIC_ZERO - point) * CODE_UNIT for point in points], sums))
         return found
+
+    def load_sums(self, memory, x_place, tile_m: int) -> list[Any]:
+        """Sums of the thread's rows of x over a k block, in fixed point."""
+        pairs = [ptx.load_shared_vector(memory.x_sums + x_place, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+        return [Int32(word) for pair in pairs for word in pair]
+
+    def load_shifts(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
+        """[tile] (shifts of the thread's two rows, the sums of its rows of x); None where weights have no shifts."""
+        if not self.has_shifts:
+            return None
+        sums = self.load_sums(memory, x_place, tile_m)
+        return [(self.load_halves(memory, stage, place, i, upper=1), sums) for i in range(self.config.n_tiles)]
+
+    def load_halves(self, memory, stage, place, tile: int, upper: int) -> list[Any]:
+        """Scales of the thread's two rows of a tile, fp32, or shifts, which are the upper halves of stored scales."""
+        row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+        size = self.config.format.scale_bytes
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * size
+        places = [8 * size * half + size // 2 * upper for half in range(2)]
+        return [self.stages.to_float(ptx.load_shared_part(address, each, size // 2)) for each in places]
 
     def x_scale_place(self, work_tile):
         """Bytes from a stage's scales of x to that of the thread's first row."""

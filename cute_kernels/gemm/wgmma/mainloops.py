@@ -243,9 +243,9 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 
     zeros: whether zero points can be taken off sums of limbs. least: inputs of a group, of codes without zero points.
     """
-    if not takes_limbs(config.format) or (config.format.has_zeros and not zeros):
+    if not takes_limbs(config.format) or (config.format.sums_inputs and not zeros):
         return f"limbs want codes that are bytes{'' if zeros else ', without zero points'}, not {config.format.key}"
-    least = LIMB_GROUP if config.format.has_zeros else least
+    least = LIMB_GROUP if config.format.sums_inputs else least
     if config.group_size < least:
         return f"limbs want groups of at least {least} inputs, not {config.group_size}"
     return None
@@ -291,7 +291,7 @@ class ResidentLimbs(Mainloop):
         factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; `ORDERED`, one row
             in another order: `.row_order`; "" for nothing.
 
-    A zero point is taken off a group's products where it meets the sum of the group's inputs, of which there is one for
+    A zero point, or a shift, meets the sum of a group's inputs beside the group's products. There is one such sum for
     each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
     """
 
@@ -336,7 +336,7 @@ class ResidentLimbs(Mainloop):
         """Sums of squares of a row's parts as well, one of each warp that makes limbs; and of rows' inputs."""
         squares = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
         more = (Region("row_sums", squares),) if self.factors == NORMED else ()
-        sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.has_zeros else ()
+        sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.sums_inputs else ()
         return super().regions(config) + more + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:

@@ -91,7 +91,8 @@ class ResidentMainloop:
         words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
         x = self.reader.descriptor(memory, stage)
         zeros = self.reader.load_zeros(memory, stage, place, x_place, tile_m)
-        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros)
+        shifts = self.reader.load_shifts(memory, stage, place, x_place, tile_m)
+        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
     def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
         """Nothing: accumulators are finished and scaled."""

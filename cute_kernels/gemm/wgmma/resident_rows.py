@@ -340,7 +340,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
         mainloop.k_blocks,
         mainloop.loads,
         mainloop.factors,
-        config.format.has_zeros,
+        config.format.sums_inputs,
     )
 
 

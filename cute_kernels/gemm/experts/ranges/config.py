@@ -80,7 +80,7 @@ class EntryLimbs(Activations):
         for field, (found, wanted) in choices.items():
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
-        if not takes_limbs(config.format) or config.format.has_zeros:
+        if not takes_limbs(config.format) or config.format.sums_inputs:
             return f"limbs want codes that are bytes, without zero points, not {config.format.key}"
         if config.num_stages % config.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
