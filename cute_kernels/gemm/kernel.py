@@ -400,22 +400,48 @@ def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, chan
                 ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
 
 
-class LinearKernel:
-    """One compiled variant; :class:`LinearConfig` says which."""
+class StreamScheduling(Protocol):
+    """Which blocks of weights a CTA streams, and where its rows of x are: a dense product's, or experts'.
+
+    Attributes:
+        loads: of activations.
+        table_bytes: of shared memory for a table.
+    """
+
+    loads: StreamActivationLoads
+    table_bytes: int
+
+    def operands(self, given) -> Any:
+        """Addresses of a launch, on the host."""
+        ...
+
+    def sizes(self, given) -> Any:
+        """Sizes of a launch, on the host: a `StreamSizes`."""
+        ...
+
+    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane) -> Any:
+        """Makes barriers and returns the CTA's `Work`."""
+        ...
+
+
+class DenseStream:
+    """One product, cut before the launch: see `StreamScheduling`."""
+
+    table_bytes = 0
 
     def __init__(self, config: LinearConfig):
         self.config = config
-        self.roles = StreamRoles(config, SliceLoads(config))
+        self.loads: StreamActivationLoads = SliceLoads(config)
 
-    def launch(self, given, stream):
-        """Launches over (slices of K, groups); ``given`` has the arguments `STREAM` of :mod:`.arguments`."""
-        config = self.config
+    def operands(self, given) -> Operands:
+        return operands_of(Operands, given)
+
+    def sizes(self, given) -> StreamSizes:
         m, k = matrix_shape(given.x)
-        num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(given.k_blocks, given.num_slices)
-        total = num_blocks * slice_k_blocks
+        total = cute.ceil_div(given.num_tiles, self.config.n_tiles) * slice_k_blocks
         base = total // given.num_groups
-        shape = StreamSizes(
+        return StreamSizes(
             m=m,
             n=given.n,
             k=k,
@@ -430,11 +456,52 @@ class LinearKernel:
             activation=given.activation,
             out_kind=given.out_kind,
         )
-        self.kernel(operands_of(Operands, given), shape).launch(
+
+    @cute.jit
+    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane):
+        """See `StreamScheduling`."""
+        work = Work.of(shape, group, slice_index)
+        if warp == self.config.consumer_warps:
+            if lane == 0:
+                init_barriers(memory)
+        else:
+            roles.clear_tail(memory, work, warp * WARP_THREADS + lane)
+        cute.arch.sync_threads()
+        return work
+
+
+class LinearKernel:
+    """One compiled variant of products that stream weights, dense or of experts; :class:`LinearConfig` says which.
+
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | consumers | 4 * k_warps | stage full | stage empty, one lane a warp |
+    | | | staging buffer empty | staging buffer full, one lane a warp |
+    | loads of weights | 1 | stage empty: all consumer warps | stage full, with the bytes of its copies |
+    | loads of activations | 1 | the same, behind the launch before | the same, with bytes that may be 0 |
+    | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
+    | | | parts of other CTAs, by polling | |
+
+    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill
+    and one of each consumer warp to empty; ``num_buffers`` staging buffers of results.
+
+    Args:
+        scheduling: dense, or of experts; None: dense.
+    """
+
+    def __init__(self, config: LinearConfig, scheduling: StreamScheduling | None = None):
+        self.config = config
+        self.scheduling: StreamScheduling = DenseStream(config) if scheduling is None else scheduling
+        self.roles = StreamRoles(config, self.scheduling.loads, self.scheduling.table_bytes)
+
+    def launch(self, given, stream):
+        """Launches over (slices of K, groups), all of which must fit on the GPU together; ``given`` has the arguments
+        `STREAM` of :mod:`.arguments`, or `GROUPED` of those of experts."""
+        self.kernel(self.scheduling.operands(given), self.scheduling.sizes(given)).launch(
             grid=(given.num_slices, given.num_groups, 1),
-            block=(config.num_threads, 1, 1),
+            block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,
-            use_pdl=config.use_pdl,
+            use_pdl=self.config.use_pdl,
             stream=stream,
         )
 
@@ -444,11 +511,5 @@ class LinearKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.roles.allocate(shape)
-        work = Work.of(shape, group, slice_index)
-        if warp == self.config.consumer_warps:
-            if lane == 0:
-                init_barriers(memory)
-        else:
-            self.roles.clear_tail(memory, work, warp * WARP_THREADS + lane)
-        cute.arch.sync_threads()
+        work = self.scheduling.begin(self.roles, operands, shape, memory, group, slice_index, warp, lane)
         self.roles.take(operands, memory, work, warp, lane)

@@ -122,8 +122,8 @@ def held(value: object, seen: set[int]) -> Iterator[Activate]:
 
 
 FAMILIES = {
-    "LinearKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "GroupedKernel", "grouped_tiles_kernel",
-    "RangeKernel", "AssignedRangeKernel", "EntryKernel", "LayerProductsKernel",
+    "LinearKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "grouped_kernel", "grouped_tiles_kernel",
+    "RangeKernel", "EntryKernel", "LayerProductsKernel",
 }  # fmt: skip
 
 

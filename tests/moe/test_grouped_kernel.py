@@ -108,10 +108,9 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
 
 
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
-    kernel: Any = moe_kernel.GroupedKernel(config)
-    activations = moe_kernel.EntryLoads(config)
+    kernel: Any = moe_kernel.grouped_kernel(config)
     kind: Any = type("NumpyRoles", (linear_kernel.StreamRoles,), {"multiply": multiply})
-    kernel.roles = kind(config, activations, TABLE_BYTES)
+    kernel.roles = kind(config, kernel.scheduling.loads, TABLE_BYTES)
     kernel.roles.machine = machine
     kernel.roles.epilogue = epilogue.Epilogue(config)
     return kernel
@@ -146,7 +145,7 @@ def launch(
 
     def start(**options):
         operands, sizes = waiting.pop()
-        body = moe_kernel.GroupedKernel.kernel
+        body = linear_kernel.LinearKernel.kernel
         machine.run(lambda: body(kernel, operands, sizes), blocks, config.num_threads)
 
     kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
@@ -157,7 +156,7 @@ def launch(
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
             number_of(activation), {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
-        moe_kernel.GroupedKernel.launch(kernel, arguments, None)
+        linear_kernel.LinearKernel.launch(kernel, arguments, None)
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
     return machine.get(out, shape, out_dtype), machine, codes

@@ -25,12 +25,11 @@ from cute_kernels.gemm.activations import config_of as own_activation
 from cute_kernels.gemm.config import BF16, FP32
 from cute_kernels.gemm.experts import arguments as declared
 from cute_kernels.gemm.experts import work as moe_work
-from cute_kernels.gemm.experts.ranges import assigned, assignments, finder
+from cute_kernels.gemm.experts.ranges import assignments, finder, routing
 from cute_kernels.gemm.experts.ranges import kernel as ranges_kernel
 from cute_kernels.gemm.experts.ranges import work as ranges_work
-from cute_kernels.gemm.experts.ranges.assigned import AssignedRangeKernel, AssignedRouting
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
-from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles, SortedRouting
+from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
@@ -44,7 +43,7 @@ from tests.moe.machine import Machine
 from tests.moe.range_configs import range_config
 
 MODULES = (
-    ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
+    ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, routing, ranges_work
 )  # fmt: skip
 CONFIG = range_config(integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, epilogue_warps=1, use_pdl=True)
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
@@ -130,10 +129,8 @@ class Launch:
         self.read: Counter = Counter()
         self.makers: Counter = Counter()
         self.readers: Counter = Counter()
-        self.kind = AssignedRangeKernel if config.activations.lane_assignments else RangeKernel
-        self.kernel: Any = self.kind(config)
-        routing = AssignedRouting if config.activations.lane_assignments else SortedRouting
-        roles: Any = RangeRoles(config, routing(config))
+        self.kernel: Any = RangeKernel(config)
+        roles: Any = RangeRoles(config, self.kernel.roles.routing)
         self.kernel.roles = self.roles = roles
         roles.rows = Rows(self)
         roles.copy_k_blocks, roles.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
@@ -239,7 +236,7 @@ class Launch:
 
         def start(**options):
             assert options["grid"] == (self.num_ctas, 1, 1) and options["block"][0] == config.num_threads
-            machine.run(lambda: self.kind.kernel(self.kernel, *waiting[0]), blocks, config.num_threads)
+            machine.run(lambda: RangeKernel.kernel(self.kernel, *waiting[0]), blocks, config.num_threads)
 
         self.kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
         num_tiles, k_blocks = weight.codes.shape[1], part_k_blocks(self, weight)
@@ -250,7 +247,7 @@ class Launch:
             *routing, n, num_tiles, k_blocks, self.num_ctas, len(weight), places, self.x_slots, *more, waits,
             number_of(activation), {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
-        self.kind.launch(self.kernel, arguments, None)
+        RangeKernel.launch(self.kernel, arguments, None)
         return machine.get(out, shape, out_dtype)
 
 

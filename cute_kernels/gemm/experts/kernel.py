@@ -26,7 +26,7 @@ from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.gemm.experts.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
-from cute_kernels.gemm.kernel import StreamRoles, init_barriers
+from cute_kernels.gemm.kernel import LinearKernel, StreamActivationLoads, StreamRoles, init_barriers
 from cute_kernels.gemm.work import operands_of
 
 
@@ -85,24 +85,25 @@ class EntryLoads:
         return Int64(row)
 
 
-class GroupedKernel:
-    """One compiled variant; `cute_kernels.gemm.config.LinearConfig` says which."""
+class ExpertStream:
+    """The entries of all experts, which the device counts: see `cute_kernels.gemm.kernel.StreamScheduling`."""
+
+    table_bytes = TABLE_BYTES
 
     def __init__(self, config: LinearConfig):
         self.config = config
-        self.roles = StreamRoles(config, EntryLoads(config), TABLE_BYTES)
+        self.loads: StreamActivationLoads = EntryLoads(config)
 
-    def launch(self, given, stream):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together; ``given`` has the arguments
-        `GROUPED` of :mod:`.arguments`."""
-        config = self.config
-        _, k = matrix_shape(given.x)
-        num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+    def operands(self, given) -> GroupedOperands:
+        return operands_of(GroupedOperands, given, residual=Int64(0))
+
+    def sizes(self, given) -> EntrySizes:
+        num_blocks = cute.ceil_div(given.num_tiles, self.config.n_tiles)
         slice_k_blocks = cute.ceil_div(given.k_blocks, given.num_slices)
-        shape = EntrySizes(
+        return EntrySizes(
             m=Int32(1) << given.entry_shift,
             n=given.n,
-            k=k,
+            k=matrix_shape(given.x)[1],
             num_tiles=given.num_tiles,
             k_blocks=given.k_blocks,
             slice_k_blocks=slice_k_blocks,
@@ -127,21 +128,11 @@ class GroupedKernel:
             waits=given.waits,
             grain=Int32(1),
         )
-        self.kernel(operands_of(GroupedOperands, given, residual=Int64(0)), shape).launch(
-            grid=(given.num_slices, given.num_groups, 1),
-            block=(config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=config.use_pdl,
-            stream=stream,
-        )
 
-    @cute.kernel
-    def kernel(self, operands, shape):
+    @cute.jit
+    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane):
+        """See `StreamScheduling`: a warp makes barriers while others count entries; all list those of the CTA."""
         config = self.config
-        slice_index, group, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.roles.allocate(shape)
         if const_expr(config.use_pdl):
             if shape.waits != 0:
                 cute.arch.griddepcontrol_wait()
@@ -153,7 +144,7 @@ class GroupedKernel:
         else:
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)
-            self.roles.clear_tail(memory, work, thread)
+            roles.clear_tail(memory, work, thread)
         count, before = self.count_entries(shape, ends, lane)
         if lane == WARP_THREADS - 1:
             ptx.store_shared(memory.staging + warp * 4, 0, [Uint32(before + count)])  # which nobody else needs yet
@@ -163,7 +154,7 @@ class GroupedKernel:
         own = GroupedWork.of_entries(shape.cut(num_entries), group, slice_index, memory.table)
         self.list_entries(own, ends, thread, earlier + before - shape.first_entry)
         cute.arch.sync_threads()
-        self.roles.take(operands, memory, own, warp, lane)
+        return own
 
     @property
     def thread_experts(self) -> int:
@@ -214,3 +205,8 @@ class GroupedKernel:
                 address = work.table + (entry + j) * TABLE_ENTRY_BYTES
                 ptx.store_shared(address, 0, [Uint32(value) for value in values])
             entry = entry + entries
+
+
+def grouped_kernel(config: LinearConfig) -> LinearKernel:
+    """Takes `GROUPED` of `cute_kernels.gemm.experts.arguments`."""
+    return LinearKernel(config, ExpertStream(config))

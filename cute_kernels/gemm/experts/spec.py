@@ -35,7 +35,7 @@ class ExpertSpec(KernelSpec):
         room, config = "cute_kernels.gemm.experts", self.config
         kernel = config.kernel()
         if kernel == STREAM_KERNEL:
-            return Kernel(f"{room}.kernel:GroupedKernel", GROUPED)
+            return Kernel(f"{room}.kernel:grouped_kernel", GROUPED)
         if kernel.made_by == TILES_KERNEL.made_by and isinstance(config, WgmmaConfig):
             takes = LIMB_TILES if config.mainloop.scaled_rows else TILES
             return Kernel(f"{room}.wgmma.kernel:grouped_tiles_kernel", takes)

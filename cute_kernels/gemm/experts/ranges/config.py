@@ -44,10 +44,8 @@ class EntryLimbs(Activations):
         return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
 
     def kernel(self) -> Kernel:
-        room = "cute_kernels.gemm.experts.ranges"
-        if self.lane_assignments:
-            return Kernel(f"{room}.assigned:AssignedRangeKernel", ASSIGNED)
-        return Kernel(f"{room}.kernel:RangeKernel", RANGES)
+        arguments = ASSIGNED if self.lane_assignments else RANGES
+        return Kernel("cute_kernels.gemm.experts.ranges.kernel:RangeKernel", arguments)
 
     def stage_warps(self, config: LinearConfig[Any]) -> int:
         return ROW_WARPS

@@ -17,11 +17,11 @@ of a block meet in the staging buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -29,15 +29,15 @@ from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.gemm.config import MMA_N, ROW_WARPS
 from cute_kernels.gemm.epilogue import Epilogue
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
-from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
-from cute_kernels.gemm.experts.ranges.work import BlockRange, RangeOperands, RangeSizes
-from cute_kernels.gemm.experts.work import reciprocal
+from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder
+from cute_kernels.gemm.experts.ranges.routing import AssignedRouting, Routing, SortedRouting
+from cute_kernels.gemm.experts.ranges.work import BlockRange
 from cute_kernels.gemm.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc
 from cute_kernels.gemm.wgmma.limbs import LimbProducts, Part
 from cute_kernels.gemm.wgmma.loads import product
 from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
-from cute_kernels.gemm.work import operands_of, scale_number
+from cute_kernels.gemm.work import scale_number
 from layouts.weights.hopper import TILE_BYTES
 
 # Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
@@ -75,99 +75,6 @@ class LimbLane(StreamLane):
     x: Int32  # address of all limbs
     x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
-
-
-class Routing(Protocol):
-    """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
-
-    def load(self, operands, shape, lane) -> Any:
-        """What a lane knows of the routing, for `find`."""
-        ...
-
-    def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
-        ...
-
-    def with_parts(self, shape, entries) -> Any:
-        """What blocks are of, of so many entries."""
-        ...
-
-    def entry_of(self, shape, number) -> Any:
-        """The entry of a number of `with_parts`."""
-        ...
-
-    def first_k_block(self, shape, number) -> Any:
-        """The first k block that a number of `with_parts` is multiplied with."""
-        ...
-
-    def tile_k_blocks(self, shape) -> Any:
-        """K blocks of the padded K."""
-        ...
-
-    def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, of a number of `with_parts`."""
-        ...
-
-    def entry_row(self, operands, shape, entry, known, lane) -> Any:
-        """The row of x of the lane's row of an entry, or of its last one; known: of `find`."""
-        ...
-
-
-class SortedRouting:
-    """Assignments sorted by expert: offsets of experts, and the row of x of each place. See `Routing`."""
-
-    def __init__(self, config: RangeConfig):
-        self.config = config
-
-    def load(self, operands, shape, lane) -> Any:
-        """What a lane knows of the routing, for `find`.
-
-        Of few places the row of each, which is not known to be of use before offsets have come.
-        """
-        places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
-        return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
-
-    def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
-        places, row = known
-        return ExpertFinder.of(places, lane, self.config.tile_m), row
-
-    def with_parts(self, shape, entries) -> Any:
-        """What blocks are of: entries, here with all of K."""
-        return entries
-
-    def entry_of(self, shape, number) -> Any:
-        """The entry of a number of `with_parts`."""
-        return number
-
-    def first_k_block(self, shape, number) -> Any:
-        """The first k block of K that a number of `with_parts` is multiplied with."""
-        return Int32(0)
-
-    def tile_k_blocks(self, shape) -> Any:
-        """K blocks of the padded K."""
-        return shape.k_blocks
-
-    def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, of a number of `with_parts`."""
-        return place
-
-    @cute.jit
-    def entry_row(self, operands, shape, entry: Entry, known, lane):
-        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
-        place = entry.place(cutlass.min(lane, entry.rows - 1))
-        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
-        if shape.places > WARP_THREADS:
-            row = self.row_at(operands, place)
-        return row
-
-    @cute.jit
-    def row_at(self, operands, place):
-        """The row of x of a place."""
-        row = place
-        if operands.rows != 0:
-            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
-        return row
 
 
 class RangeRoles:
@@ -435,32 +342,26 @@ class RangeRoles:
                 staged = memory.results.next(staged)
 
 
-def range_sizes(config: RangeConfig, given, places) -> Any:
-    """The fields of a `RangeSizes`, of a launch's arguments. places: rows of the result."""
-    num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
-    blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
-    of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
-    routed = given.num_experts, places, given.x_slots, given.waits
-    return given.n, given.x.shape[1], *of_blocks, *routed, given.activation, given.out_kind
-
-
 def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
     sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "min_blocks_per_mp": 1}
     return sizes | {"use_pdl": config.use_pdl, "stream": stream}
 
 
 class RangeKernel:
-    """One compiled variant; :class:`.config.RangeConfig` says which."""
+    """One compiled variant; :class:`.config.RangeConfig` says which, and how assignments are found."""
 
     def __init__(self, config: RangeConfig):
         self.config = config
-        self.roles = RangeRoles(config, SortedRouting(config))
+        routing = AssignedRouting if config.activations.lane_assignments else SortedRouting
+        self.roles = RangeRoles(config, routing(config))
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `RANGES` of `cute_kernels.gemm.experts.arguments`."""
-        sizes = RangeSizes(*range_sizes(self.config, given, given.places))
-        operands = operands_of(RangeOperands, given, residual=Int64(0))
-        self.kernel(operands, sizes).launch(**launch_options(self.config, given.num_ctas, stream))
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `RANGES` of `cute_kernels.gemm.experts.arguments`, or
+        `ASSIGNED`."""
+        routing = self.roles.routing
+        self.kernel(routing.operands(given), routing.sizes(given)).launch(
+            **launch_options(self.config, given.num_ctas, stream)
+        )
 
     @cute.kernel
     def kernel(self, operands, shape):

@@ -1,0 +1,177 @@
+"""How warps find which rows of x an expert multiplies: of assignments sorted by expert, or as a router leaves them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder, load_expert
+from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
+from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, RangeSizes
+from cute_kernels.gemm.experts.work import reciprocal
+from cute_kernels.gemm.work import operands_of
+
+
+def range_sizes(config: RangeConfig, given, places) -> Any:
+    """The fields of a `RangeSizes`, of a launch's arguments. places: rows of the result."""
+    num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+    blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
+    of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
+    routed = given.num_experts, places, given.x_slots, given.waits
+    return given.n, given.x.shape[1], *of_blocks, *routed, given.activation, given.out_kind
+
+
+class Routing(Protocol):
+    """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
+
+    def sizes(self, given) -> RangeSizes:
+        """Of a launch, on the host."""
+        ...
+
+    def operands(self, given) -> RangeOperands:
+        """Of a launch, on the host."""
+        ...
+
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`."""
+        ...
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        ...
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of, of so many entries."""
+        ...
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        ...
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block that a number of `with_parts` is multiplied with."""
+        ...
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        ...
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        ...
+
+    def entry_row(self, operands, shape, entry, known, lane) -> Any:
+        """The row of x of the lane's row of an entry, or of its last one; known: of `find`."""
+        ...
+
+
+class SortedRouting:
+    """Assignments sorted by expert: offsets of experts, and the row of x of each place. See `Routing`."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+
+    def sizes(self, given) -> RangeSizes:
+        return RangeSizes(*range_sizes(self.config, given, given.places))
+
+    def operands(self, given) -> RangeOperands:
+        return operands_of(RangeOperands, given, residual=Int64(0))
+
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`.
+
+        Of few places the row of each, which is not known to be of use before offsets have come.
+        """
+        places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
+        return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        places, row = known
+        return ExpertFinder.of(places, lane, self.config.tile_m), row
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of: entries, here with all of K."""
+        return entries
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        return number
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block of K that a number of `with_parts` is multiplied with."""
+        return Int32(0)
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        return shape.k_blocks
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        return place
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry: Entry, known, lane):
+        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
+        place = entry.place(cutlass.min(lane, entry.rows - 1))
+        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
+        if shape.places > WARP_THREADS:
+            row = self.row_at(operands, place)
+        return row
+
+    @cute.jit
+    def row_at(self, operands, place):
+        """The row of x of a place."""
+        row = place
+        if operands.rows != 0:
+            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        return row
+
+
+class AssignedRouting:
+    """Assignments as a router leaves them, which warps find by :mod:`.assignments`: see `Routing`. A layer of few
+    assignments needs no launch that sorts them."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+
+    def sizes(self, given) -> AssignedSizes:
+        own = {"id_words": given.id_words, "row_factor": given.row_factor, "part_bits": given.part_bits}
+        return AssignedSizes(*range_sizes(self.config, given, given.count), **own)
+
+    def operands(self, given) -> RangeOperands:
+        return operands_of(RangeOperands, given, residual=Int64(0), offsets=given.ids, rows=Int64(0))
+
+    def load(self, operands, shape, lane) -> Any:
+        return [
+            load_expert(operands.offsets, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
+            for i in range(self.config.activations.lane_assignments)
+        ]
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        return AssignmentFinder.of(known, shape.num_experts, lane, self.config.tile_m), None
+
+    def with_parts(self, shape, entries) -> Any:
+        return entries << shape.part_bits
+
+    def entry_of(self, shape, number) -> Any:
+        return number >> shape.part_bits
+
+    def first_k_block(self, shape, number) -> Any:
+        return shape.part(number) * shape.k_blocks
+
+    def tile_k_blocks(self, shape) -> Any:
+        return shape.k_blocks << shape.part_bits
+
+    def result_place(self, shape, number, place) -> Any:
+        return shape.part(number) * shape.places + place
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry, known, lane):
+        return shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
