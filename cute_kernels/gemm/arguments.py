@@ -61,6 +61,12 @@ class Kernel:
     assumed_align: int = 16
 
 
+def code_of(config: object) -> tuple[str, ...]:
+    """Where the device code of a configuration's reduction is, which nothing imports before it is compiled."""
+    reduction = getattr(getattr(config, "tiles", config), "reduction", None)
+    return () if reduction is None else (reduction.made_by,)
+
+
 def compile_kernel(config: Any, kernel: Kernel, arch: str, *options: str) -> Any:
     """Compiles a configuration for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
 

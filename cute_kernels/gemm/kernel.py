@@ -105,6 +105,20 @@ def init_barriers(memory: StreamMemory) -> None:
     fence_init()
 
 
+@cute.jit
+def clear_tail(config: LinearConfig, memory: StreamMemory, work, tid):
+    """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
+    k_block_bytes = 2 * config.block_k
+    wanted = work.own_k_blocks * k_block_bytes
+    present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
+    if (present < wanted) & (tid < config.consumer_warps * WARP_THREADS):
+        for token in cutlass.range(work.x_rows, unroll=1):
+            start = memory.x + token * memory.x_pitch
+            step = config.consumer_warps * WARP_THREADS * 16
+            for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
+                ptx.store_shared_zero16(start + place, 0)
+
+
 class StreamActivationLoads(Protocol):
     """What loads a CTA's activations, along with the first weights that meet them; one warp."""
 
@@ -185,19 +199,6 @@ class StreamRoles:
             else:
                 tid = (warp - (config.consumer_warps + 2)) * WARP_THREADS + lane
                 self.epilogue.run(operands, memory, work, tid, lane)
-
-    @cute.jit
-    def clear_tail(self, memory, work, tid):
-        """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
-        k_block_bytes = 2 * self.config.block_k
-        wanted = work.own_k_blocks * k_block_bytes
-        present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
-        if (present < wanted) & (tid < self.config.consumer_warps * WARP_THREADS):
-            for token in cutlass.range(work.x_rows, unroll=1):
-                start = memory.x + token * memory.x_pitch
-                step = self.config.consumer_warps * WARP_THREADS * 16
-                for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
-                    ptx.store_shared_zero16(start + place, 0)
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
@@ -419,7 +420,7 @@ class StreamScheduling(Protocol):
         """Sizes of a launch, on the host: a `StreamSizes`."""
         ...
 
-    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane) -> Any:
+    def begin(self, operands, shape, memory, group, slice_index, warp, lane) -> Any:
         """Makes barriers and returns the CTA's `Work`."""
         ...
 
@@ -458,14 +459,14 @@ class DenseStream:
         )
 
     @cute.jit
-    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane):
+    def begin(self, operands, shape, memory, group, slice_index, warp, lane):
         """See `StreamScheduling`."""
         work = Work.of(shape, group, slice_index)
         if warp == self.config.consumer_warps:
             if lane == 0:
                 init_barriers(memory)
         else:
-            roles.clear_tail(memory, work, warp * WARP_THREADS + lane)
+            clear_tail(self.config, memory, work, warp * WARP_THREADS + lane)
         cute.arch.sync_threads()
         return work
 
@@ -511,5 +512,5 @@ class LinearKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.roles.allocate(shape)
-        work = self.scheduling.begin(self.roles, operands, shape, memory, group, slice_index, warp, lane)
+        work = self.scheduling.begin(operands, shape, memory, group, slice_index, warp, lane)
         self.roles.take(operands, memory, work, warp, lane)

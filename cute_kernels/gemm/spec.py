@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import Kernel, compile_kernel
+from cute_kernels.gemm.arguments import Kernel, code_of, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
@@ -34,7 +34,7 @@ class GemmSpec(KernelSpec):
         return self.config.kernel()
 
     def policies(self) -> tuple[object, ...]:
-        return (self.kernel.made_by,)
+        return (self.kernel.made_by, *code_of(self.config))
 
     def compile(self, arch: str) -> Any:
         return compile_kernel(self.config, self.kernel, arch)

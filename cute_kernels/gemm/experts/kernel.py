@@ -26,7 +26,7 @@ from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.gemm.experts.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
-from cute_kernels.gemm.kernel import LinearKernel, StreamActivationLoads, StreamRoles, init_barriers
+from cute_kernels.gemm.kernel import LinearKernel, StreamActivationLoads, clear_tail, init_barriers
 from cute_kernels.gemm.work import operands_of
 
 
@@ -130,7 +130,7 @@ class ExpertStream:
         )
 
     @cute.jit
-    def begin(self, roles: StreamRoles, operands, shape, memory, group, slice_index, warp, lane):
+    def begin(self, operands, shape, memory, group, slice_index, warp, lane):
         """See `StreamScheduling`: a warp makes barriers while others count entries; all list those of the CTA."""
         config = self.config
         if const_expr(config.use_pdl):
@@ -144,7 +144,7 @@ class ExpertStream:
         else:
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)
-            roles.clear_tail(memory, work, thread)
+            clear_tail(config, memory, work, thread)
         count, before = self.count_entries(shape, ends, lane)
         if lane == WARP_THREADS - 1:
             ptx.store_shared(memory.staging + warp * 4, 0, [Uint32(before + count)])  # which nobody else needs yet

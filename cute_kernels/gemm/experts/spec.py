@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, compile_kernel
+from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, code_of, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
@@ -42,7 +42,7 @@ class ExpertSpec(KernelSpec):
         return kernel
 
     def policies(self) -> tuple[object, ...]:
-        return (self.kernel.made_by,)
+        return (self.kernel.made_by, *code_of(self.config))
 
     def compile(self, arch: str) -> Any:
         return compile_kernel(self.config, self.kernel, arch)

@@ -25,7 +25,24 @@ from cute_kernels.gemm.layer.store import Storer
 
 
 class LayerProductsKernel:
-    """One compiled variant; :class:`LayerProductsConfig` says which."""
+    """One compiled variant; :class:`LayerProductsConfig` says which.
+
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | consumers | consumer_warps | slot full; stage full, each warp its own stages | slot empty; stage empty |
+    | | | results of the product before, by polling; buffer empty | buffer full, one lane a warp |
+    | loads | loader_warps | slot full; stage empty; a window of stages full | slot empty; stage full, with its bytes |
+    | | | of the first: slot empty, before it draws | slot full |
+    | store | 1 | slot full; buffer full: all consumer warps | slot empty; buffer empty |
+
+    | pipeline | stages | arrivals to fill | to empty |
+    |---|---|---|---|
+    | weights | num_stages | 1, and the bytes | 1: a stage is one consumer warp's |
+    | numbers of work tiles | `SLOTS` | 1 | every warp |
+    | sums of a work tile | `BUFFERS` | all consumer warps | 1 |
+
+    Named barrier: of the consumer warps, around the limbs of a product's rows.
+    """
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config

@@ -24,6 +24,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Places, corner_of
+from cute_kernels.gemm.wgmma.tiles import DenseRounds
 
 JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
 VECTOR_WORDS = 4
@@ -130,6 +131,8 @@ class InterleavedReduction:
 
 class ClusterReduction:
     """Parts of K in the shared memory of a cluster, tile by tile: each tile of 64 features has a CTA that stores it."""
+
+    rounds = DenseRounds
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places

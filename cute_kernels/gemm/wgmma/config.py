@@ -353,13 +353,18 @@ class WgmmaConfig(Generic[M]):
     def composition_problem(self) -> str | None:
         """Why mainloop, reduction, store and multicast do not go together, or None."""
         names = [type(part).__name__ for part in (self.mainloop, self.reduction, self.store)]
-        if type(self.reduction) not in self.mainloop.reductions:
+        if not self.reduces:
             return f"{names[0]} does not go with {names[1]}"
         if not (type(self.store) in self.reduction.stores and type(self.store) in self.mainloop.stores):
             return f"{names[2]} does not go with {names[0]} and {names[1]}"
         if self.multicast > 1 and not (self.mainloop.multicasts and self.reduction.multicasts):
             return f"{self.multicast} CTAs do not multicast activations to {names[0]} with {names[1]}"
         return None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether mainloop and reduction go together: one of them names the other."""
+        return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 
     def size_problem(self) -> str | None:
         """Why tiles and k blocks cannot be of these sizes, or None."""

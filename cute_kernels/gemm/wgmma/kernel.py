@@ -16,6 +16,7 @@ CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles no
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal, Protocol
 
 import cutlass.cute as cute
@@ -23,8 +24,7 @@ from cutlass import Int64, const_expr
 
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_mainloop import Fp8Mainloop
-from cute_kernels.gemm.wgmma import mainloops, results
-from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
+from cute_kernels.gemm.wgmma import mainloops
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop
 from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
@@ -39,12 +39,11 @@ from cute_kernels.gemm.wgmma.loads import (
 )
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces, Places
-from cute_kernels.gemm.wgmma.ranges import RangeReduction, RangeScheduler, TileRangeSizes
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
-from cute_kernels.gemm.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
+from cute_kernels.gemm.wgmma.reduction import TileReduction
 from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
-from cute_kernels.gemm.wgmma.tiles import ScaledTileSizes, TileSizes, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes
 from cute_kernels.gemm.work import Operands, operands_of
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
@@ -78,21 +77,10 @@ def make_mainloop(
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
 
-REDUCTIONS: dict[type[results.Reduction], Any] = {
-    results.WholeK: WorkspaceReduction,
-    results.RowCuts: WorkspaceReduction,
-    results.WorkspaceSplitK: WorkspaceReduction,
-    results.RangeSplitK: RangeReduction,
-    results.SequentialSplitK: SequentialReduction,
-    results.RowExchange: RowReduction,
-    results.Dsmem: ClusterReduction,
-    results.InterleavedDsmem: ClusterReduction,
-}
-
-
-def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> TileReduction:
-    """The reduction that a configuration names."""
-    return REDUCTIONS[type(config.reduction)](config, epilogue, places)
+def reduction_of(config: WgmmaConfig) -> Any:
+    """The class of a reduction's device code."""
+    module, _, name = config.reduction.made_by.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -266,7 +254,7 @@ class TileScheduling(Protocol):
 
 
 class DenseTiles:
-    """One product: `TileScheduling`. Of a reduction by ranges work ranges of all tiles, else tiles in rounds."""
+    """One product: `TileScheduling`. Its reduction says in which rounds a CTA has tiles, or parts of them."""
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
 
@@ -274,22 +262,14 @@ class DenseTiles:
         self.config, self.asks_first = config, config.one_m_tile
         self.places: Places = DensePlaces(config)
         self.x_scale_shift: Shift | None = None
-        self.in_ranges = isinstance(config.reduction, results.RangeSplitK)
+        self.rounds: type[DenseRounds] = reduction_of(config).rounds
 
     def sizes(self, given) -> TileSizes:
-        if self.in_ranges:
-            return TileRangeSizes.of(self.config, given)
-        sizes: list[Any] = [*dense_sizes(self.config, given), dense_grid(self.config, given)]
-        if self.config.mainloop.scaled_rows:
-            return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
-        return TileSizes(*sizes)
+        return self.rounds.sizes(self.config, given)
 
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
         """See `TileScheduling`."""
-        if const_expr(self.in_ranges):
-            scheduler = RangeScheduler.of(shape, cta)
-        else:
-            scheduler = dense_scheduler(self.config, shape, cta, num_ctas)
+        scheduler = self.rounds.scheduler(self.config, shape, cta, num_ctas)
         roles.begin(operands, shape, memory, scheduler, warp, lane)
         return scheduler
 
@@ -328,7 +308,7 @@ class WgmmaKernel:
         self.epilogue = TileEpilogue(config, dense=dense) if store is None else store
         shift, by_lane = self.scheduling.x_scale_shift, self.scheduling.masks_by_lane
         mainloop = make_mainloop(config, stages, places, masks_by_lane=by_lane, x_scale_shift=shift)
-        reduction = make_reduction(config, self.epilogue, places)
+        reduction: TileReduction = reduction_of(config)(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
         weights = WeightLoads(config, places, asks_first=self.scheduling.asks_first)

@@ -15,7 +15,7 @@ from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.places import Places, corner_of
 from cute_kernels.gemm.wgmma.reduction import add_published, publish_acc
 from cute_kernels.gemm.wgmma.results import RangeSplitK
-from cute_kernels.gemm.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_sizes
+from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dense_grid, dense_sizes
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,25 @@ class RangeScheduler:
         )
 
 
+class Ranges(DenseRounds):
+    """A work range of all tiles for each CTA, in place of rounds."""
+
+    @staticmethod
+    def sizes(config: WgmmaConfig, given) -> TileRangeSizes:
+        return TileRangeSizes.of(config, given)
+
+    @staticmethod
+    def scheduler(config: WgmmaConfig, shape, cta, num_ctas) -> RangeScheduler:
+        return RangeScheduler.of(shape, cta)
+
+
 class RangeReduction:
     """The CTA that has a tile's last k block adds up what those before it left, and stores: `.reduction.TileReduction`.
 
     A CTA leaves one part at most, that of the tile which ends behind its range, so each has one place.
     """
+
+    rounds = Ranges
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places

@@ -7,7 +7,7 @@ the last one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +19,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner, Places, corner_of
+from cute_kernels.gemm.wgmma.tiles import DenseRounds
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 
@@ -27,8 +28,10 @@ class TileReduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
-    prepares: whether `prepare` asks for anything.
+    prepares: whether `prepare` asks for anything. rounds: how tiles of a dense product are dealt out to CTAs.
     """
+
+    rounds: ClassVar[type[DenseRounds]]
 
     @property
     def prepares(self) -> bool: ...
@@ -57,6 +60,8 @@ class TileStore(Protocol):
 
 class WorkspaceReduction:
     """No parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
+
+    rounds = DenseRounds
 
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
@@ -139,6 +144,8 @@ class SequentialReduction:
     Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
     """
 
+    rounds = DenseRounds
+
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
         self.prepares = epilogue.dense
@@ -175,6 +182,8 @@ class SequentialReduction:
 
 class RowReduction:
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
+
+    rounds = DenseRounds
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places

@@ -18,6 +18,7 @@ from layouts.weights.hopper import TILE_N
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
+_ROOM = "cute_kernels.gemm.wgmma"
 CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
 STORE_M = 64  # rows of x of a TMA tile of results,
 STORE_BYTES = STORE_M * 2 * TILE_N  # of 64 features in 16 bits
@@ -115,6 +116,8 @@ class Reduction(ABC):
             publish their partials: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
         stores: types of stores that it goes with.
+        mainloops: types of mainloops that it goes with, beside those that name it.
+        made_by: "module:name" of its device code, a `.reduction.TileReduction`, imported where a kernel is compiled.
         multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
     """
 
@@ -125,6 +128,8 @@ class Reduction(ABC):
     dsmem: ClassVar[bool] = False
     sequential: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
+    mainloops: ClassVar[tuple[type, ...]] = ()
+    made_by: ClassVar[str] = f"{_ROOM}.reduction:WorkspaceReduction"
     multicasts: ClassVar[bool] = False
 
     @property
@@ -207,6 +212,7 @@ class RangeSplitK(Reduction):
     """
 
     end: int = 5
+    made_by: ClassVar[str] = f"{_ROOM}.ranges:RangeReduction"
 
     @property
     def name(self) -> str:
@@ -228,6 +234,7 @@ class SequentialSplitK(Reduction):
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True
+    made_by: ClassVar[str] = f"{_ROOM}.reduction:SequentialReduction"
     name: ClassVar[str] = "_sequential"
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -244,6 +251,7 @@ class RowExchange(Reduction):
     """
 
     cluster: int = 2
+    made_by: ClassVar[str] = f"{_ROOM}.reduction:RowReduction"
 
     @property
     def name(self) -> str:
@@ -265,6 +273,7 @@ class Dsmem(Reduction):
 
     cluster: int = 2
     dsmem: ClassVar[bool] = True
+    made_by: ClassVar[str] = f"{_ROOM}.cluster_reduction:ClusterReduction"
 
     @property
     def name(self) -> str:
@@ -281,6 +290,7 @@ class InterleavedDsmem(Reduction):
     k_warpgroups: int = 2
     cluster: int = 2
     dsmem: ClassVar[bool] = True
+    made_by: ClassVar[str] = f"{_ROOM}.cluster_reduction:ClusterReduction"
 
     @property
     def name(self) -> str:

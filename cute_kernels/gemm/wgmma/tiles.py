@@ -238,6 +238,23 @@ def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
     return TileGrid.of(blocks, cute.ceil_div(given.x.shape[0], config.tile_m), given.whole, given.splits)
 
 
+class DenseRounds:
+    """Tiles of a dense product in rounds of all CTAs: what a reduction names as its ``rounds``."""
+
+    @staticmethod
+    def sizes(config: WgmmaConfig, given) -> TileSizes:
+        """Of a launch, on the host."""
+        sizes: list[Any] = [*dense_sizes(config, given), dense_grid(config, given)]
+        if config.mainloop.scaled_rows:
+            return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
+        return TileSizes(*sizes)
+
+    @staticmethod
+    def scheduler(config: WgmmaConfig, shape, cta, num_ctas) -> Any:
+        """The work tiles of a CTA."""
+        return dense_scheduler(config, shape, cta, num_ctas)
+
+
 def dense_scheduler(
     config: WgmmaConfig, shape: TileSizes, cta, num_ctas
 ) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:

@@ -348,7 +348,19 @@ def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
 
 
 class RangeKernel:
-    """One compiled variant; :class:`.config.RangeConfig` says which, and how assignments are found."""
+    """One compiled variant; :class:`.config.RangeConfig` says which, and how assignments are found.
+
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | consumers | 4 a warpgroup | stage full; its warpgroup takes every ``k_warps``-th | stage empty, one lane a warp |
+    | | | staging buffer empty | staging buffer full, one lane a warp |
+    | loads of weights | 1 | stage empty: the 4 warps of the warpgroup that takes it | stage full, with its bytes |
+    | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
+
+    Named barriers: `MEETING` of the consumer warps, before an entry's limbs are written over and when they are made;
+    `CONSUMERS` and `EPILOGUE` of either role and the loading warp, which has made the mbarriers and waits for nobody.
+    All warps wait for the launch before, where ids or offsets may be of it; the epilogue before it stores.
+    """
 
     def __init__(self, config: RangeConfig):
         self.config = config

@@ -1,0 +1,75 @@
+"""A reduction that this file alone knows of is taken by the mainloop that it names, and makes kernels of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.places import corner_of
+from cute_kernels.gemm.wgmma.results import Reduction, WholeK
+from cute_kernels.gemm.wgmma.tiles import DenseRounds, dense_scheduler
+from cute_kernels.runtime.sources import reached
+
+
+@dataclass(frozen=True)
+class Alone(Reduction):
+    """A work tile has all of K."""
+
+    splits_k: ClassVar[bool] = False
+    mainloops: ClassVar[tuple[type, ...]] = (RegisterWgmma,)
+    made_by: ClassVar[str] = f"{__name__}:AloneReduction"
+    name: ClassVar[str] = "_alone"
+
+
+class AloneRounds(DenseRounds):
+    """Tiles in rounds."""
+
+    @staticmethod
+    def scheduler(config: WgmmaConfig, shape: Any, cta: Any, num_ctas: Any) -> Any:
+        return dense_scheduler(config, shape, cta, num_ctas)
+
+
+class AloneReduction:
+    """Stores what it is given."""
+
+    rounds, prepares = AloneRounds, False
+
+    def __init__(self, config: WgmmaConfig, epilogue: Any, places: Any):
+        self.config, self.epilogue, self.places = config, epilogue, places
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
+        corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
+        self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+CONFIG = WgmmaConfig(integers(4), "bf16", tile_m=64, reduction=Alone())
+
+
+def test_it_is_a_part_of_the_kernel_and_of_its_name():
+    assert CONFIG.can_implement() is None
+    kernel = WgmmaKernel(CONFIG)
+    assert isinstance(kernel.consumers.reduction, AloneReduction)
+    assert getattr(kernel.scheduling, "rounds") is AloneRounds  # noqa: B009
+    spec, whole = GemmSpec(CONFIG), GemmSpec(replace(CONFIG, reduction=WholeK()))
+    assert spec.symbol == f"{whole.symbol}_alone"
+    assert any(file.name == "test_new_reduction.py" for file in reached(spec).files)
+    assert not any(file.name == "test_new_reduction.py" for file in reached(whole).files)
+
+
+def test_other_mainloops_do_not_take_it():
+    assert "MmaSync does not go with Alone" in str(replace(CONFIG, tile_m=16, mainloop=MmaSync()).can_implement())
