@@ -7,7 +7,7 @@ the last one.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -28,10 +28,9 @@ class TileReduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
-    prepares: whether `prepare` asks for anything. rounds: how tiles of a dense product are dealt out to CTAs.
+    prepares: whether `prepare` asks for anything. Those of dense products say as ``rounds``, a `DenseRounds`, how tiles
+    are dealt out to CTAs.
     """
-
-    rounds: ClassVar[type[DenseRounds]]
 
     @property
     def prepares(self) -> bool: ...
