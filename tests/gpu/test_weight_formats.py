@@ -44,7 +44,8 @@ ROWS = (1, 5, 16, 64, 300)
 EXPERTS, PLACES = 4, (6, 900)
 # Of FP8 a scale a row, blocks of both kinds, and fp16 once.
 ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "w4f", "w8f", "e4m3")]
-ELSEWHERE += [shifted(4, 128), shifted(4, 64), shifted(4, 16), shifted(8, 32), integers(4, 16), integers(8, 16, zero_points=True)]
+ELSEWHERE += [shifted(*sizes) for sizes in ((4, 128), (4, 64), (4, 16), (8, 32))]
+ELSEWHERE += [integers(4, 16), integers(8, 16, zero_points=True)]
 CASES = [(form, dtype) for form in ELSEWHERE for dtype, name in DTYPES.items() if name in form.dtypes]
 CASES += [(form, torch.bfloat16) for form in (FP8, FP8_BLOCK, MXFP8)]
 HALF = (FP8_BLOCK, torch.float16)
@@ -80,9 +81,10 @@ def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
     """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
     config = chosen(problem).config
     exact = weight.dequantize(torch.float64)
-    in_tiles, limbs = isinstance(config, WgmmaConfig), getattr(config, "limbs", False)
-    scales = isinstance(weight.format, ShiftedFormat) or (in_tiles and not isinstance(config.mainloop, MmaSync))
-    rounds = weight.group_size and scales and not limbs
+    rounds = isinstance(weight.format, ShiftedFormat)
+    if isinstance(config, WgmmaConfig):
+        rounds = not config.limbs and (rounds or not isinstance(config.mainloop, MmaSync))
+    rounds = rounds and weight.group_size is not None
     return exact.to(weight.dtype).double() if rounds else exact
 
 

@@ -42,6 +42,7 @@ CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
 TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
 
 Shift = Callable[[Any], Any]
+Zeros = tuple[list[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Part:
     scales: Any
     x_scales: Any
     x: Any
-    zeros: Any = None
-    shifts: Any = None
+    zeros: Zeros | None = None
+    shifts: Zeros | None = None
 
 
 class LimbProducts:
@@ -83,7 +84,16 @@ class LimbProducts:
         self.bytes_of = bytes_of
 
     def multiply_words(
-        self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None, shifts: Any = None
+        self,
+        acc,
+        words,
+        scales,
+        x_scales,
+        x,
+        masks,
+        tile_m: int,
+        zeros: list[Zeros] | None = None,
+        shifts: list[Zeros] | None = None,
     ) -> None:
         """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
         descriptor x, which all tiles share; zeros and shifts [tile] as of `Part`."""
