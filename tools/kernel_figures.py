@@ -111,7 +111,7 @@ LINEAR = Figure(
         Barrier("results, full (staged)", "num_buffers", "one lane of each consumer warp", "epilogue warps", ("gemm/kernel.py:results",)),
         Barrier("results, empty (drained)", "num_buffers", "one lane of each epilogue warp", "consumer warps", ("gemm/kernel.py:drained",)),
     ),
-    "Experts' GroupedKernel has the same roles; EntryLoads gathers an entry's rows by index.",
+    "Experts have the same kernel with ExpertStream in place of DenseStream; EntryLoads gathers an entry's rows by index.",
 )
 
 LAYER = Figure(
@@ -165,11 +165,11 @@ LAYER = Figure(
 
 EXPERTS = Figure(
     "experts",
-    "Experts with few rows each: RangeKernel and AssignedRangeKernel",
+    "Experts with few rows each: RangeKernel",
     (
         Lane("global memory", "memory", (
             Box("weights of all experts", "codes, scales"),
-            Box("routing", "sorted: offsets and rows; else topk_ids as the router leaves them", ("gemm/experts/ranges/kernel.py:SortedRouting", "gemm/experts/ranges/assigned.py:AssignedRouting")),
+            Box("routing", "sorted: offsets and rows; else topk_ids as the router leaves them", ("gemm/experts/ranges/routing.py:SortedRouting", "gemm/experts/ranges/routing.py:AssignedRouting")),
             Box("x", "rows of tokens, 16 bits"),
         )),
         Lane("producer warp", "role", (
@@ -212,7 +212,7 @@ EXPERTS = Figure(
         Barrier("MEETING (1)", "consumers", "all consumer warps: limbs are written", "consumer warps", ("gemm/experts/ranges/kernel.py:MEETING",)),
         Barrier("CONSUMERS (2), EPILOGUE (3)", "the CTA", "the weight warp (arrives only): barriers are there", "consumers; epilogue warps", ("gemm/experts/ranges/kernel.py:EPILOGUE",)),
     ),
-    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: GroupedKernel, with the roles of LinearKernel.",
+    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: LinearKernel with ExpertStream.",
 )
 
 DECODE = Figure(
