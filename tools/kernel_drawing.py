@@ -195,7 +195,8 @@ def draw_arrows(figure: Figure, places: dict[str, Place]) -> list[str]:
                 for i, line in enumerate(arrow.label.split("\n")):
                     rows = arrow.label.count("\n")
                     y = (y_upper + y_lower) / 2 + 4 + 14 * (i - rows / 2)
-                    parts.append(text_at((x_upper + x_lower) / 2 + 7, y, line, "faint", ' font-size="12"'))
+                    aside = 7 + 10 * abs(x_upper - x_lower) / (y_lower - y_upper)  # of an arrow aslant
+                    parts.append(text_at((x_upper + x_lower) / 2 + aside, y, line, "faint", ' font-size="12"'))
     return parts
 
 
