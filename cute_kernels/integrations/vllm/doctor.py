@@ -11,8 +11,9 @@ REPLACED = {
     "moe": "experts with 4- and 8-bit weights",
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",
+    "float_experts": "experts of gpt-oss",
 }
-"""What each seam of `environment.SEAMS` replaces."""
+"""What each seam of `environment` replaces."""
 
 
 def examine() -> Finding:

@@ -1,6 +1,6 @@
 """Switches of the plugin, read from the environment.
 
-CUTE_KERNELS_VLLM            unset or "1": every seam; "0": none; else a list such as "linear,attention"
+CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
 CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
 """
@@ -19,6 +19,8 @@ PLUGIN = "cute_kernels"
 """This package's entry point among them."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
+BY_NAME = ("float_experts",)
+"""Seams that a list has to name: "1" does not ask for them."""
 
 
 def switch() -> str:
@@ -38,10 +40,10 @@ def wanted_seams() -> tuple[str, ...]:
     if text == "1":
         return SEAMS
     names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in SEAMS]
+    unknown = [name for name in names if name not in (*SEAMS, *BY_NAME)]
     if unknown:
-        raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join(SEAMS)}")
-    return tuple(seam for seam in SEAMS if seam in names)
+        raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join((*SEAMS, *BY_NAME))}")
+    return tuple(seam for seam in (*SEAMS, *BY_NAME) if seam in names)
 
 
 def is_loaded() -> bool:

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, WeightFormat, integers
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
@@ -47,6 +47,8 @@ class Source:
         form: (method) to (bits, group size, whether there are zero points, whether inputs are in act-order).
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights so.
+        format, dtype: of weights that are no integers, and of activations, which their scales do not say; None else.
+        seam: by which the environment asks for such layers.
     """
 
     words: str
@@ -56,6 +58,9 @@ class Source:
     form: Callable[[Any], tuple[int, int, bool, bool]]
     outputs_first: bool = False
     backends: tuple[str, ...] = ("MARLIN", "HUMMING")
+    format: WeightFormat | None = None
+    dtype: torch.dtype | None = None
+    seam: str = "moe"
 
     def tensors(self, layer: Foreign, name: str, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Words, scales, and zero points or None, each [E, inputs, outputs]. name: "w13" or "w2"."""
@@ -207,7 +212,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Why a layer keeps vLLM's experts; None if it need not."""
-    if (left := prepare.why_left("moe")) is not None:
+    if (left := prepare.why_left(source.seam)) is not None:
         return left
     try:
         bits, group_size, _, act_order = source.form(method)
@@ -216,8 +221,9 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     words, scales, _ = source.tensors(layer, "w13", zero_point=False)
     n, experts = scales.shape[2] // 2, words.shape[0]
     hidden = source.tensors(layer, "w2", zero_point=False)[1].shape[2]
-    backend = getattr(method, "wna16_backend", None) or getattr(method, "wna16_moe_backend", None)
-    backend = getattr(backend, "value", backend)
+    names = ("wna16_backend", "wna16_moe_backend", "mxfp4_backend")
+    backend = next((found for name in names if (found := getattr(method, name, None)) is not None), None)
+    backend, dtype = getattr(backend, "value", backend), source.dtype or scales.dtype
     inputs = getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
     parallel = method.moe.moe_parallel_config
     wrong = {
@@ -229,7 +235,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "act-order": act_order,
         f"experts of {n} features": n % (TILE_N // 2) or hidden % TILE_N,
         f"{experts} experts": experts > MAX_EXPERTS,
-        f"activations in {scales.dtype}": scales.dtype not in DTYPES,
+        f"activations in {dtype}": dtype not in DTYPES,
         "quantised activations": inputs is not None and inputs.itemsize == 1,
         f"the activation {layer.activation}, or its numbers": activation_of(layer) is None,
         "a bias of one product": len(_biases(method, layer)) == 1,
@@ -263,12 +269,12 @@ def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[Ker
     for name in ("w13", "w2"):
         words, scales, zeros = source.tensors(layer, name, zero_point)
         experts, _, n = scales.shape
-        k = words.shape[1] * (1 if source.pack is expert_weights.from_awq else 32 // bits)
+        k = words.shape[1] * (1 if source.pack is expert_weights.from_awq else 8 * words.itemsize // bits)
         size = 0 if group_size == -1 else group_size
         k_pad = padded_shape((n, k), size or None)[1]
         index = prepare.index_of(scales.device)
-        form = integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
-        forms.append(ExpertsForm(experts, n, k, k_pad, form, scales.dtype, index))
+        form = source.format or integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
+        forms.append(ExpertsForm(experts, n, k, k_pad, form, source.dtype or scales.dtype, index))
     yield from _asked(method, forms[0], forms[1], activation_of(layer) or expert_kernels.SWIGLU)
 
 
@@ -315,7 +321,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
             zeros,
             bits=bits,
             group_size=None if group_size == -1 else group_size,
-            dtype=scales.dtype,
+            dtype=source.dtype or scales.dtype,
             gated=gated,
         )
     biases = _biases_of(method, layer, packed["w13"].dtype)
@@ -412,11 +418,11 @@ _loaded: set[tuple[KernelSpec, ...]] = set()
 def replace(interface: Interface) -> str:
     """Has vLLM's methods for such layers make these experts; says what was done."""
     for module, name in interface.expert_methods:
-        replace_once(module, f"{name}.process_weights_after_loading", functools.partial(_makes_experts, SOURCES[name]))
+        replace_once(module, f"{name}.process_weights_after_loading", functools.partial(makes_experts, SOURCES[name]))
     return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
 
 
-def _makes_experts(source: Source, original: Any) -> Any:
+def makes_experts(source: Source, original: Any) -> Any:
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
         reason = reason_against(self, layer, source)
         if reason is None:

@@ -26,6 +26,7 @@ class Interface:
         backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
+        float_experts: the module and class of the method of gpt-oss's.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
         pass_manager: the module and class that says which passes rewrite a traced model.
@@ -46,6 +47,7 @@ class Interface:
         (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
         (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
     )
+    float_experts: tuple[str, str] = (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod")
     mla_backends: tuple[tuple[str, str], ...] = (
         ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
         ("vllm.v1.attention.backends.mla.flashattn_mla", "FlashAttnMLABackend"),

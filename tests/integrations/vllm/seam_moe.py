@@ -192,3 +192,79 @@ def experts_have_the_parameters_that_vllm_makes() -> None:
         wanted = (source.words, source.scales, *([source.zeros] if zero_point else []))
         for each in (text.format(part) for text in wanted for part in ("w13", "w2")):
             assert made[each] == (tuple(ours[each].shape), ours[each].dtype), (str(form), each, made[each])
+
+
+def gpt_oss_layer() -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """(method, layer, weights in fp64 and biases) of a random checkpoint in the parameters that vLLM makes."""
+    from vllm.model_executor.layers.quantization import mxfp4
+
+    from cute_kernels.formats.weights import MXFP4
+    from cute_kernels.gemm import pack_experts
+
+    method: Any = object.__new__(mxfp4.GptOssMxfp4MoEMethod)
+    layer: Any = torch.nn.Module()
+    parallel = SimpleNamespace(use_all2all_kernels=False, enable_eplb=False)
+    method.moe = mock.MagicMock(
+        moe_parallel_config=parallel,
+        moe_backend="auto",
+        is_lora_enabled=False,
+        experts_per_token=2,
+        has_bias=True,
+        w13_num_shards=2,
+    )
+    method.mxfp4_backend = SimpleNamespace(value="MARLIN")
+    method.create_weights(layer, 5, 128, 96, torch.bfloat16, weight_loader=lambda *_, **__: None)
+    layer.activation, layer.apply_router_weight_on_input = SimpleNamespace(value="swigluoai"), False
+    layer._expert_routing_tables = lambda: None
+    generator, exact = torch.Generator().manual_seed(0), {}
+    for name in ("w13", "w2"):
+        codes, scales = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+        codes.data.random_(0, 256, generator=generator)
+        scales.data.random_(118, 124, generator=generator)
+        getattr(layer, f"{name}_bias").data.normal_(generator=generator)
+        given = codes.data, scales.data.view(torch.float8_e8m0fnu)
+        exact[name] = pack_experts(MXFP4, *given, dtype=torch.bfloat16).dequantize(torch.float64)
+        exact[f"{name}_bias"] = getattr(layer, f"{name}_bias").data.double()
+    return method, layer, exact
+
+
+@check
+def experts_of_gpt_oss_are_served_where_the_environment_names_them() -> None:
+    from cute_kernels.gemm.activations import ClampedSwiglu
+    from cute_kernels.integrations.vllm import environment, float_experts, moe, plugin, versions
+
+    moe.current_platform = hopper()
+    assert set(environment.BY_NAME).isdisjoint(environment.SEAMS)
+    with mock.patch.dict("os.environ", {environment.SWITCH: "1"}):
+        assert environment.wanted_seams() == environment.SEAMS
+    interface = versions.INTERFACES[max(versions.INTERFACES)]
+    try:
+        float_experts.replace(interface)
+    except (ImportError, AttributeError):
+        import vllm
+
+        assert vllm.__version__.startswith("0.26"), vllm.__version__
+        return
+    method, layer, exact = gpt_oss_layer()
+    assert "CUTE_KERNELS_VLLM=" in str(moe.reason_against(method, layer, float_experts.SOURCE))
+    named = mock.patch.object(plugin, "is_replaced", lambda seam: True)
+    no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
+    with named, no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+        method.process_weights_after_loading(layer)
+    made, x = method.moe_kernel, torch.randn(7, 128).bfloat16()
+    ids, weights = torch.rand(7, 5).argsort(1)[:, :2].int(), torch.rand(7, 2)
+    output = torch.empty_like(x)
+    rest = (None, None, torch.empty(0), torch.empty(0), None, False)
+    made.apply(output, x, None, None, weights, ids, layer.activation, 5, None, *rest)
+    expected = torch.zeros(7, 128, dtype=torch.float64)
+    for token in range(7):
+        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            both = exact["w13"][expert] @ x[token].double() + exact["w13_bias"][expert]
+            middle = ClampedSwiglu().reference(both[::2], both[1::2])
+            expected[token] += weight * (exact["w2"][expert] @ middle + exact["w2_bias"][expert])
+    assert (output.double() - expected).abs().max() / expected.abs().max() < 2**-6
+    assert layer.w13_weight.dtype == torch.uint8 and len(made.gate_up) == 5
+    with named:
+        fresh, other, _ = gpt_oss_layer()
+        fresh.mxfp4_backend = SimpleNamespace(value="TRITON")
+        assert "weights laid out for TRITON" in str(moe.reason_against(fresh, other, float_experts.SOURCE))
