@@ -2,7 +2,7 @@
 
     import cute_kernels.integrations.transformers as ck
 
-    ck.accelerate(model, kv_format="int4_g4", weights="w4g128")
+    ck.accelerate(model, weights="w4g128")
     model.generate(**inputs)
 
 `accelerate` puts together what is here for those who want the parts: ``attn_implementation="cute_kernels"``

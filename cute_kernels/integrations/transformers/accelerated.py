@@ -99,7 +99,7 @@ class Acceleration:
 def accelerate(
     model: nn.Module,
     *,
-    kv_format: FormatOfLayers | None = "int4_g4",
+    kv_format: FormatOfLayers | None = ("int8_token_head", "int4_g4"),
     weights: str | None = None,
     activations: Activations | None = None,
     skip: Sequence[str] = ("lm_head",),
@@ -120,7 +120,8 @@ def accelerate(
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or what torch.compile
             made of one.
-        kv_format: of the cache, as `DecodeCache` takes it; None leaves caches to transformers.
+        kv_format: of the cache, as `DecodeCache` takes it. The default keeps a model's answers (docs/accuracy.md); None
+            leaves caches to transformers.
         weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
             "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
             them as they are.
