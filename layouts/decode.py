@@ -385,7 +385,7 @@ CONVERSIONS: dict[str, Conversion] = {
             _bytes_to_subnormals,
             _less_half((0x7F00,), 0xC000, BF16),
             biased_value(8),
-            "The same of bytes.",
+            "As u4_bf16_centred, of bytes: in units of 2**-6.",
             (-6,) * 4,
         ),
         Conversion(
