@@ -23,9 +23,8 @@ from cute_kernels.gemm.wgmma import (
     resident_kernel,
     resident_mainloop,
 )
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WorkspaceSplitK, dsmem
 from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile

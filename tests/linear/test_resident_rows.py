@@ -13,9 +13,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.wgmma import resident_rows
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts import banks

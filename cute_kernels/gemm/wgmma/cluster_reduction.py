@@ -21,9 +21,9 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.pipeline import Barrier
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Places, corner_of
+from cute_kernels.gemm.wgmma.reduction import TileStore
 from cute_kernels.gemm.wgmma.tiles import DenseRounds
 
 JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
@@ -134,7 +134,7 @@ class ClusterReduction:
 
     rounds = DenseRounds
 
-    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
         self.prepares = epilogue.dense
         self.partials = Partials(config)

@@ -11,7 +11,14 @@ from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import symbol_of
 from cute_kernels.gemm.arguments import LIMB_ROWS, Kernel
-from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, REGISTER_WGMMA, TMA_TILE_K, WARPGROUP_THREADS, Mainloop
+from cute_kernels.gemm.wgmma.mainloops import (
+    MOST_LOOPS,
+    REGISTER_WGMMA,
+    TMA_TILE_K,
+    WARPGROUP_THREADS,
+    Mainloop,
+    ResidentLimbs,
+)
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, Store, one_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
@@ -385,6 +392,11 @@ class WgmmaConfig(Generic[M]):
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+
+RESIDENT_TILE_M = ResidentLimbs.tile_m_sizes
+ResidentConfig = WgmmaConfig[ResidentLimbs]
+"""Tiles of few rows whose activations, as limbs, stay in shared memory."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.gemm.wgmma.config import M_TILE_BAND, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, RangeSplitK, WholeK
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from cute_kernels.gemm.wgmma.deferred_config import GIVES, DeferredNormConfig
 from cute_kernels.gemm.wgmma.deferred_norm import GivingOperands, TakingOperands, TakingStore, make_store
 from cute_kernels.gemm.wgmma.kernel import ALL_WARPS, WgmmaKernel
 from cute_kernels.gemm.wgmma.places import DensePlaces
-from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel, for_reductions
+from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 
 
 class FactorWarps:
@@ -55,4 +55,4 @@ def deferred_kernel(config: DeferredNormConfig) -> WgmmaKernel | ResidentKernel:
     if config.in_limbs:
         return ResidentKernel(config.tiles, store, operands)
     spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
-    return WgmmaKernel(config.tiles, None, for_reductions(store), operands, ALL_WARPS, spare)
+    return WgmmaKernel(config.tiles, None, store, operands, ALL_WARPS, spare)

@@ -40,7 +40,7 @@ from cute_kernels.gemm.wgmma.loads import (
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces, Places
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
-from cute_kernels.gemm.wgmma.reduction import TileReduction
+from cute_kernels.gemm.wgmma.reduction import TileReduction, TileStore
 from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes
@@ -297,7 +297,7 @@ class WgmmaKernel:
         self,
         config: WgmmaConfig,
         scheduling: TileScheduling | None = None,
-        store: TileEpilogue | None = None,
+        store: TileStore | None = None,
         operands: type[Operands] = Operands,
         waits: Waits = LOADER,
         spare: SpareWarps | None = None,
@@ -305,7 +305,7 @@ class WgmmaKernel:
         self.config, self.operands = config, operands
         self.scheduling: TileScheduling = DenseTiles(config) if scheduling is None else scheduling
         places, stages, dense = self.scheduling.places, StageReader(config), self.scheduling.is_dense
-        self.epilogue = TileEpilogue(config, dense=dense) if store is None else store
+        self.epilogue: TileStore = TileEpilogue(config, dense=dense) if store is None else store
         shift, by_lane = self.scheduling.x_scale_shift, self.scheduling.masks_by_lane
         mainloop = make_mainloop(config, stages, places, masks_by_lane=by_lane, x_scale_shift=shift)
         reduction: TileReduction = reduction_of(config)(config, self.epilogue, places)
@@ -323,7 +323,7 @@ class WgmmaKernel:
         shape = self.scheduling.sizes(given)
         absent = {name: Int64(0) for name in ("zeros", "residual", "workspace") if not hasattr(given, name)}
         operands = operands_of(self.operands, given, x=Int64(0), **absent)
-        if config.store.by_tma:
+        if config.store.by_tma and isinstance(self.epilogue, TileEpilogue):
             operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
         options = launch_options(config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)

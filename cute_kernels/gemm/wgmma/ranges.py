@@ -11,9 +11,9 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.epilogue import Store
 from cute_kernels.gemm.wgmma.places import Places, corner_of
-from cute_kernels.gemm.wgmma.reduction import add_published, publish_acc
+from cute_kernels.gemm.wgmma.reduction import TileStore, add_published, publish_acc
 from cute_kernels.gemm.wgmma.results import RangeSplitK
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dense_grid, dense_sizes
 
@@ -116,7 +116,7 @@ class RangeReduction:
 
     rounds = Ranges
 
-    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
         self.prepares = epilogue.dense
 

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.gemm.wgmma.epilogue import Store
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner, Places, corner_of
 from cute_kernels.gemm.wgmma.tiles import DenseRounds
@@ -184,7 +184,7 @@ class RowReduction:
 
     rounds = DenseRounds
 
-    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
         self.prepares = epilogue.dense
 

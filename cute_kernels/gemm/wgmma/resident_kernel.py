@@ -12,13 +12,13 @@ partials like those of the other CTAs of a cluster, and go the same way (:mod:`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import cutlass.cute as cute
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
-from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, ResidentConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.kernel import launch_options
@@ -27,7 +27,6 @@ from cute_kernels.gemm.wgmma.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.reduction import TileStore
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.resident_loads import StageLoads
 from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
@@ -50,13 +49,8 @@ class RowStore(TileStore, Protocol):
         ...
 
 
-def for_reductions(store: TileStore) -> TileEpilogue:
-    """A store as reductions are declared to take it. They ask for no more than `TileStore` has."""
-    return cast("TileEpilogue", store)
-
-
 class ResidentKernel:
-    """One compiled variant; :class:`.resident_config.ResidentConfig` says which.
+    """One compiled variant; `.config.ResidentConfig` says which.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -72,7 +66,7 @@ class ResidentKernel:
     def __init__(self, config: ResidentConfig, store: RowStore | None = None, operands: type[Operands] = Operands):
         self.config, self.store, self.operands = config, store, operands
         self.places, stages = DensePlaces(config), StageReader(config)
-        epilogue = TileEpilogue(config) if store is None else for_reductions(store)
+        epilogue: TileStore = TileEpilogue(config) if store is None else store
         self.weights = StageLoads(config, self.places)
         reduction = ClusterReduction(config, epilogue, self.places)
         self.limbs = ResidentLimbLoads(config)

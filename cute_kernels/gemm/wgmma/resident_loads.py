@@ -13,9 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx
+from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.loads import first_group, product
 from cute_kernels.gemm.wgmma.places import Places
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from layouts.weights.hopper import TILE_BYTES
 
 

@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.limbs import LimbReader, limb_products
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 

@@ -24,10 +24,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
+from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Lane
-from cute_kernels.gemm.wgmma.resident_config import ResidentConfig
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors, RowFactors
 from cute_kernels.gemm.wgmma.row_order import RowOrder

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
 from cute_kernels.gemm.wgmma.results import StagedStore, dsmem
 from cute_kernels.gemm.wgmma.stages import with_stages
 

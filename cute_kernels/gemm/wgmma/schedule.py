@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import (
     CLOCKS_PER_US,
     MULTICAST_CLOCKS,
@@ -31,7 +31,6 @@ from cute_kernels.gemm.wgmma.mainloops import (
     SCALED,
     RegisterWgmma,
 )
-from cute_kernels.gemm.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
