@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,3 +153,12 @@ def test_experts_with_limits_are_known_by_their_attributes(model):
 def test_a_clamp_after_silu_is_another_activation():
     reason = experts_refusal(experts_of("step3p7", "Step3p7Experts", swiglu_limit=7.0))
     assert reason is not None and "want clamped_swiglu(1.0,7.0,0.0) = " in reason
+
+
+def test_a_layer_that_was_pickled_before_it_had_an_activation_is_gated_silu():
+    gate_up, down, _ = layer()
+    module = QuantizedRoutedExperts(gate_up, down)
+    x, weights, ids = tokens(3)
+    want = module(x, ids, weights)
+    del module.activation
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x, ids, weights), want)

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.activations import ActivationFunction, gated_activation
+from cute_kernels.gemm.activations import ActivationFunction, Swiglu, gated_activation
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.blocks import (
     SHARED_GATE,
@@ -110,6 +110,7 @@ class OfExperts(nn.Module):
     gate_up: QuantizedExperts
     down: QuantizedExperts
     batch_invariant: bool = False
+    activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
     _activations: Activations | None = None
 
     @property
