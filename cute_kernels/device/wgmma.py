@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.device.ptx import struct_of
+from cute_kernels.device.instruction import Asm, effect, struct_of
 
 ROW_BYTES = 128  # of a row of B in shared memory: 64 elements of 16 bits, what 128-byte swizzling permutes
 ATOM_BYTES = 8 * ROW_BYTES  # rows among which pieces of 16 bytes are exchanged; B starts on a multiple of it
@@ -65,17 +65,16 @@ def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
     return _through("wgmma.fence.sync.aligned;", registers, Uint32, "r", loc=loc, ip=ip)
 
 
-@dsl_user_op
-def commit(*, loc=None, ip=None) -> None:
+@effect
+def commit() -> Asm[None]:
     """Makes a group of the MMAs since the last one."""
-    llvm.inline_asm(None, [], "wgmma.commit_group.sync.aligned;", "~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    return Asm("wgmma.commit_group.sync.aligned;")
 
 
-@dsl_user_op
-def wait(pending: int, *, loc=None, ip=None) -> None:
+@effect
+def wait(pending: int) -> Asm[None]:
     """Waits until at most the last ``pending`` groups are running."""
-    asm = f"wgmma.wait_group.sync.aligned {pending};"
-    llvm.inline_asm(None, [], asm, "~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    return Asm(f"wgmma.wait_group.sync.aligned {pending};")
 
 
 @dsl_user_op

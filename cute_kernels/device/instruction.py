@@ -1,0 +1,127 @@
+"""PTX as Python functions: a function's annotations say what inline assembly has to be told.
+
+Under :func:`pure` or :func:`effect` a function returns the text of instructions. In it $0, $1, ... stand for the
+results, and behind them for the parameters that are DSL scalars or sequences of these, in order; other parameters are
+constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it; the DSL's own
+``inline_ptx`` marks everything volatile, which pins the order that it was traced in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
+
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+ResultT = TypeVar("ResultT")
+
+REGISTERS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l"}
+
+
+class Asm(str, Generic[ResultT]):
+    """The text of instructions that result in a DSL scalar, a list of them, or None.
+
+    Attributes:
+        count: how many results a list has.
+        early: whether results may be written before all operands are read.
+        memory: of an `effect`, whether no other access to memory may be moved across it.
+    """
+
+    count: int
+    early: bool
+    memory: bool
+
+    def __new__(cls, text: str, *, count: int = 1, early: bool = False, memory: bool = True) -> Asm[ResultT]:
+        self = super().__new__(cls, text)
+        self.count, self.early, self.memory = count, early, memory
+        return self
+
+
+def pure(function: Callable[..., Asm]) -> Callable[..., Any]:
+    """An instruction whose results depend on its operands alone."""
+    return _instruction(function, False)
+
+
+def effect(function: Callable[..., Asm]) -> Callable[..., Any]:
+    """An instruction that stays, and stays where it stands."""
+    return _instruction(function, True)
+
+
+def struct_of(element, count: int):
+    """What an instruction with several results, of an MLIR type, returns."""
+    return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def loaded(num_words: int) -> str:
+    """Behind a load's name: its type, and the words that are its results."""
+    results = ", ".join(f"${i}" for i in range(num_words))
+    return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
+
+
+def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
+    """A store's type, behind its name, and its values of 32 bits, whose first is operand ``first``."""
+    kind = "f32" if isinstance(values[0], Float32) else "u32"
+    inputs = ", ".join(f"${first + i}" for i in range(len(values)))
+    return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)
+
+
+def zero_extended(load: str, num_bytes: int, source: str) -> str:
+    """A load of 1, 2 or 4 bytes into a word."""
+    if num_bytes == 4:
+        return f"{load}.u32 $0, {source};"
+    return f"{{ .reg .b16 t; {load}.u{8 * num_bytes} t, {source}; cvt.u32.u16 $0, t; }}"
+
+
+def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[..., Any]:
+    hints = get_type_hints(function)
+    (result,) = get_args(hints.pop("return"))
+    parameters = inspect.signature(function).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+    scalars = {name: (_scalar(hints[name]), _is_sequence(hints[name])) for name in parameters}
+    operand_names = [name for name, (scalar, many) in scalars.items() if scalar or many]
+
+    @dsl_user_op
+    @functools.wraps(function)
+    def emit(*args, loc=None, ip=None, **kwargs):
+        asm = function(*args, **kwargs)
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        operands: list[Any] = []
+        for name in operand_names:
+            scalar, many = scalars[name]
+            for value in given[name] if many else (given[name],):
+                operands.append(value if scalar is None else scalar(value))
+        return _emitted(asm, result, operands, has_effect, loc, ip)
+
+    return emit
+
+
+def _scalar(hint: object) -> type[Any] | None:
+    """The DSL scalar of an annotation, or None: the first of a union, that of a sequence."""
+    return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
+
+
+def _is_sequence(hint: object) -> bool:
+    return hint is Sequence or getattr(hint, "__origin__", None) is Sequence
+
+
+def _emitted(asm: Asm, result: object, operands: Sequence[Any], has_effect: bool, loc, ip):
+    """The results, as they are annotated, of a text and its operands."""
+    kind = _scalar(result)
+    registers = [] if kind is None else [("=&" if asm.early else "=") + REGISTERS[kind]] * asm.count
+    registers += [REGISTERS.get(type(operand), "r") for operand in operands]  # others are words as the DSL adds them up
+    registers += ["~{memory}"] if has_effect and asm.memory else []
+    found = None if kind is None else kind.mlir_type if asm.count == 1 else struct_of(kind.mlir_type, asm.count)
+    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    made = llvm.inline_asm(found, values, str(asm), ",".join(registers), has_side_effects=has_effect, loc=loc, ip=ip)
+    if kind is None:
+        return None
+    several = (
+        [made]
+        if asm.count == 1
+        else [llvm.extractvalue(kind.mlir_type, made, [i], loc=loc, ip=ip) for i in range(asm.count)]
+    )
+    return kind(made) if result is kind else [kind(one) for one in several]
