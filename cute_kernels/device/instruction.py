@@ -99,7 +99,7 @@ def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[...
     return emit
 
 
-def _scalar(hint: object) -> type[Any] | None:
+def _scalar(hint: object) -> Any:
     """The DSL scalar of an annotation, or None: the first of a union, that of a sequence."""
     return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
 

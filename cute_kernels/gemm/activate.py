@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 
 from cute_kernels.device.float_math import FloatMath
-from cute_kernels.gemm.activations.base import ActivationFunction, standard_activations
+from cute_kernels.gemm.activations.base import ActivationFunction
+from cute_kernels.gemm.activations.standard import STANDARD
 
 if TYPE_CHECKING:
     from cute_kernels.device.types import RegisterTensor
@@ -28,7 +29,7 @@ class Activate:
 
     def __init__(self, own: ActivationFunction | None):
         self.own = own
-        options = standard_activations() if own is None else (own,)
+        options = STANDARD if own is None else (own,)
         self.gated = tuple(each for each in options if each.gated)
         self.by_feature = tuple(each for each in options if not each.gated)
 

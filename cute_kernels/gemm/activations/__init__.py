@@ -17,12 +17,12 @@ from cute_kernels.gemm.activations.base import (
     out_features,
     register,
     registered_names,
-    standard_activations,
 )
 from cute_kernels.gemm.activations.clamped_swiglu import ClampedSwiglu
-from cute_kernels.gemm.activations.standard import Gelu, Silu, Swiglu
+from cute_kernels.gemm.activations.standard import STANDARD, Gelu, Silu, Swiglu
 
 __all__ = [
+    "STANDARD",
     "ActivationFunction",
     "ClampedSwiglu",
     "Gelu",
@@ -36,5 +36,4 @@ __all__ = [
     "out_features",
     "register",
     "registered_names",
-    "standard_activations",
 ]

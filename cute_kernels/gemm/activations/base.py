@@ -89,11 +89,6 @@ def _registered() -> list[ActivationFunction]:
     return [kind() for kind in sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))]
 
 
-def standard_activations() -> tuple[ActivationFunction, ...]:
-    """Those that kernels choose among by a number, in the order of numbers."""
-    return tuple(one for one in _registered() if one.number)
-
-
 def activation_named(given: object) -> ActivationFunction | None:
     """The activation of a name, or given as such; None for None.
 

@@ -78,3 +78,7 @@ class Swiglu(ActivationFunction):
     def device(self, math: FloatMath, *values: Float32) -> Float32:
         gate, up = values
         return gate * math.sigmoid(gate) * up
+
+
+STANDARD: tuple[ActivationFunction, ...] = (Silu(), Gelu(), Swiglu())
+"""In the order of their numbers. A kernel names them here, so its key has their formulas."""
