@@ -20,6 +20,7 @@ from cute_kernels.arguments import (
     shape_of,
 )
 from cute_kernels.attention import checks, extend_checks
+from cute_kernels.attention.chosen_blocks import ChosenBlocks, blocks_of, check_pages
 from cute_kernels.attention.extend_config import MAX_SPLITS
 from cute_kernels.attention.operands import Bias, CacheOperand, Tail, check_caches, operand_of, part_of
 from cute_kernels.attention.options import keys_seen
@@ -55,6 +56,7 @@ class AttentionCall:
         terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that it has.
         score_tensors: their tensors, by name.
         tail: of keys in blocks, None for others.
+        blocks: which of a request's blocks each KV head reads; None for all tokens.
         num_splits: as given.
         out: where the result goes, contiguous, as q but for the head_dim of V; None for a new one.
 
@@ -99,6 +101,7 @@ class AttentionCall:
     unpack: bool | None = None
     longest: int | None = None
     fp8_products: bool = False
+    blocks: ChosenBlocks | None = None
 
     @property
     def batch(self) -> int:
@@ -161,6 +164,7 @@ class AttentionCall:
             paged=self.block_table is not None,
             head_major=self.head_major,
             tail=self.tail is not None,
+            by_head=self.blocks is not None,
         )
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
@@ -184,9 +188,13 @@ class AttentionCall:
         for tensor in tensors_of(self.terms):
             if "batch" in tensor.shape:
                 tensors[tensor.name] = tensors[tensor.name].narrow(tensor.shape.index("batch"), request, 1)
+        blocks = self.blocks
+        if blocks is not None:
+            blocks = replace(blocks, list=blocks.list[part], counts=blocks.counts[part])
         request_call = replace(
             self,
             cu_seqlens_q=None,
+            blocks=blocks,
             q=self.q[own].unsqueeze(0),
             k=k,
             v=v,
@@ -258,6 +266,9 @@ def make_call(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
     score_options: Mapping[str, torch.Tensor] | None = None,
+    block_list: torch.Tensor | None = None,
+    block_counts: torch.Tensor | None = None,
+    block_tokens: int | None = None,
 ) -> AttentionCall:
     """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
 
@@ -278,6 +289,8 @@ def make_call(
         "q_shift": q_shift,
         "k_tail": k_tail,
         "tail_slots": tail_slots,
+        "block_list": block_list,
+        "block_counts": block_counts,
     }
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(**tensors)
@@ -285,12 +298,12 @@ def make_call(
         check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
-    blocks = check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
+    caches = check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
     checks.check_key_rows(k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)
-    checks.check_blocks(forms, blocks.tokens if block_table is not None else None)
+    checks.check_blocks(forms, caches.tokens if block_table is not None else None)
     check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     if sinks is not None:
         check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
@@ -308,22 +321,26 @@ def make_call(
         checks.check_out(out, q, v_head_dim)
         check_contiguous("out", out)
         check_apart("out", out, {**{name: tensors[name] for name in tensors if name != "out"}, **(score_options or {})})
-    max_seq_len = blocks.max_seq_len
-    checks.check_tail(forms[0], k_tail, tail_slots, batch, (blocks.num_kv_heads, head_dim))
-    numbers = (batch, q_len, num_q_heads, blocks.num_kv_heads, head_dim, max_seq_len)
+    max_seq_len = caches.max_seq_len
+    checks.check_tail(forms[0], k_tail, tail_slots, batch, (caches.num_kv_heads, head_dim))
+    numbers = (batch, q_len, num_q_heads, caches.num_kv_heads, head_dim, max_seq_len)
     given = {} if score_options is None else score_options
     terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
-    return AttentionCall(
+    blocks = blocks_of(
+        block_list, block_counts, block_tokens, (batch, caches.num_kv_heads), q.device, window_size=window,
+        alibi_slopes=alibi_slopes, attn_bias=attn_bias, score_options=score_options, q_shift=q_shift, k_tail=k_tail,
+    )  # fmt: skip
+    call = AttentionCall(
         q=q,
-        k=operand_of("k_scale", k_cache, forms[0], head_dim, blocks, k_scale),
-        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, blocks, v_scale),
+        k=operand_of("k_scale", k_cache, forms[0], head_dim, caches, k_scale),
+        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, caches, v_scale),
         seq_lens=seq_lens,
         block_table=block_table,
-        num_kv_heads=blocks.num_kv_heads,
+        num_kv_heads=caches.num_kv_heads,
         max_seq_len=max_seq_len,
-        page_size=blocks.tokens,
-        num_blocks=blocks.num_blocks,
-        head_major=blocks.head_major,
+        page_size=caches.tokens,
+        num_blocks=caches.num_blocks,
+        head_major=caches.head_major,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
         causal=causal or window is not None,
         window=window if window is not None and window < max_seq_len else None,
@@ -337,7 +354,11 @@ def make_call(
         terms=terms,
         score_tensors=given,
         tail=None if k_tail is None or tail_slots is None else Tail(k_tail, tail_slots),
+        blocks=blocks,
     )
+    if blocks is not None:
+        check_pages(call)
+    return call
 
 
 def make_extend_call(
@@ -383,6 +404,11 @@ def make_extend_call(
     call = make_call(one_query, k_cache, v_cache, seq_lens, kv_format=kv_format, **options)
     if call.terms:
         extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
+    if call.blocks is not None:
+        blocks_of(*call.blocks.given, (batch, call.num_kv_heads), q.device, new_k=new_k, tree_mask=tree_mask)
+        if unpack is True or fp8_products:
+            name = "unpack" if unpack is True else "fp8_products"
+            raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")
     if call.v.head_dim != q.shape[2]:
         raise ValueError(f"v_cache: got rows of head_dim {call.v.head_dim}, want {q.shape[2]}, that of q")
     if out is not None:

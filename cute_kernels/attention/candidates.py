@@ -94,7 +94,8 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
     forms = [format_of(name) for name in names]
     one_block = problem.rows <= BLOCK_QUERIES
     few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
-    if problem.features.head_major or not (few if one_block else costs_of(forms) == {"int4"}):
+    one_head = problem.features.head_major or problem.features.by_head
+    if one_head or not (few if one_block else costs_of(forms) == {"int4"}):
         return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
@@ -183,7 +184,7 @@ def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_block
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if form.has_header]
     # Head-major caches have one head's tokens side by side.
-    one_by_one = problem.features.head_major or not problem.heads_touch
+    one_by_one = problem.features.head_major or problem.features.by_head or not problem.heads_touch
     for heads in (1,) if one_by_one else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
         if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
             continue
@@ -218,7 +219,7 @@ def _base_config(
         CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
         TokenRuns(contiguous, problem.page_tokens),
         features=problem.features,
-        units=problem.features.paged,
+        units=problem.features.paged and not problem.features.by_head,
         after_append=problem.after_append,
     )
 

@@ -131,7 +131,7 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
     dtype = _element_type(config.q_dtype)
     q = _strided(dtype, (batch, q_len, q_heads, config.head_dim), (16, 16), 16, memory)
     out = _dense(dtype, (batch, q_len, q_heads, config.v_head_dim), memory=memory)
-    lengths = _dense(cutlass.Int32, (batch,), memory=memory)
+    lengths = _dense(cutlass.Int32, (cute.sym_int() if config.features.by_head else batch,), memory=memory)
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": lengths, "out": out}
 
 

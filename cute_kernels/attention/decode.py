@@ -11,7 +11,7 @@ from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.mainloops.tree import attend_to_trees
-from cute_kernels.attention.options import CallOptions, options_of, with_score_options
+from cute_kernels.attention.options import CallOptions, options_of, with_blocks, with_score_options
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.attention.transformed import checked_transform, restore, transform_query
 from cute_kernels.deprecated import current_values, takes_old_names
@@ -102,6 +102,9 @@ def decode_attention(
     transform: CacheTransform | None = None,
     tree_mask: torch.Tensor | None = None,
     score_options: Mapping[str, torch.Tensor] | None = None,
+    block_list: torch.Tensor | None = None,
+    block_counts: torch.Tensor | None = None,
+    block_tokens: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -161,6 +164,12 @@ def decode_attention(
             :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
         score_options: tensors, by name, of options that :func:`cute_kernels.formats.scores.register` has made
             known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
+        block_list, block_counts, block_tokens: attention over chosen blocks of 64 or 128 tokens: int32 [batch,
+            num_kv_heads, max_blocks] and [batch, num_kv_heads]. The query heads of KV head h see, of request b, the
+            tokens of the first block_counts[b, h] blocks of block_list[b, h]. These ascend, and each holds a token of
+            the request; where queries are causal and more than one, the last are those of the queries' own tokens. A
+            GPU does not look. Whole pages make a block; contiguous caches are "NHD", of whole blocks. Not with what
+            goes by positions: window_size, alibi_slopes, attn_bias, score_options, q_shift, k_tail, a tree_mask.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.decode_schedule`). If given, a request's result does not depend on the rest of
             the batch.
@@ -193,6 +202,8 @@ def decode_attention(
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
     if tree_mask is not None:
+        if block_list is not None:
+            raise ValueError("block_list: got one with a tree_mask, want one of them")
         if score_options:
             raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
         if k_tail is not None or tail_slots is not None:
@@ -231,6 +242,8 @@ def decode_attention(
     )  # fmt: skip
     if score_options:
         options = with_score_options(options, score_options)
+    if block_list is not None or block_counts is not None or block_tokens is not None:
+        options = with_blocks(options, block_list, block_counts, block_tokens)
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
     if transform is not None and transform.changes_values:

@@ -317,6 +317,7 @@ class DecodeConfig:
             or self.features.problem(self.v_head_dim)
             or self._problem_of_maps()
             or self._problem_of_blocks()
+            or self._problem_of_heads()
             or self.pipeline.problem(self.after_append)
             or self.runs.problem()
             or self._problem_of_sizes()
@@ -334,6 +335,12 @@ class DecodeConfig:
         if self.page_tokens % k.block_tokens:
             return f"page_tokens {self.page_tokens} do not hold whole blocks of {k.block_tokens} tokens"
         return "keys in blocks after an append in the same call" if self.after_append else None
+
+    def _problem_of_heads(self) -> str | None:
+        """Why KV heads cannot have pages of their own, or None."""
+        if self.features.by_head and (self.num_heads > 1 or self.units or not self.page_tokens):
+            return "pages of each KV head for a CTA of several, or cut by lengths, or without pages"
+        return None
 
     def _problem_of_maps(self) -> str | None:
         """Why tensor maps cannot bring raw rows, or None."""

@@ -191,6 +191,10 @@ class DecodeKernel:
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
         query_part = head_block - head_part * shape.query_groups
         place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
+        if const_expr(config.features.by_head):
+            # A KV head has pages and lengths of its own, and a CTA one KV head.
+            pages = pages.of_head(place.first_head, shape.batch)
+            seq_lens = seq_lens + Int64(place.first_head * shape.batch) * 4
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, pipeline, place, pages)
         seen = self.terms.reach(features, shape.q_len)

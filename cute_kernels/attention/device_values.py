@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.chosen_blocks import check_values
 
 
 def check_device_values(call: AttentionCall) -> None:
@@ -17,6 +18,8 @@ def check_device_values(call: AttentionCall) -> None:
     if call.ragged:
         _check_requests(call)
         return
+    if call.blocks is not None:
+        check_values(call)
     lengths = call.seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
     if wrong.numel():

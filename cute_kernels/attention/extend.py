@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.attention import ops
 from cute_kernels.attention.mainloops.tree import pack_tree_mask
-from cute_kernels.attention.options import AppendedOptions, keys_seen
+from cute_kernels.attention.options import AppendedOptions, BlockOptions, keys_seen
 from cute_kernels.attention.transformed import inputs_of, results_of
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["extend_attention", "pack_tree_mask"]
 
 
-class ExtendOptions(AppendedOptions, total=False):
+class ExtendOptions(AppendedOptions, BlockOptions, total=False):
     """What a plain call leaves alone; :func:`extend_attention` says what each means."""
 
     new_k: torch.Tensor | None
@@ -104,6 +104,9 @@ def extend_attention(
     max_seq_len: int | None = None,
     fp8_products: bool = False,
     score_options: Mapping[str, torch.Tensor] | None = None,
+    block_list: torch.Tensor | None = None,
+    block_counts: torch.Tensor | None = None,
+    block_tokens: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +174,9 @@ def extend_attention(
         score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
             :func:`cute_kernels.formats.scores.register` has made known; without a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
+        block_list, block_counts, block_tokens: attention over chosen blocks, the same for all queries of a request and
+            KV head, as for :func:`cute_kernels.decode_attention`. Not with window_size, alibi_slopes, score_options,
+            new_k, new_v, a tree_mask, unpack=True or fp8_products.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous, in memory that no other argument has.
 
@@ -212,6 +218,8 @@ def extend_attention(
         check_mapping(score_options)
         if score_options:
             options["score_options"] = score_options
+    if block_list is not None or block_counts is not None or block_tokens is not None:
+        options |= {"block_list": block_list, "block_counts": block_counts, "block_tokens": block_tokens}
     inputs, own_sinks, needs_lse = None, None, return_lse
     if transform is not None:
         inputs = inputs_of(transform, q, options, return_lse)

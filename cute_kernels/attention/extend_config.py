@@ -442,6 +442,8 @@ class ExtendConfig:
             return "a tree's mask says what is seen: neither order nor positions do"
         if self.features.bias is not None:
             return "there is no additive bias"
+        if self.features.by_head and not self.page_tokens:
+            return "pages of each KV head without pages"
         return self.limits.refuses(self.num_threads, self.smem_bytes)
 
     def _problem_of_key_rows(self) -> str | None:

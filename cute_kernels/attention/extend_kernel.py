@@ -31,6 +31,7 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -145,7 +146,10 @@ class ExtendKernel:
             else:
                 span = self.worker.span(shape, work)
                 first_valid = self.worker.first_valid(shape, work)
-                state = self.producer.fill(source, work, span, first_valid, memory, warp, lane, state)
+                own = source
+                if const_expr(self.config.features.by_head):
+                    own = replace(source, pages=source.pages.of_head(work.head, shape.batch))
+                state = self.producer.fill(own, work, span, first_valid, memory, warp, lane, state)
                 # Not before: who draws early has two work tiles where others have none.
                 if warp == 0:
                     tile = self.worker.draw(shape, lengths.counter, lane)

@@ -22,6 +22,7 @@ from cute_kernels.arguments import (
 from cute_kernels.attention import extend_checks, few_queries
 from cute_kernels.attention.call import AttentionCall, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
+from cute_kernels.attention.chosen_blocks import as_paged, planned
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.device_values import check_device_values
@@ -31,6 +32,7 @@ from cute_kernels.attention.options import (
     NO_EXTEND_OPTIONS,
     NO_OPTIONS,
     OF_BIAS,
+    OF_BLOCKS,
     OF_BOTH,
     OF_DECODE,
     OF_EXTEND,
@@ -152,7 +154,7 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if shift is None else identity(shift),
         None if tail is None else identity(tail),
         None if slots is None else identity(slots),
-        _scores_key(cast("Any", more[0])) if more else None,
+        *[_key_of("score_options" if isinstance(value, Mapping) else "", value) for value in more],
     )
 
 
@@ -182,6 +184,8 @@ def _checked(
 def _plan_of(call: AttentionCall) -> Plan | None:
     if not (call.batch and call.q.shape[0] and call.has_keys):
         return None
+    if call.blocks is not None:
+        return planned(call, make_plan(as_paged(call)))
     few = few_queries.plan_of(call) if not call.ragged and call.q_len > 1 and call.k.form.is_coded else None
     return make_plan(call) if few is None else few
 
@@ -375,7 +379,7 @@ def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) 
     """The operator of one of the calls; more: tensors that it wants beyond both calls', ``of_it``: options."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
-        f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}) -> (Tensor, Tensor)",
+        f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",
         cpu=_implementation(reference, defaults, bool(more)),
         cuda=_implementation(launch, defaults, bool(more)),
         meta=_on_meta,

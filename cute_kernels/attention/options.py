@@ -24,6 +24,7 @@ OF_EXTEND = (
     "int? max_seq_len=None, bool fp8_products=False"
 )
 OF_SCORES = "str score_names='', Tensor[]? score_tensors=None"
+OF_BLOCKS = "Tensor? block_list=None, Tensor? block_counts=None, int? block_tokens=None"
 OF_NUMBERS = "float? softmax_scale=None, int? num_splits=None"
 
 
@@ -35,7 +36,7 @@ def defaults_of(*schemas: str) -> dict[str, Any]:
 
 NO_OPTIONS = cast("CallOptions", defaults_of(OF_BOTH, OF_BIAS, OF_DECODE))
 """Those of decode attention, complete and in the order that every complete set of options has; ``score_options`` come
-after them, in calls that have some."""
+after them, in calls that have some, or `OF_BLOCKS`."""
 
 NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 """The same of extend attention."""
@@ -55,13 +56,21 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: torch.Tensor | None
 
 
+class BlockOptions(TypedDict, total=False):
+    """Chosen blocks; :func:`cute_kernels.attention.decode_attention` says what each means."""
+
+    block_list: torch.Tensor | None
+    block_counts: torch.Tensor | None
+    block_tokens: int | None
+
+
 class ScoreOptions(AttentionOptions, total=False):
     """What decode attention has of scores; :func:`cute_kernels.attention.decode_attention` says what each means."""
 
     attn_bias: torch.Tensor | None
 
 
-class CallOptions(ScoreOptions, total=False):
+class CallOptions(ScoreOptions, BlockOptions, total=False):
     """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
 
     q_shift: torch.Tensor | None
@@ -126,6 +135,17 @@ def with_score_options(options: CallOptions | None, given: Mapping[str, torch.Te
     """Complete options, and those that are registered; TypeError unless these are a mapping."""
     check_mapping(given)
     return cast(CallOptions, {**(options or NO_OPTIONS), "score_options": given})
+
+
+def with_blocks(
+    options: CallOptions | None,
+    block_list: torch.Tensor | None,
+    block_counts: torch.Tensor | None,
+    block_tokens: int | None,
+) -> CallOptions:
+    """Complete options, and chosen blocks."""
+    blocks = {"block_list": block_list, "block_counts": block_counts, "block_tokens": block_tokens}
+    return cast(CallOptions, {**(options or NO_OPTIONS), **blocks})
 
 
 def keys_seen(window: WindowSize | None) -> int | None:

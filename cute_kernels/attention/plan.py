@@ -266,7 +266,7 @@ def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
     """How many queries a call must have for its cache to be unpacked; None if it never is."""
-    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False or call.blocks:
         return None
     if call.unpack is True or call.fp8_products:
         return 0

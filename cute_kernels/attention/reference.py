@@ -259,6 +259,10 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
         values = fetch(call, call.v, keys_at, compute_dtype).masked_fill(~seen.any(dim=1)[:, :, None, None], 0)
 
         scores = scores_of(call, queries, keys, keys_at).masked_fill(~seen[:, :, None, None, :], -torch.inf)
+        if call.blocks is not None:
+            chosen = call.blocks.seen(keys_at)
+            scores = scores.masked_fill(~chosen[:, None, :, None], -torch.inf)
+            values = values.masked_fill(~chosen.transpose(1, 2)[..., None], 0)
         new_top = torch.maximum(top, scores.amax(dim=-1))
         weights = _exp_difference(scores, new_top.unsqueeze(-1))
         shrink = _exp_difference(top, new_top)

@@ -180,7 +180,10 @@ class Worker:
         q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
         first_row = (slot - (q_start * shape.group.value // self.rows + low)) * self.rows
         rows = (q_end - q_start) * shape.group.value
-        kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, low)
+        row = low
+        if const_expr(self.features.by_head):
+            row = head * shape.batch + low  # one KV head's lengths after the other's
+        kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, row)
         if const_expr(self.ragged):
             kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
             kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start

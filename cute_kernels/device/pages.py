@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Int32, Int64
@@ -33,6 +33,10 @@ class Pages:
         """(the table's entry, place in its page) of a token that the table has an entry for."""
         index, place = self.page_size.divide_int(token)
         return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
+
+    def of_head(self, head, batch) -> Pages:
+        """Those of a KV head, where each has rows of its own: one head's of all requests after the other's."""
+        return replace(self, table=self.table + Int64(head * batch) * self.stride * 4)
 
     def existing(self, entry):
         """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.

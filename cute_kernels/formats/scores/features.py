@@ -30,6 +30,7 @@ class Features:
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
         tail: keys are of a format in blocks, and the newest block's lie beside the cache.
+        by_head: each KV head of a request has a row of pages and a length of its own, those of a head side by side.
     """
 
     queries: bool = False
@@ -46,6 +47,7 @@ class Features:
     paged: bool = False
     head_major: bool = False
     tail: bool = False
+    by_head: bool = False
 
     def __post_init__(self) -> None:
         if self.bias is not None and self.bias not in BIAS_DTYPES:
@@ -81,7 +83,7 @@ class Features:
         names += [f"v{self.v_rotation}"] if self.v_rotation > 1 else []
         names += [f"bias_{self.bias}"] if self.bias else []
         names += self.terms
-        return "_".join(names + [name for name in ("paged", "head_major", "tail") if getattr(self, name)])
+        return "_".join(names + [name for name in ("paged", "head_major", "tail", "by_head") if getattr(self, name)])
 
 
 PLAIN = Features()

@@ -1,0 +1,212 @@
+"""Attention over chosen blocks: what the calls check, and the tables that the kernels find a KV head's tokens by.
+
+The kernels read chosen blocks as if they were all there is: each KV head of a request has a row of pages and a length
+of its own (`Features.by_head`), made here from its list by PyTorch's operations, without a wait. So the blocks of a
+list have to ascend: only the request's last one may hold fewer tokens, and a query's own tokens come last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_kernels.arguments import check_place, check_tensors, shape_of
+from cute_kernels.runtime.operator import Plan
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.call import AttentionCall
+    from cute_kernels.attention.operands import CacheOperand
+
+BLOCK_TOKENS = (64, 128)
+NAMES = ("block_list", "block_counts", "block_tokens")
+REFUSED = ("window_size", "alibi_slopes", "attn_bias", "score_options", "q_shift", "k_tail", "new_k", "tree_mask")
+"""Options that go by positions in the whole request, or by keys beside the cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlocks:
+    """Which blocks of ``tokens`` tokens each KV head of a request reads.
+
+    list: int32 [batch, num_kv_heads, max_blocks], ascending; from ``counts`` on its entries may be anything. counts:
+    int32 [batch, num_kv_heads].
+    """
+
+    list: torch.Tensor
+    counts: torch.Tensor
+    tokens: int
+
+    @property
+    def given(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """As the calls name them (`NAMES`)."""
+        return self.list, self.counts, self.tokens
+
+    def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
+        """bool [batch, num_kv_heads, tokens]: which keys at positions ``keys_at`` [tokens] lie in a chosen block."""
+        known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
+        chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
+        return chosen.any(dim=2)
+
+    def tables(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor | None, pages_of_request: int, page_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(pages int32 [num_kv_heads, batch, entries], tokens int32 [num_kv_heads, batch]), contiguous.
+
+        block_table: None where request b has pages b * pages_of_request and the next ones.
+        """
+        chosen = self.list.transpose(0, 1).long().clamp(min=0)
+        per_block = self.tokens // page_size
+        if per_block > 1:
+            steps = torch.arange(per_block, device=chosen.device)
+            entries = (chosen.unsqueeze(-1) * per_block + steps).flatten(2)
+        else:
+            entries = chosen
+        entries = entries.clamp(max=pages_of_request - 1)
+        if block_table is None:
+            first = torch.arange(entries.shape[1], device=chosen.device) * pages_of_request
+            pages = (entries + first[:, None]).to(torch.int32)
+        else:
+            pages = block_table.expand(len(entries), *block_table.shape).gather(2, entries)
+        counts = self.counts.t().long().clamp(0, chosen.shape[2])
+        last = chosen.gather(2, (counts - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        in_last = (seq_lens - last * self.tokens).clamp(0, self.tokens)
+        tokens = ((counts - 1) * self.tokens + in_last) * (counts > 0)
+        return pages.contiguous(), tokens.to(torch.int32).contiguous()
+
+
+def blocks_of(
+    block_list: torch.Tensor | None,
+    block_counts: torch.Tensor | None,
+    block_tokens: int | None,
+    heads: tuple[int, int],
+    device: torch.device,
+    **others: object,
+) -> ChosenBlocks | None:
+    """The chosen blocks of a call; None for a call over all tokens.
+
+    heads: batch and KV heads. others: options of the call, of which those in `REFUSED` are refused.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    given = dict(zip(NAMES, (block_list, block_counts, block_tokens), strict=True))
+    if all(value is None for value in given.values()):
+        return None
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(f"{name}: got None, want {', '.join(NAMES)} together")
+    assert block_list is not None and block_counts is not None and block_tokens is not None
+    if type(block_tokens) is not int or block_tokens not in BLOCK_TOKENS:
+        raise ValueError(f"block_tokens: got {block_tokens!r}, want {' or '.join(map(str, BLOCK_TOKENS))}")
+    check_tensors(block_list=block_list, block_counts=block_counts)
+    wanted = {"block_list": (block_list, 3, ", max_blocks"), "block_counts": (block_counts, 2, "")}
+    for name, (tensor, dimensions, more) in wanted.items():
+        check_place(name, tensor, device)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32")
+        if tensor.dim() != dimensions or tuple(tensor.shape[:2]) != heads or not tensor.shape[-1]:
+            raise ValueError(
+                f"{name}: got shape {shape_of(tensor)}, want [{heads[0]}, {heads[1]}{more}]: requests and KV heads"
+            )
+    for name in REFUSED:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: got a value beside a block_list, want None: it goes by positions of all tokens")
+    return ChosenBlocks(block_list, block_counts, block_tokens)
+
+
+def check_pages(call: AttentionCall) -> None:
+    """Raises ValueError unless whole pages of the call's caches make a block."""
+    assert call.blocks is not None
+    tokens = call.blocks.tokens
+    if call.block_table is not None:
+        if tokens % call.page_size:
+            raise ValueError(
+                f"block_tokens: got {tokens} over pages of {call.page_size} tokens, want whole pages to make a block"
+            )
+        return
+    if call.head_major:
+        raise ValueError("cache_layout: got 'HND' of contiguous caches beside a block_list, want 'NHD' or pages")
+    for name, operand in (("k_cache", call.k), ("v_cache", call.v)):
+        if call.max_seq_len % tokens or operand.block_stride != call.max_seq_len * operand.token_stride:
+            raise ValueError(
+                f"{name}: got {call.max_seq_len} tokens a request, {operand.block_stride} bytes apart, beside a "
+                f"block_list, want whole blocks of {tokens} without gaps between requests"
+            )
+
+
+def check_values(call: AttentionCall) -> None:
+    """Raises ValueError for a list that cannot be right; looks at it, so it waits for the device."""
+    assert call.blocks is not None
+    blocks, q_lens = call.blocks, _q_lens(call)
+    chosen, counts, lengths = blocks.list.tolist(), blocks.counts.tolist(), call.seq_lens.tolist()
+    for request, (length, q_len) in enumerate(zip(lengths, q_lens, strict=True)):
+        there = -(-length // blocks.tokens)
+        own = range(max(length - q_len, 0) // blocks.tokens, there) if q_len > 1 and call.causal else range(0)
+        for head, (entries, count) in enumerate(zip(chosen[request], counts[request], strict=True)):
+            where = f"request {request}, KV head {head}"
+            if not 0 <= count <= len(entries):
+                raise ValueError(f"block_counts: got {count} for {where}, want 0 to {len(entries)}")
+            row = entries[:count]
+            if any(entry < 0 or entry >= there for entry in row) or any(a >= b for a, b in itertools.pairwise(row)):
+                raise ValueError(f"block_list: got {row} for {where}, want ascending blocks from 0 to {there - 1}")
+            if own and row[-len(own) :] != list(own):
+                raise ValueError(
+                    f"block_list: got {row} for {where}, want it to end with {list(own)}, blocks of the queries' own "
+                    "tokens"
+                )
+
+
+def _q_lens(call: AttentionCall) -> list[int]:
+    if call.cu_seqlens_q is None:
+        return [call.q_len] * call.batch
+    return call.cu_seqlens_q.diff().tolist()
+
+
+def as_paged(call: AttentionCall) -> AttentionCall:
+    """The call over pages that each KV head has of its own, as kernels see it; its table is there for its shape."""
+    assert call.blocks is not None
+    page_size = call.page_size if call.block_table is not None else call.blocks.tokens
+    entries = call.blocks.list.shape[2] * (call.blocks.tokens // page_size)
+    table = call.q.new_empty((call.batch, entries), dtype=torch.int32)
+    k, v = call.k, call.v
+    if call.block_table is None:
+        k, v = (_in_pages(operand, page_size) for operand in (k, v))
+    return replace(
+        call, k=k, v=v, block_table=table, page_size=page_size, num_blocks=k.cache.shape[0],
+        max_seq_len=entries * page_size,
+    )  # fmt: skip
+
+
+def _in_pages(operand: CacheOperand, page_size: int) -> CacheOperand:
+    """Contiguous caches as pages."""
+    return replace(operand, cache=pages_of(operand.cache, page_size), block_stride=page_size * operand.token_stride)
+
+
+def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[batch, max_seq_len, num_kv_heads, row] as [pages, page_size, num_kv_heads, row]."""
+    return cache.unflatten(1, (-1, page_size)).flatten(0, 1)
+
+
+def planned(call: AttentionCall, plan: Plan) -> Plan:
+    """The plan of a call with chosen blocks; ``plan``: of `as_paged`."""
+    assert call.blocks is not None
+    tokens, paged = call.blocks.tokens, call.block_table is not None
+    page_size = call.page_size if paged else tokens
+    pages_of_request = call.max_seq_len // page_size
+
+    def launch(
+        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options,
+        cu_seqlens_q=None,
+    ):  # fmt: skip
+        blocks = ChosenBlocks(options["block_list"], options["block_counts"], tokens)
+        pages, lengths = blocks.tables(seq_lens, options["block_table"], pages_of_request, page_size)
+        if not paged:
+            k_cache, v_cache = pages_of(k_cache, page_size), pages_of(v_cache, page_size)
+        given = {**options, "block_table": pages}
+        return plan.launch(
+            q, k_cache, v_cache, lengths.flatten(), kv_format, softmax_scale, num_splits, return_lse, out, given,
+            cu_seqlens_q,
+        )  # fmt: skip
+
+    return Plan(plan.device_index, launch, plan.products)

@@ -1,0 +1,95 @@
+"""Attention over chosen blocks on a GPU, against fp64: decode and extend, formats, pages and whole caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import decode_attention, extend_attention
+from cute_kernels.attention.reference import decode_attention_reference, extend_attention_reference
+from tests.attention import cases
+from tests.attention.test_chosen_blocks import LENGTHS, Q_LENS, blocks_for
+from tests.extend import cases as extend_cases
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = (
+    "bf16",
+    "int8_token_head",
+    "e4m3_tensor",
+    "e4m3_head",
+    "e4m3_token_head",
+    "int8_channel",
+    "int4_g1",
+    "int4_g4",
+)
+FORMATS += (("int8_token_head", "int4_g4"), ("bf16", "int8_token_head"))
+
+
+def on(device: str, blocks: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in blocks.items()}
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_decode_attention_reads_what_is_chosen(kv_format, page_size, q_len, num_kv_heads):
+    call = cases.make_call(
+        kv_format, LENGTHS, num_kv_heads=num_kv_heads, group=4, head_dim=128, q_len=q_len, page_size=page_size,
+        max_seq_len=768, sinks=True, poison=False, device="cuda",
+    )  # fmt: skip
+    for tokens in (64, 128):
+        blocks = on("cuda", blocks_for(LENGTHS, [q_len] * len(LENGTHS), num_kv_heads, tokens, 768))
+        given = {"kv_format": kv_format, **call.options, **blocks}
+        want, want_lse = decode_attention_reference(*call.tensors, **given, compute_dtype=torch.float64)
+        for num_splits in (None, 1, 3):
+            out, lse = decode_attention(*call.tensors, **given, num_splits=num_splits, return_lse=True)
+            assert (out.double() - want).norm() <= cases.TOLERANCE[out.dtype] * want.norm()
+            torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
+            again = decode_attention(*call.tensors, **given, num_splits=num_splits)
+            assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_extend_attention_reads_what_is_chosen(kv_format, page_size):
+    call = extend_cases.make_call(kv_format, Q_LENS, LENGTHS, page_size=page_size, max_seq_len=768, device="cuda")
+    for tokens in (64, 128):
+        blocks = on("cuda", blocks_for(LENGTHS, Q_LENS, 2, tokens, 768))
+        want, _ = extend_attention_reference(*call.tensors, **call.keywords, **blocks, compute_dtype=torch.float64)
+        for num_splits in (None, 1, 3):
+            out = extend_attention(*call.tensors, **call.keywords, **blocks, num_splits=num_splits)
+            assert (out.double() - want).norm() <= cases.TOLERANCE[out.dtype] * want.norm()
+
+
+def test_a_graph_follows_lists_that_change():
+    call = cases.make_call(
+        "int4_g4", LENGTHS, num_kv_heads=2, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
+        device="cuda",
+    )  # fmt: skip
+    given = [on("cuda", blocks_for(LENGTHS, [1] * len(LENGTHS), 2, 64, 768, seed)) for seed in range(3)]
+    static = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given[0].items()}
+    out = torch.empty_like(call.q)
+    call.run(out=out, **static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run(out=out, **static)
+    for blocks in given:
+        for name in ("block_list", "block_counts"):
+            static[name].copy_(blocks[name])
+        graph.replay()
+        assert torch.equal(out, call.run(**blocks))
+
+
+def test_a_list_of_all_blocks_is_a_call_over_all_tokens():
+    call = cases.make_call(
+        "bf16", LENGTHS, num_kv_heads=8, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
+        device="cuda",
+    )  # fmt: skip
+    every = torch.arange(12, dtype=torch.int32, device="cuda").expand(len(LENGTHS), 8, 12).contiguous()
+    counts = ((call.seq_lens + 63) // 64)[:, None].expand(-1, 8).contiguous()
+    out = call.run(block_list=every, block_counts=counts, block_tokens=64)
+    torch.testing.assert_close(out, call.run(), atol=2e-2, rtol=2e-2)
