@@ -10,7 +10,7 @@ from cute_kernels.runtime.resources import cubins_in, find_tool
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(?: (.*?))? ;")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
-MMAS = ("HGMMA", "IGMMA")  # of warpgroups: of floats and of bytes
+MMAS = ("HGMMA", "IGMMA", "QGMMA")  # of warpgroups: of floats, of bytes and of E4M3
 _WIDTHS = {".64": 2, ".128": 4}
 # What writes no register although one stands first, or only predicates.
 _NO_RESULT = ("ST", *MMAS, "WARPGROUP", "BRA", "SYNCS", "UBLKCP", "BAR", "UTMA", "MEMBAR", "EXIT")

@@ -23,7 +23,7 @@ X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all
 EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
 ROWS_THREADS = 256
-SMALL_GROUP_ACC_M = 96  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
+SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
 """Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.fp8_rows`; x_scales fp32

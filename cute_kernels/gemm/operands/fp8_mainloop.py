@@ -1,8 +1,8 @@
 """MMAs of E4M3 with W, decoded, in registers; x in E4M3 in shared memory; sums at two levels.
 
 The tensor cores add products of E4M3 in some 14 bits. So the sums of a group of inputs, 128 at most, begin at zero, and
-are added in fp32, times the scales of x's row and of the weight's: two instructions for each sum, besides which another
-warpgroup's MMAs run. Scales that hold for all of K meet the fp32 sums at the end.
+are added in fp32, times the weight's scale, and once a k block times that of x's row: an instruction for each, besides
+which another warpgroup's MMAs run. Scales that hold for all of K meet the fp32 sums at the end.
 
 That sums of 128 inputs are promoted to fp32 is known from DeepGEMM; that a codebook of four bits is a byte permutation,
 from FlashInfer's and CUTLASS's mixed products.
@@ -35,12 +35,14 @@ class Group:
     """Products that have a scale in common: of a tile, MMAs ``first`` to ``end`` of its k block.
 
     scales: of the thread's two rows; none where they hold for all of K.
+    is_last: of its tile's groups of the k block.
     """
 
     tile: int
     first: int
     end: int
     scales: Sequence[Any]
+    is_last: bool
 
 
 class Fp8Mainloop:
@@ -80,14 +82,14 @@ class Fp8Mainloop:
         x = self.reader.descriptor(memory, stage)
         ahead = tile_m <= AHEAD_TILE_M
         groups = self.groups(memory, stage, place)
-        started = self.start(self.operands(words, groups[0]), x, groups[0], tile_m)
+        started, before = self.start(self.operands(words, groups[0]), x, groups[0], tile_m), []
         for group, after in pairwise([*groups, None]):
             assert group is not None
             following = self.operands(words, after) if after else []
             if after and ahead:
                 following = self.start(following, x, after, tile_m)
             sums = wgmma.wait_for(started, 1 if after and ahead else 0)
-            self.add(acc, group, sums, x_scales)
+            before = self.add(acc, group, sums, x_scales, before)
             if after:
                 started = following if ahead else self.start(following, x, after, tile_m)
 
@@ -98,7 +100,9 @@ class Fp8Mainloop:
         for tile in tiles:
             scales = self.reader.load_scales(memory, stage, place, tile) if self.config.group_size else []
             scales = [scale * self.decoder.unit if self.decoder.unit != 1 else scale for scale in scales]
-            found += [Group(tile, steps * i, steps * (i + 1), scales[2 * i : 2 * i + 2]) for i in range(count)]
+            for i in range(count):
+                own = scales[2 * i : 2 * i + 2]
+                found.append(Group(tile, steps * i, steps * (i + 1), own, is_last=i == count - 1))
         return found
 
     def operands(self, words, group: Group) -> list[Any]:
@@ -118,15 +122,20 @@ class Fp8Mainloop:
         wgmma.commit()
         return sums
 
-    def add(self, acc, group: Group, sums, x_scales) -> None:
-        """Adds a group's sums, scaled, to the tile's accumulators."""
+    def add(self, acc, group: Group, sums, x_scales, before: Sequence[Any]) -> list[Any]:
+        """Scales a group's sums and adds them to those of the groups ``before``; returns the total, or, of the k
+        block's last group, adds it times the scales of x to the tile's accumulators and returns nothing."""
+        scales, total = group.scales, list(sums)
+        if before:
+            total = [ptx.fma(value, scales[i // 2 % 2], before[i]) for i, value in enumerate(sums)]
+        elif scales:
+            total = [value * scales[i // 2 % 2] for i, value in enumerate(sums)]
+        if not group.is_last:
+            return total
         first = group.tile * (self.config.tile_m // 2)
-        for i, value in enumerate(sums):
-            factor = x_scales[i // 4 * 2 + i % 2]
-            if group.scales:
-                acc[first + i] = ptx.fma(value * factor, group.scales[i // 2 % 2], acc[first + i])
-            else:
-                acc[first + i] = ptx.fma(value, factor, acc[first + i])
+        for i, value in enumerate(total):
+            acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
+        return []
 
     def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
         """Applies scales that hold for all of K."""

@@ -18,7 +18,7 @@ from cute_kernels.gemm.wgmma.stages import with_stages
 
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
 SHAPES = ((128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
-SMALL_GROUP_SHAPES = ((96, 1, 2), (96, 1, 1), (48, 2, 1), (32, 2, 1), (16, 2, 1))
+SMALL_GROUP_SHAPES = ((64, 1, 2), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 # Issue slots of a warp for a tile's k block: of decoding 64 codes a thread, by what codes are, and of all else.
 DECODE_SLOTS = {"e4m3": 16, "e2m1": 72, "w4": 96}
 K_BLOCK_SLOTS = 60
@@ -57,7 +57,7 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
     """Of a scheduler, for a k block of a tile of which ``tile_m`` rows are computed."""
-    adds = max(config.k_block_groups, 1) * tile_m
+    adds = (max(config.k_block_groups, 1) + 1) * tile_m / 2
     return config.block_tiles * (DECODE_SLOTS[config.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
 
 

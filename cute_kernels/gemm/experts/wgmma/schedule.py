@@ -88,7 +88,7 @@ FP8_SHAPES = tuple(
 )
 SMALL_GROUP_FP8_SHAPES = tuple(
     TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
-    for tile_m, n_tiles, parts in ((96, 1, 3), (48, 2, 3), (32, 2, 4), (16, 2, 2))
+    for tile_m, n_tiles, parts in ((64, 1, 4), (32, 2, 4), (16, 2, 2))
 )
 
 
