@@ -74,7 +74,7 @@ def runner(layers: list[Any] | None = None, **given: Any) -> Any:
     from cute_kernels.integrations.sglang.pool import RowsPool
 
     layers = [radix()] if layers is None else layers
-    page = given.get("page_size", PAGE)
+    page, device = given.get("page_size", PAGE), given.get("device", "cpu")
     pool = (MHATokenToKVPool if rows.wanted_formats() is None else RowsPool)(
         size=1024,
         page_size=page,
@@ -82,19 +82,19 @@ def runner(layers: list[Any] | None = None, **given: Any) -> Any:
         head_num=KV_HEADS,
         head_dim=DIM,
         layer_num=len(layers),
-        device="cpu",
+        device=device,
         enable_memory_saver=False,
     )
     fields = {
         "model": torch.nn.ModuleList(layers),
-        "device": "cpu",
+        "device": device,
         "dtype": torch.bfloat16,
         "kv_cache_dtype": torch.float8_e4m3fn,
         "page_size": page,
         "use_mla_backend": False,
         "is_draft_worker": False,
         "spec_algorithm": SpeculativeAlgorithm.NONE,
-        "req_to_token_pool": ReqToTokenPool(8, CONTEXT, "cpu", False),
+        "req_to_token_pool": ReqToTokenPool(8, CONTEXT, device, False),
         "token_to_kv_pool": pool,
     }
     return SimpleNamespace(**(fields | given))
@@ -125,7 +125,7 @@ class Engine:
                 table[request, position] = (1 + self.free.pop()) * page
             slots.append(int(table[request, position // page * page]) + position % page)
             table[request, position] = slots[-1]
-        return torch.tensor(slots)
+        return torch.tensor(slots, device=self.runner.device)
 
     def share(self, request: int, other: int, tokens: int) -> None:
         """A prefix hit: whole pages of another request begin this one."""
@@ -142,7 +142,8 @@ class Engine:
         slots = torch.cat([self.room(request, count) for request, count in new.items()])
         lengths = [old + count for old, count in zip(before, new.values(), strict=True)]
         tokens = sum(new.values())
-        fused = torch.randn(max(tokens, pad_to), (HEADS + 2 * KV_HEADS) * DIM, dtype=self.runner.dtype)
+        device = self.runner.device
+        fused = torch.randn(max(tokens, pad_to), (HEADS + 2 * KV_HEADS) * DIM).to(device, self.runner.dtype)
         k, v = fused[:tokens, HEADS * DIM :].view(tokens, 2, KV_HEADS, DIM).unbind(1)
         for (request, count), at in zip(new.items(), torch.tensor(list(new.values())).cumsum(0).tolist(), strict=True):
             fresh = k[at - count : at], v[at - count : at]
@@ -152,13 +153,13 @@ class Engine:
         batch = ForwardBatch(
             forward_mode=ForwardMode[mode],
             batch_size=len(new) + pad,
-            input_ids=torch.zeros(tokens + pad, dtype=torch.int64),
-            req_pool_indices=torch.tensor([*new, *[0] * pad]),
-            seq_lens=torch.tensor([*lengths, *[1] * pad]),
-            out_cache_loc=torch.cat((slots, torch.zeros(pad, dtype=torch.int64))),
+            input_ids=torch.zeros(tokens + pad, dtype=torch.int64, device=device),
+            req_pool_indices=torch.tensor([*new, *[0] * pad], device=device),
+            seq_lens=torch.tensor([*lengths, *[1] * pad], device=device),
+            out_cache_loc=torch.cat((slots, slots.new_zeros(pad))),
             seq_lens_sum=sum(lengths),
             seq_lens_cpu=torch.tensor([*lengths, *[1] * pad]),
-            extend_seq_lens=torch.tensor(list(new.values()), dtype=torch.int32),
+            extend_seq_lens=torch.tensor(list(new.values()), dtype=torch.int32, device=device),
         )
         return batch, fused
 
@@ -173,8 +174,8 @@ class Engine:
         found, at = [], 0
         window = None if self.layer.sliding_window_size < 0 else self.layer.sliding_window_size + 1
         for request, count in new.items():
-            q = fused[at : at + count, : HEADS * DIM].view(count, HEADS, DIM)
-            k, v = self.stored(request)
+            q = fused[at : at + count, : HEADS * DIM].reshape(count, HEADS, DIM).cpu()
+            k, v = (x.cpu() for x in self.stored(request))
             cap = self.layer.logit_cap or None
             found.append(causal_attention(q, k, v, self.layer.scaling, window, cap, sinks).flatten(1))
             at += count
@@ -214,7 +215,7 @@ def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.double() - expected).abs().max() <= expected.abs().max() * 2**-7
+    assert (found.cpu().double() - expected).abs().max() <= expected.abs().max() * 2**-7
 
 
 def engine(layer: Any | None = None, **given: Any) -> Engine:
