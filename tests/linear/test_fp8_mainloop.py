@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import quantize_activations
 from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.operands.fp8_config import EXACT_CODES, X_GROUP, Fp8Wgmma
@@ -24,9 +25,10 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.results import RowExchange, TmaStore
 from layouts import banks
-from simulator import stand_in
+from simulator import Altered, stand_in
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
+from tests.linear.test_wgmma_limb_stages import STAGES, Stages
 from tests.linear.test_wgmma_products import CODES, DTYPES, SCALES, STAGE, STAGING, X
 from tests.linear.warpgroup import WarpgroupWarp, e4m3_numbers, put_tma_tile
 
@@ -217,6 +219,55 @@ def test_each_code_of_four_bits_is_an_e4m3_number(name: str, run_on):
 def unit_scales(name: str) -> torch.Tensor:
     """A stored scale of 1."""
     return torch.full((1, 1), 127, dtype=torch.uint8) if name == "mxfp4" else torch.ones(1, 1, dtype=torch.bfloat16)
+
+
+class WholeK(Stages):
+    """Stages of FP8 products: see `Stages`."""
+
+    def __init__(self, shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, begin: int):
+        super().__init__(shared, config, weight, x, begin)
+        codes, scales = quantize_activations(x, X_GROUP)
+        self.found, self.scales = codes.view(torch.uint8).numpy(), scales.T.contiguous().numpy()
+
+    def fill(self, stage: int, k_block: int) -> None:
+        config, weight = self.config, self.weight
+        (x, _), (codes, _), (scales, _), (x_scales, _) = self.places(stage)
+        groups = config.k_block_groups
+        for part, start in (
+            (weight.codes[:, k_block * config.k_block_tiles : (k_block + 1) * config.k_block_tiles], codes),
+            (weight.scales[:, k_block * groups : (k_block + 1) * groups], scales),
+        ):
+            run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
+            self.shared[start : start + run.size] = run
+        rows = self.found[:, k_block * X_GROUP : (k_block + 1) * X_GROUP][:, ORDER]
+        put_tma_tile(self.shared, x, np.ascontiguousarray(rows).view(np.uint16))
+        self.shared[x_scales : x_scales + 4 * len(rows)] = self.scales[k_block].copy().view(np.uint8)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "w4g128"])
+@pytest.mark.parametrize("begin", [0, 3])
+def test_every_k_block_is_multiplied_once_and_its_stage_released(name: str, begin: int, run_on):
+    """Over more k blocks than there are stages, within 1e-6 of fp64."""
+    config = replace(CONFIGS[0], format=weight_format(name), num_stages=STAGES)
+    weight = random_weight(config.format, DTYPES["bf16"], config.block_rows, 7 * X_GROUP)
+    x = torch.randn(config.tile_m, 7 * X_GROUP, generator=torch.Generator().manual_seed(5)).bfloat16()
+    state = WholeK(np.zeros(1 << 18, np.uint8), config, weight, x, begin)
+    run_on(Altered(WarpgroupWarp(state.shared, np.zeros(0, np.uint8)), arch={"mbarrier_wait": state.wait}))
+    subject: Any = kernel.WgmmaKernel(config).consumers
+    subject.stages.release = state.release
+    pipeline = Pipeline(stand_in(0), stand_in(STAGES), STAGES)
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, pipeline=pipeline)
+    place = subject.lane(SimpleNamespace(m=config.tile_m), 6, machine.LANES)
+    acc, work_tile = machine.Registers(config.thread_acc, machine.Float32), SimpleNamespace(begin=begin, end=7)
+    begins = pipeline.consumer_state(), pipeline.consumer_state()
+    subject.mainloop.multiply(acc, memory, work_tile, place, [], begins, True, config.tile_m)
+    assert state.filled == state.given_back == 7 - begin
+    numbers = e4m3_numbers(state.found) * state.scales.T.repeat(X_GROUP, axis=1)
+    want = numbers[:, begin * X_GROUP :] @ weight.dequantize(torch.float64).numpy()[:, begin * X_GROUP :].T
+    for i in range(config.thread_acc):
+        rows = 64 + 32 + machine.LANES // 4 + 8 * (i // 2 % 2)  # of the second warpgroup's third warp
+        columns = i // 4 * 8 + machine.LANES % 4 * 2 + i % 2
+        np.testing.assert_allclose(np.asarray(acc[i]), want[columns, rows], rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def test_only_what_e4m3_can_say_is_taken():
