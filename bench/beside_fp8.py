@@ -28,6 +28,7 @@ from bench.model_accuracy import (
     BOTH,
     CALIBRATED,
     KIVI,
+    MOMENTS_SHARE,
     PLAIN,
     SCALED,
     Prepared,
@@ -293,7 +294,12 @@ def measure(recorder: Recorder, plan: Plan, model: Any, tokenizer: Any, text: sm
     """Measures every way on every text and records it, text by text."""
     ways = prepared_ways(model, text.calibration, plan.ways, say)
     head_dim = model.config.hidden_size // model.config.num_attention_heads
-    about = {"name": smollm2.NAME, "head_dim": head_dim, "calibration_windows": plan.calibration, "window": plan.window}
+    about = {
+        "name": smollm2.NAME,
+        "head_dim": head_dim,
+        "calibration_windows": len(text.calibration[::MOMENTS_SHARE]),
+        "window": plan.window,
+    }
     sizes = {"continuation": plan.tokens, "needles_each": plan.needles, "page": plan.page, "answer": plan.answer}
     measured = dict.fromkeys([*map(str, plan.texts), "turn"], 0)  # texts of each kind, so far
     recorder.set("model", about | sizes | {"texts": measured})
