@@ -3,7 +3,12 @@
 python examples/context_parallel.py
 """
 
+from __future__ import annotations
+
+import argparse
+import sys
 import tempfile
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,6 +50,13 @@ def attend(rank: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(attend, (f"{folder}/rendezvous",), nprocs=RANKS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
