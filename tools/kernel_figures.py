@@ -5,6 +5,9 @@ The pictures are data. Every box and barrier names the code that it shows; tests
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.kernel_drawing import Arrow, Barrier, Box, Figure, Lane, draw
@@ -497,10 +500,13 @@ def path_of(figure: Figure) -> Path:
     return FOLDER / f"kernel_{figure.name}.svg"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     for figure in FIGURES:
         path_of(figure).write_text(draw(figure))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
