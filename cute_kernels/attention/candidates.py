@@ -99,10 +99,10 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
         return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
-    ways = [(heads, _row_copy(problem, names, heads, most)) for heads in (most, *fewer)]
+    copied = [(heads, _row_copy(problem, names, heads, most)) for heads in (most, *fewer)]
     return [
         (heads, copy)
-        for heads, copy in ways
+        for heads, copy in copied
         if heads == most or copy == "map" or not (one_block or any(heads * size % BULK_BYTES for size in sizes))
     ]
 

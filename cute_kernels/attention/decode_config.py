@@ -87,14 +87,6 @@ class DecodeConfig:
         return self.k.copy, self.v.copy
 
     @property
-    def k_copy(self) -> str:
-        return self.k.copy
-
-    @property
-    def v_copy(self) -> str:
-        return self.v.copy
-
-    @property
     def head_dim(self) -> int:
         """Of q and K."""
         return self.k.head_dim

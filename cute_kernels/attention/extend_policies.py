@@ -36,16 +36,16 @@ REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
 UNPACK_WARPS = 8  # of a CTA, which share a tile
 UNPACK_CTAS_PER_SM = 4
-KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
+KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see :mod:`.mainloops.key_rows`
 SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
 PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
 PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles behind a header of 4 bytes, in pieces of 16 that they may touch
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 FLAG_BYTES = 16  # of a word for each warpgroup, there
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
-KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
+KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of :mod:`.mainloops.key_rows.codes`
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
-KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
+KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it has
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 

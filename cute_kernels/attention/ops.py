@@ -229,7 +229,7 @@ def reference(
     return (result.to(q.dtype) if out is None else written(out, result, cu_seqlens_q)), lse
 
 
-# -- other ways in ----------------------------------------------------------------------------------------------------
+# -- for experiments ---------------------------------------------------------------------------------------------------
 
 
 def schedule_for(

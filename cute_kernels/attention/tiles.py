@@ -72,8 +72,8 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 @lru_cache(maxsize=4096)
 def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
     """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
-    keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
-    values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
+    keys = _tile(config, "k", config.k_format, config.head_dim, config.copies[0])
+    values = _tile(config, "v", config.v_format, config.v_head_dim, config.copies[1])
     return plan_tiles(keys, values)
 
 
@@ -86,7 +86,7 @@ def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
 
 def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
     """Whether a tensor map brings raw rows."""
-    return (config.k_copy if tile.operand == "k" else config.v_copy) == "map"
+    return config.copies[0 if tile.operand == "k" else 1] == "map"
 
 
 def copies_per_tile(config: DecodeConfig) -> int:

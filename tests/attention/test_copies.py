@@ -100,7 +100,7 @@ def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
     assert sum(len(operands) for _, operands in bulk) == config.copies.count("bulk")
     for tokens, operands in bulk:
         assert all(operand.tile.copy_tokens == tokens for operand in operands)
-    if config.k_format == config.v_format and config.k_copy == "bulk":
+    if config.k_format == config.v_format and config.copies[0] == "bulk":
         assert len(bulk) == 1
 
 

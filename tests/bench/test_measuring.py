@@ -220,7 +220,10 @@ def rungs_of(bench):
 def test_the_ladder_switches_each_switchable_step_off(bench):
     def us_of(config, launch):
         return (
-            100.0 + 50.0 * (config.num_stages == 2) + 25.0 * (config.k_copy == "word") + 5.0 * (not config.early_tiles)
+            100.0
+            + 50.0 * (config.num_stages == 2)
+            + 25.0 * (config.copies[0] == "word")
+            + 5.0 * (not config.early_tiles)
         )
 
     bench.entry = fake_kernels(32, us_of)
@@ -244,7 +247,7 @@ def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench):
     right = fake_kernels(32, lambda config, launch: 100.0)
 
     def bind_config(config, inputs, **launch):
-        if config.k_copy == "word":
+        if config.copies[0] == "word":
             return timed(exact(inputs) * 1.1, 1.0)
         if launch["num_splits"] == 1:
             raise RuntimeError("no such launch")
