@@ -215,7 +215,7 @@ def flash_mla_sparse_fwd(
     queries, kv_format = q.unsqueeze(1).contiguous(), _format_of(q, is_fp8=False)
     try:
         out, lse, top = ops.sparse(
-            queries, cache, chosen.contiguous(), kv_format, sm_scale, extras, None, with_max=True
+            ops.SparseCall(queries, cache, chosen.contiguous(), kv_format, sm_scale, extras, with_max=True)
         )
     except (TypeError, ValueError) as error:
         raise renamed(error, PREFILL_NAMES) from error
@@ -238,20 +238,13 @@ def _dense(
     h_q, h_k = q.shape[2], k_cache.shape[2]
     if h_k == 0 or h_q % h_k:
         raise ValueError(f"q: got {h_q} heads, want a multiple of the {h_k} heads of k_cache")
-    group = h_q // h_k
-    parts = [
-        ops.dense(
-            q[:, :, head * group : (head + 1) * group].contiguous(),
-            k_cache[:, :, head],
-            block_table,
-            cache_seqlens,
-            kv_format,
-            softmax_scale,
-            causal,
-            None,
+    calls = (
+        ops.DenseCall(
+            heads.contiguous(), k_cache[:, :, i], block_table, cache_seqlens, kv_format, softmax_scale, causal
         )
-        for head in range(h_k)
-    ]
+        for i, heads in enumerate(q.split(h_q // h_k, dim=2))
+    )
+    parts = [ops.dense(call) for call in calls]
     if h_k == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
@@ -271,21 +264,15 @@ def _sparse(
     for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
         if cache is not None and (cache.dim() != 4 or cache.shape[2] != 1):
             raise ValueError(f"{name}: got shape {shape_of(cache)}, want [num_blocks, page_block_size, 1, row]")
-    out, lse, _ = ops.sparse(
-        q.contiguous(),
-        k_cache.squeeze(2),
-        indices.contiguous(),
-        kv_format,
-        softmax_scale,
-        SparseExtras(
-            topk_length,
-            attn_sink,
-            None if extra_k_cache is None else extra_k_cache.squeeze(2),
-            None if extra_indices is None else extra_indices.contiguous(),
-            extra_topk_length,
-        ),
-        None,
+    own = SparseExtras(
+        topk_length,
+        attn_sink,
+        None if extra_k_cache is None else extra_k_cache.squeeze(2),
+        None if extra_indices is None else extra_indices.contiguous(),
+        extra_topk_length,
     )
+    queries, cache = q.contiguous(), k_cache.squeeze(2)
+    out, lse, _ = ops.sparse(ops.SparseCall(queries, cache, indices.contiguous(), kv_format, softmax_scale, own))
     return out, lse
 
 

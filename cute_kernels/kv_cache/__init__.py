@@ -186,7 +186,8 @@ def quantize_kv(
 
     CPU tensors are served by the formats themselves.
     """
-    return bulk_ops.quantize(x, kv_format, scale, out, transform, operand)
+    half = None if transform is None and operand is None else bulk_ops.half_of(transform, operand)
+    return bulk_ops.quantize(bulk_ops.Quantize(x, kv_format, scale, out, half))
 
 
 def dequantize_kv(
@@ -213,4 +214,4 @@ def dequantize_kv(
 
     Raises: as :func:`quantize_kv`.
     """
-    return bulk_ops.dequantize(rows, kv_format, head_dim, dtype, scale, out)
+    return bulk_ops.dequantize(bulk_ops.Dequantize(rows, kv_format, head_dim, dtype, scale, out))

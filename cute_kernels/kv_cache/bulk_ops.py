@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from cute_kernels.arguments import check_apart, check_tensors, is_one_of, shape_of
@@ -21,32 +23,42 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
-def quantize(
-    x: torch.Tensor,
-    kv_format: str,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-    transform: CacheTransform | None = None,
-    operand: str | None = None,
-) -> torch.Tensor:
+class Quantize(NamedTuple):
+    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`; half: what of a transform is for x, see `half_of`."""
+
+    x: torch.Tensor
+    kv_format: str
+    scale: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    half: CacheTransform | None = None
+
+    def numbers(self) -> torch.Tensor:
+        """What the format quantises."""
+        if self.half is None:
+            return self.x
+        check_half(self.half, self.x)
+        return self.half.keys(self.x.float())  # rounded once, by the format
+
+
+class Dequantize(NamedTuple):
+    """The arguments of :func:`cute_kernels.kv_cache.dequantize_kv`."""
+
+    rows: torch.Tensor
+    kv_format: str
+    head_dim: int
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+def quantize(call: Quantize) -> torch.Tensor:
     """See `cute_kernels.kv_cache.quantize_kv`."""
-    half = None if transform is None and operand is None else half_of(transform, operand)
-    path = route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)
-    return path(x, kv_format, scale, out, half)
+    return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=call.x)(call)
 
 
-def _quantize_through_operator(
-    x: torch.Tensor,
-    kv_format: str,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-    half: CacheTransform | None,
-) -> torch.Tensor:
-    if half is not None:
-        check_half(half, x)
-        x = half.keys(x.float())  # rounded once, by the format
-    result = _quantize_operator(x, kv_format, scale)
-    return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
+def _quantize_through_operator(call: Quantize) -> torch.Tensor:
+    result = _quantize_operator(call.numbers(), call.kv_format, call.scale)
+    return _copied(call.out, result, result.dtype, call.x.device)
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
@@ -86,29 +98,15 @@ def check_half(half: CacheTransform, x: torch.Tensor) -> None:
         )
 
 
-def dequantize(
-    rows: torch.Tensor,
-    kv_format: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+def dequantize(call: Dequantize) -> torch.Tensor:
     """See `cute_kernels.kv_cache.dequantize_kv`."""
-    path = route(cuda=_launch_dequantize, cpu=_dequantize_here, operator=_dequantize_through_operator, rows=rows)
-    return path(rows, kv_format, head_dim, dtype, scale, out)
+    path = route(cuda=_launch_dequantize, cpu=_dequantize_here, operator=_dequantize_through_operator, rows=call.rows)
+    return path(call)
 
 
-def _dequantize_through_operator(
-    rows: torch.Tensor,
-    kv_format: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    result = _dequantize_operator(rows, kv_format, head_dim, dtype, scale)
-    return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
+def _dequantize_through_operator(call: Dequantize) -> torch.Tensor:
+    result = _dequantize_operator(*call[:-1])
+    return _copied(call.out, result, call.dtype, call.rows.device)
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
@@ -121,15 +119,12 @@ def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) 
     if x.shape[-1] not in HEAD_DIMS:
         raise ValueError(f"x: got head_dim {x.shape[-1]}, want one of {', '.join(map(str, HEAD_DIMS))}")
     _check_memory("x", x, x.device)
-    check_given_scale("scale", scale, form, x.shape[-2], x.shape[-1])
-    if scale is not None:
-        _check_memory("scale", scale, x.device)
+    _check_scale(form, scale, x, x.shape[-1])
     return form
 
 
-def _check_rows(
-    rows: torch.Tensor, kv_format: str, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None
-) -> KvFormat:
+def _check_rows(call: Dequantize) -> KvFormat:
+    rows, kv_format, head_dim, dtype, scale, _ = call
     form = format_of(kv_format)
     check_tensors(rows=rows)
     if not is_one_of(head_dim, HEAD_DIMS):
@@ -146,10 +141,14 @@ def _check_rows(
             f"rows: got shape {shape_of(rows)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim {head_dim}"
         )
     _check_memory("rows", rows, rows.device)
-    check_given_scale("scale", scale, form, rows.shape[-2], head_dim)
-    if scale is not None:
-        _check_memory("scale", scale, rows.device)
+    _check_scale(form, scale, rows, head_dim)
     return form
+
+
+def _check_scale(form: KvFormat, scale: torch.Tensor | None, beside: torch.Tensor, head_dim: int) -> None:
+    check_given_scale("scale", scale, form, beside.shape[-2], head_dim)
+    if scale is not None:
+        _check_memory("scale", scale, beside.device)
 
 
 def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -206,19 +205,14 @@ def _checked_out(
     return out
 
 
-def _quantize_here(
-    x: torch.Tensor,
-    kv_format: str,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-    half: CacheTransform | None = None,
-) -> torch.Tensor:
+def _copied(out: torch.Tensor | None, result: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return result if out is None else _checked_out(out, result.shape, (dtype,), device).copy_(result)
+
+
+def _quantize_here(call: Quantize) -> torch.Tensor:
+    x, kv_format, scale, out, _ = call
     form = _check_numbers(x, kv_format, scale)
-    numbers = x
-    if half is not None:
-        check_half(half, x)
-        numbers = half.keys(x.float())  # rounded once, by the format
-    rows = form.quantize(numbers, shaped_scale(form, scale))
+    rows = form.quantize(call.numbers(), shaped_scale(form, scale))
     if out is None:
         return x.clone() if rows is x else rows  # an operator's result is its own
     _checked_out(out, rows.shape, form.cache_dtypes, x.device, x=x, scale=scale)
@@ -228,31 +222,20 @@ def _quantize_here(
     return out.copy_(rows)
 
 
-def _dequantize_here(
-    rows: torch.Tensor,
-    kv_format: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    form = _check_rows(rows, kv_format, head_dim, dtype, scale)
+def _dequantize_here(call: Dequantize) -> torch.Tensor:
+    rows, _, head_dim, dtype, scale, out = call
+    form = _check_rows(call)
     x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
     if out is None:
         return x.clone() if x is rows else x
     return _checked_out(out, x.shape, (dtype,), rows.device, rows=rows, scale=scale).copy_(x)
 
 
-def _launch_quantize(
-    x: torch.Tensor,
-    kv_format: str,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-    half: CacheTransform | None = None,
-) -> torch.Tensor:
+def _launch_quantize(call: Quantize) -> torch.Tensor:
+    x, kv_format, scale, out, half = call
     form = _check_numbers(x, kv_format, scale)
     if form.in_blocks:  # by the format itself: the kernels take rows one by one
-        return _quantize_here(x, kv_format, scale, out, half)
+        return _quantize_here(call)
     if half is not None:
         check_half(half, x)
         if (wanted := other_rotation(half.k_rotation, x.shape[-1])) is not None:
@@ -266,16 +249,10 @@ def _launch_quantize(
     return rows
 
 
-def _launch_dequantize(
-    rows: torch.Tensor,
-    kv_format: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if _check_rows(rows, kv_format, head_dim, dtype, scale).in_blocks:
-        return _dequantize_here(rows, kv_format, head_dim, dtype, scale, out)
+def _launch_dequantize(call: Dequantize) -> torch.Tensor:
+    rows, kv_format, head_dim, dtype, scale, out = call
+    if _check_rows(call).in_blocks:
+        return _dequantize_here(call)
     shape = (*rows.shape[:-1], head_dim)
     if out is None:
         x = torch.empty(shape, dtype=dtype, device=rows.device)
@@ -341,13 +318,13 @@ def _dequantize_on_meta(rows, kv_format, head_dim, dtype, scale):
 
 _quantize_operator = Operator(
     "quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor",
-    cpu=_quantize_here,
-    cuda=_launch_quantize,
+    cpu=lambda *given: _quantize_here(Quantize(*given)),
+    cuda=lambda *given: _launch_quantize(Quantize(*given)),
     meta=_quantize_on_meta,
 )
 _dequantize_operator = Operator(
     "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
-    cpu=_dequantize_here,
-    cuda=_launch_dequantize,
+    cpu=lambda *given: _dequantize_here(Dequantize(*given)),
+    cuda=lambda *given: _launch_dequantize(Dequantize(*given)),
     meta=_dequantize_on_meta,
 )

@@ -44,7 +44,7 @@ class AppendSpec(_RowSpec):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return self.config.k_format, self.config.v_format
+        return self.config.k.format, self.config.v.format
 
     def compile(self, arch: str) -> Any:
         return compile_append(self.config, arch)
@@ -148,14 +148,14 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
         return make_fake_compact_tensor(cutlass.Int32, shape, stride_order=order, assumed_align=4, memspace=memory)
 
     num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
-    k_dim, v_dim = config.head_dim_k, config.head_dim_v
+    k_dim, v_dim = config.k.head_dim, config.v.head_dim
     return {
         "q": rows(q_heads, kernel.k_elements, k_dim),
         "k": rows(kv_heads, kernel.k_elements, k_dim),
         "v": rows(kv_heads, kernel.v_elements, v_dim),
         "q_out": rows(q_heads, kernel.k_elements, k_dim),
-        "k_cache": cache(config.k_format, k_dim),
-        "v_cache": cache(config.v_format, v_dim),
+        "k_cache": cache(config.k.format, k_dim),
+        "v_cache": cache(config.v.format, v_dim),
         "seq_lens": integers(cute.sym_int()),
         "block_table": integers(cute.sym_int(), cute.sym_int()),
     }

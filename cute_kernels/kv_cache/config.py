@@ -177,13 +177,15 @@ class RowTeams:
 
     def problem(self) -> str | None:
         """Why there are no such teams, or None."""
-        if not 1 <= self.num_warps <= 32:
-            return f"num_warps {self.num_warps} is not from 1 to 32"
-        if not 1 <= self.rows_in_flight <= 8:
-            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
-        if not 1 <= self.q_rows_in_flight <= 16:
-            return f"q_rows_in_flight {self.q_rows_in_flight} is not from 1 to 16"
-        return None
+        return _out_of_range(self, num_warps=32, rows_in_flight=8, q_rows_in_flight=16)
+
+
+def _out_of_range(counted: object, **most: int) -> str | None:
+    """Which of an object's counts is less than 1 or above the most that it may be, or None."""
+    for name, limit in most.items():
+        if not 1 <= getattr(counted, name) <= limit:
+            return f"{name} {getattr(counted, name)} is not from 1 to {limit}"
+    return None
 
 
 AS_THEY_COME, TWO_WARPS = RowPrologue(), RowTeams()
@@ -245,72 +247,20 @@ class AppendConfig:
         return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
 
     @property
-    def k_format(self) -> str:
-        return self.k.format
-
-    @property
-    def v_format(self) -> str:
-        return self.v.format
-
-    @property
-    def head_dim_k(self) -> int:
-        return self.k.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.v.head_dim
-
-    @property
-    def rope(self) -> str:
-        return self.prologue.rope
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.prologue.rotary_dim
-
-    @property
-    def has_bias(self) -> bool:
-        return self.prologue.has_bias
-
-    @property
-    def has_norm(self) -> bool:
-        return self.prologue.has_norm
-
-    @property
-    def num_warps(self) -> int:
-        return self.teams.num_warps
-
-    @property
-    def rows_in_flight(self) -> int:
-        return self.teams.rows_in_flight
-
-    @property
-    def q_rows_in_flight(self) -> int:
-        return self.teams.q_rows_in_flight
-
-    @property
-    def q_rows_per_kv_row(self) -> int:
-        return self.teams.q_rows_per_kv_row
-
-    @property
-    def lane_columns(self) -> int:
-        return self.teams.lane_columns
-
-    @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         return self.k.form, self.v.form
 
     @property
     def lanes(self) -> int:
         """Lanes of a team: those that share a row."""
-        columns = self.lane_columns if self.runs > 1 else LANE_ELEMENTS
-        return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=columns)
+        columns = self.teams.lane_columns if self.runs > 1 else LANE_ELEMENTS
+        return team_lanes(self.k.head_dim, self.v.head_dim, lane_columns=columns)
 
     @property
     def runs(self) -> int:
         """Runs of columns that a lane owns of a row: 2 where one from each half makes whole pairs for RoPE."""
-        whole = self.rotary_dim == self.head_dim_k == self.head_dim_v
-        return 2 if self.teams.split and self.rope == "half" and whole and self.head_dim_k in (64, 128, 256) else 1
+        whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
+        return 2 if self.teams.split and self.prologue.rope == "half" and whole else 1
 
     @property
     def tokens_per_warp(self) -> int:
@@ -318,25 +268,25 @@ class AppendConfig:
 
     @property
     def tokens_per_cta(self) -> int:
-        return self.num_warps * self.tokens_per_warp
+        return self.teams.num_warps * self.tokens_per_warp
 
     @property
     def num_threads(self) -> int:
-        return self.num_warps * WARP_THREADS
+        return self.teams.num_warps * WARP_THREADS
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is reckoned to hold at a time."""
-        counts = DECODE_CTAS_PER_SM if self.decode and self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
+        counts = DECODE_CTAS_PER_SM if self.decode and self.teams.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
-            extras = self.decode and (self.has_bias or self.has_norm)  # whose words wait in registers
+            extras = self.decode and (self.prologue.has_bias or self.prologue.has_norm)  # whose words wait in registers
             return counts[0] if not extras else min(counts[0], EXTRAS_CTAS_PER_SM)
         return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
 
     @property
     def least_ctas(self) -> int:
         """CTAs that the registers of an SM must have room for; transforms take more, up to what is reckoned with."""
-        return RESIDENT_WARPS // self.num_warps if self.transform is None else self.ctas_per_sm
+        return RESIDENT_WARPS // self.teams.num_warps if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
@@ -350,27 +300,28 @@ class AppendConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
-        dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
+        k, v = self.k, self.v
+        formats = k.format if k.format == v.format else f"{k.format}_{v.format}"
+        dims = f"d{k.head_dim}" if k.head_dim == v.head_dim else f"d{k.head_dim}x{v.head_dim}"
         kind = "_decode" * self.decode + "_leads" * self.leads
         kind += f"_{self.transform.name}" if self.transform is not None else ""
         return f"append_{formats}_{self.dtype}_{dims}_{self.prologue.name}_{self.teams.name}{kind}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        for name in ("head_dim_k", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                return f"{name} {getattr(self, name)} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        for name, head_dim in (("head_dim_k", self.k.head_dim), ("head_dim_v", self.v.head_dim)):
+            if head_dim not in HEAD_DIMS:
+                return f"{name} {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
         if self.transform is not None:
-            for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
+            for name, head_dim in (("k_rotation", self.k.head_dim), ("v_rotation", self.v.head_dim)):
                 width = getattr(self.transform, name)
                 if (wanted := other_rotation(width, head_dim)) is not None:
                     return f"{name} {width} is not {wanted}"
             if self.transform.shift and not self.transform.center:
                 return "a shift is what a center takes off"
-        return self.prologue.problem(self.head_dim_k) or self.teams.problem()
+        return self.prologue.problem(self.k.head_dim) or self.teams.problem()
 
 
 @dataclass(frozen=True)
@@ -437,11 +388,7 @@ class BulkConfig:
             width = self.transform.k_rotation
             if (wanted := other_rotation(width, self.head_dim)) is not None:
                 return f"k_rotation {width} is not {wanted}"
-        if not 1 <= self.num_warps <= 32:
-            return f"num_warps {self.num_warps} is not from 1 to 32"
-        if not 1 <= self.rows_in_flight <= 8:
-            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
-        return None
+        return _out_of_range(self, num_warps=32, rows_in_flight=8)
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for

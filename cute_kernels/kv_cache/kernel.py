@@ -52,19 +52,21 @@ class AppendKernel:
 
     def __init__(self, config: AppendConfig):
         self.config = config
-        self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes, config.runs)
-        self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
-        self.k_row = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
-        self.v_row = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
-        self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
+        self.k_elements = Elements(config.dtype, config.k.head_dim, config.lanes, config.runs)
+        self.v_elements = Elements(config.dtype, config.v.head_dim, config.lanes, config.runs)
+        self.k_row = make_row(config.k.format, config.k.head_dim, config.lanes, config.runs)
+        self.v_row = make_row(config.v.format, config.v.head_dim, config.lanes, config.runs)
+        self.rotator = Rotator(
+            config.prologue.rope, config.prologue.rotary_dim, config.k.head_dim, config.lanes, config.runs
+        )
         self.transformer = RowTransformer(
             config.transform,
-            (config.head_dim_k, config.head_dim_v),
+            (config.k.head_dim, config.v.head_dim),
             config.lanes,
             config.runs,
         )
         self.row_extras = RowExtras(config, self.k_elements, self.v_elements, one_code=True)
-        self.pages = PageFetch(config.lanes, config.num_warps)
+        self.pages = PageFetch(config.lanes, config.teams.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
         self.row_words = self.row_extras.row_words
@@ -91,7 +93,7 @@ class AppendKernel:
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(
-            blocks, num_q_heads, num_kv_heads, wave, config.q_rows_per_kv_row, cutlass.select_
+            blocks, num_q_heads, num_kv_heads, wave, config.teams.q_rows_per_kv_row, cutlass.select_
         )
         kv_chunks = cute.ceil_div(num_kv_heads, kv_rows)
         chunks = cute.ceil_div(num_q_heads, q_rows) + 2 * kv_chunks
@@ -131,7 +133,7 @@ class AppendKernel:
         block = cutlass.select_(shares.by_kind, block_x, block_z * MAX_GRID_Y + block_y)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
+        warp_token = (block * config.teams.num_warps + warp) * config.tokens_per_warp
         page_slot = None
         if const_expr(config.decode):
             page_slot = self.pages.allocate(warp, lane)
@@ -161,7 +163,7 @@ class AppendKernel:
             self.row_extras.ask(asked, extras, heads, is_q, is_v, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
-            scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
+            scales = cute.make_rmem_tensor(config.teams.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
@@ -179,7 +181,7 @@ class AppendKernel:
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
-                if const_expr(config.rope != "none"):
+                if const_expr(config.prologue.rope != "none"):
                     self.rotator.make_angles(cos, sin, steps, position, rope_factor, team_lane)
                 if is_q:
                     self.process_q(raw, asked, constants, source, cos, sin, heads, extras, targets, place)
@@ -221,7 +223,7 @@ class AppendKernel:
                     shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
                     # Of 64-bit positions the lower half: they fit it.
                     own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
-        if const_expr(self.config.rope != "none"):
+        if const_expr(self.config.prologue.rope != "none"):
             # Teams of v heads, too: a condition would cost the others more than it saves.
             for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
                 steps[i] = word
@@ -235,7 +237,7 @@ class AppendKernel:
     def ask_scales(self, scales, cache_row, scale, head, count):
         """Asks for the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
         if const_expr(self.asks_scales(cache_row)):
-            for u in cutlass.range_constexpr(self.config.rows_in_flight):
+            for u in cutlass.range_constexpr(self.config.teams.rows_in_flight):
                 if u < count:
                     scales[u] = cache_row.load_scale(scale, head + u, None)[0]
 
@@ -243,15 +245,17 @@ class AppendKernel:
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
         if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
-            most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
-            ahead = max(self.config.q_rows_in_flight, self.config.rows_in_flight)
+            most = cutlass.select_(
+                is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
+            )
+            ahead = max(self.config.teams.q_rows_in_flight, self.config.teams.rows_in_flight)
             self.fetch_rows(raw, source, self.k_elements, ahead, cutlass.min(count, most), lane)
         elif is_q:
-            self.fetch_rows(raw, source, self.k_elements, self.config.q_rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.k_elements, self.config.teams.q_rows_in_flight, count, lane)
         elif is_v:
-            self.fetch_rows(raw, source, self.v_elements, self.config.rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.v_elements, self.config.teams.rows_in_flight, count, lane)
         else:
-            self.fetch_rows(raw, source, self.k_elements, self.config.rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.k_elements, self.config.teams.rows_in_flight, count, lane)
 
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
@@ -356,7 +360,7 @@ class AppendKernel:
         Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
         rows are transformed, which is long.
         """
-        elements, ahead = self.k_elements, self.config.q_rows_in_flight
+        elements, ahead = self.k_elements, self.config.teams.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
@@ -392,7 +396,7 @@ class AppendKernel:
         """Bias, norm, RoPE and transform of a q row, the team's ``done``-th."""
         head = heads.first + done
         given = (extras.q_bias, extras.q_norm, extras.norm_eps)
-        self.turn(values, asked, cos, sin, given, head, self.config.q_rows_in_flight, place.lane)
+        self.turn(values, asked, cos, sin, given, head, self.config.teams.q_rows_in_flight, place.lane)
         if const_expr(self.config.transform is not None):
             next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
             self.transformer.transform_q(values, constants, extras.transforms, head, next_head, place)
@@ -404,7 +408,7 @@ class AppendKernel:
 
         def prepare(values, head):
             given = (extras.k_bias, extras.k_norm, extras.norm_eps)
-            self.turn(values, asked, cos, sin, given, head, self.config.rows_in_flight, place.lane)
+            self.turn(values, asked, cos, sin, given, head, self.config.teams.rows_in_flight, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
                 self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
@@ -417,7 +421,7 @@ class AppendKernel:
         target = (self.v_row, extras.v_scale, extras.v_bias, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):
-            ahead = self.config.rows_in_flight
+            ahead = self.config.teams.rows_in_flight
             self.row_extras.add_bias(values, asked, extras.v_bias, self.v_elements, head, ahead, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
@@ -429,7 +433,7 @@ class AppendKernel:
     def process_rows(self, raw, asked, scales, source, elements, heads, target, place, prepare):
         """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
         cache_row, scale, bias, cache, strides = target
-        ahead = self.config.rows_in_flight
+        ahead = self.config.teams.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
@@ -482,7 +486,7 @@ class AppendKernel:
         bias, norm, eps = given
         self.row_extras.add_bias(values, asked, bias, self.k_elements, head, ahead, lane)
         self.row_extras.normalise(values, asked, norm, eps, lane)
-        if const_expr(self.config.rope != "none"):
+        if const_expr(self.config.prologue.rope != "none"):
             self.rotator.rotate(values, cos, sin, lane)
 
 

@@ -10,17 +10,22 @@ from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.names import QkvBias, WindowSize
 
 
-class AppendOptions(TypedDict, total=False):
-    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
+class NewTokenOptions(TypedDict, total=False):
+    """What may come before new tokens are written; :func:`cute_kernels.append_kv` says what each means."""
 
-    q: torch.Tensor | None
-    q_out: torch.Tensor | None
     qkv_bias: QkvBias | None
     rope: Rope | None
     position_ids: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     norm_eps: float
+
+
+class AppendOptions(NewTokenOptions, total=False):
+    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
+
+    q: torch.Tensor | None
+    q_out: torch.Tensor | None
     q_shift: torch.Tensor | None
 
 
@@ -44,12 +49,5 @@ class AttendOptions(_BothOptions, total=False):
     q_shift: torch.Tensor | None
 
 
-class StepAttendOptions(_BothOptions, total=False):
+class StepAttendOptions(_BothOptions, NewTokenOptions, total=False):
     """What `KVCache.append_and_attend` takes besides; :func:`cute_kernels.append_and_decode` says what each means."""
-
-    qkv_bias: QkvBias | None
-    rope: Rope | None
-    position_ids: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    norm_eps: float

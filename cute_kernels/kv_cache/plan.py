@@ -174,7 +174,7 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
     """Raises ValueError for rows that the kernel's vectors could not address, or its lanes not rotate; ``leads`` as
     `config_of` has it."""
     config = config_of(call, leads=leads)
-    for name, head_dim in (("k_rotation", config.head_dim_k), ("v_rotation", config.head_dim_v)):
+    for name, head_dim in (("k_rotation", config.k.head_dim), ("v_rotation", config.v.head_dim)):
         width = 1 if config.transform is None else getattr(config.transform, name)
         if (wanted := other_rotation(width, head_dim)) is not None:
             raise ValueError(f"transform: got {name} {width}, want {wanted}")
@@ -183,8 +183,8 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
         if x is not None:
             _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
     for name, kv_format, head_dim in (
-        ("k_cache", call.k_format, config.head_dim_k),
-        ("v_cache", call.v_format, config.head_dim_v),
+        ("k_cache", call.k_format, config.k.head_dim),
+        ("v_cache", call.v_format, config.v.head_dim),
     ):
         _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes, config.runs))
     by_vectors = ["q_bias", "k_bias", "v_bias", "q_norm", "k_norm"]

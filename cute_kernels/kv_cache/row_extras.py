@@ -42,8 +42,9 @@ class RowExtras:
     def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
         self.row_words = max(k_elements.piece.num_words, v_elements.piece.num_words)
-        self.ahead = max(config.rows_in_flight, config.q_rows_in_flight)
-        self.asks_bias, self.asks_norm = config.decode and config.has_bias, config.decode and config.has_norm
+        self.ahead = max(config.teams.rows_in_flight, config.teams.q_rows_in_flight)
+        self.asks_bias = config.decode and config.prologue.has_bias
+        self.asks_norm = config.decode and config.prologue.has_norm
         self.one_code = one_code and self.asks_bias
 
     def registers(self) -> Asked:
@@ -79,12 +80,14 @@ class RowExtras:
         """Asks for the biases of a team's first rows, and for the norm's weights."""
         if const_expr(self.asks_bias):
             base = self.bias_of(extras, is_q, is_v)
-            most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
+            most = cutlass.select_(
+                is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
+            )
             count = cutlass.min(heads.count, most)
             if const_expr(self.k_elements == self.v_elements):  # one copy of the code for all
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
             elif is_v:
-                self.ask_bias(asked, base, self.v_elements, heads.first, self.config.rows_in_flight, count, lane)
+                self.ask_bias(asked, base, self.v_elements, heads.first, self.config.teams.rows_in_flight, count, lane)
             else:
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
         if const_expr(self.asks_norm):
@@ -127,7 +130,7 @@ class RowExtras:
                 values[i] = numbers.add(values[i], term)
             for i in cutlass.range_constexpr((ahead - 1) * self.row_words):
                 asked.bias[i] = asked.bias[i + self.row_words]
-        elif const_expr(self.config.has_bias):
+        elif const_expr(self.config.prologue.has_bias):
             if base != 0:
                 if const_expr(self.asks_bias):
                     terms = elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])
@@ -146,7 +149,7 @@ class RowExtras:
             factors = self.k_elements.unpack([asked.norm[i] for i in range(self.k_elements.piece.num_words)])
             for i, factor in enumerate(factors):
                 values[i] = values[i] * root * factor
-        elif const_expr(self.config.has_norm):
+        elif const_expr(self.config.prologue.has_norm):
             if weight != 0:
                 elements = self.k_elements
                 root = self.root_of(values, eps)
@@ -163,4 +166,4 @@ class RowExtras:
         for i in range(self.k_elements.count):
             total = ptx.fma(values[i], values[i], total)
         total = lane_sum(total, neighbours(self.config.lanes))
-        return numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
+        return numbers.reciprocal_root(total * (1.0 / self.config.k.head_dim) + eps)

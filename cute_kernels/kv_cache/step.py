@@ -12,6 +12,7 @@ from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
+from cute_kernels.kv_cache.options import NewTokenOptions
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
@@ -19,15 +20,9 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
 
-class StepOptions(ScoreOptions, total=False):
+class StepOptions(ScoreOptions, NewTokenOptions, total=False):
     """What a plain step leaves alone, besides `ScoreOptions`; :func:`append_and_decode` says what each means."""
 
-    qkv_bias: QkvBias | None
-    rope: Rope | None
-    position_ids: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    norm_eps: float
     softmax_scale: float | None
     num_splits: int | None
     out: torch.Tensor | None

@@ -93,5 +93,5 @@ def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any
         strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
         return make_fake_tensor(dtype, (batch, heads, head_dim), stride=strides, assumed_align=unit, memspace=memory)
 
-    new = {"k": rows(append.head_dim_k), "v": rows(append.head_dim_v)}
+    new = {"k": rows(append.k.head_dim), "v": rows(append.v.head_dim)}
     return attention_compile.fake_tensors(config.attention, memory) | new

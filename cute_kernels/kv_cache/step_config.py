@@ -44,7 +44,7 @@ class StepConfig:
     @property
     def has_terms(self) -> bool:
         """Whether rows may meet biases or norms."""
-        return self.append.has_bias or self.append.has_norm
+        return self.append.prologue.has_bias or self.append.prologue.has_norm
 
     @property
     def queries_meet_more(self) -> bool:
@@ -68,7 +68,7 @@ class StepConfig:
             return "a step in one launch of another append than that of one token a request"
         if append.transform is not None and append.transform.shift:
             return "a step in one launch that hands on what a center takes off its scores"
-        if (append.dtype, append.head_dim_k, append.head_dim_v) != (attention.q_dtype, *attention.head_dims):
+        if (append.dtype, append.k.head_dim, append.v.head_dim) != (attention.q_dtype, *attention.head_dims):
             return "attention and append of different rows"
         taken = (self.smem_bytes + attention.limits.reserved_shared_bytes) * attention.ctas_per_sm
         if taken > attention.limits.sm_shared_bytes:
@@ -98,7 +98,7 @@ def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool =
     Rows are those of `append_kv` with these arguments, to the bit: a norm is summed up by as many lanes.
     """
     rows = replace(append.for_decode(), leads=False)
-    if positions and rows.has_norm:
+    if positions and rows.prologue.has_norm:
         rows = replace(rows, teams=append.for_all().teams)
     config = StepConfig(attention, rows, positions)
     return config if config.can_implement() is None else None

@@ -81,15 +81,15 @@ class NewRows:
 
     def __init__(self, attention: DecodeConfig, append: AppendConfig, positions: bool = False):
         self.attention, self.append, self.positions = attention, append, positions
-        self.has_terms = append.has_bias or append.has_norm
+        self.has_terms = append.prologue.has_bias or append.prologue.has_norm
         self.lanes, runs = append.lanes, append.runs
         self.teams = WARP_THREADS // self.lanes
-        self.k_elements = Elements(append.dtype, append.head_dim_k, self.lanes, runs)
-        self.v_elements = Elements(append.dtype, append.head_dim_v, self.lanes, runs)
-        self.k_row = make_row(append.k_format, append.head_dim_k, self.lanes, runs)
-        self.v_row = make_row(append.v_format, append.head_dim_v, self.lanes, runs)
-        self.rotator = Rotator(append.rope, append.rotary_dim, append.head_dim_k, self.lanes, runs)
-        head_dims = append.head_dim_k, append.head_dim_v
+        self.k_elements = Elements(append.dtype, append.k.head_dim, self.lanes, runs)
+        self.v_elements = Elements(append.dtype, append.v.head_dim, self.lanes, runs)
+        self.k_row = make_row(append.k.format, append.k.head_dim, self.lanes, runs)
+        self.v_row = make_row(append.v.format, append.v.head_dim, self.lanes, runs)
+        self.rotator = Rotator(append.prologue.rope, append.prologue.rotary_dim, append.k.head_dim, self.lanes, runs)
+        head_dims = append.k.head_dim, append.v.head_dim
         self.transformer = RowTransformer(append.transform, head_dims, self.lanes, runs)
         self.row_extras = RowExtras(append, self.k_elements, self.v_elements)
         self.pitch = query_pitch(attention)
@@ -137,7 +137,7 @@ class NewRows:
             base, size = new.positions
             own = ptx.load_global_words(base + Int64(work.request) * size, 0, 1)[0].to(Int32)  # the lower half
         steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
-        if const_expr(self.append.rope != "none"):
+        if const_expr(self.append.prologue.rope != "none"):
             for i, word in enumerate(self.rotator.load_steps(new.phase_steps, lane)):
                 steps[i] = word
         query = self.coming(self.k_elements.piece.num_words)
@@ -158,7 +158,7 @@ class NewRows:
             self.fetch_newest(fresh, cta, work, team, lane)
         cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
         sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
-        if const_expr(self.append.rope != "none"):
+        if const_expr(self.append.prologue.rope != "none"):
             # As the request says it: a token that there is no cache for is rotated, but not written.
             position = own if const_expr(self.positions) else told - 1
             self.rotator.make_angles(cos, sin, steps, position, new.rope_factor, lane)
@@ -216,7 +216,7 @@ class NewRows:
                 self.fetch_query(query, cta, work, q, base + step + team, lane)
             if const_expr(self.has_terms):
                 self.row_extras.normalise(values, query.asked, terms.q_norm, terms.norm_eps, lane)
-            if const_expr(self.append.rope != "none"):
+            if const_expr(self.append.prologue.rope != "none"):
                 self.rotator.rotate(values, cos, sin, lane)
             self.transformer.turn_query(values, query.constants, lane)
             row = cutlass.min(base + team, count - 1)
@@ -294,7 +294,7 @@ class NewRows:
         """The newest token's rows of the CTA's KV heads; ``fresh``: what `fetch_newest` has asked for."""
         new = cta.new[0]
         if self.writes(cta, self.k_elements):
-            angles = (cos, sin) if const_expr(self.append.rope != "none") else None
+            angles = (cos, sin) if const_expr(self.append.prologue.rope != "none") else None
             target = (self.k_row, cta.given.k_scale, new.k_cache, new.k_strides)
             self.write_rows(fresh, cta, work, self.k_elements, target, place, angles, team, lane)
         if self.writes(cta, self.v_elements):

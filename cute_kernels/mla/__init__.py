@@ -102,7 +102,7 @@ def mla_decode(
     """
     if old:
         block_table, seq_lens = _old_order(seq_lens, old, block_table)
-    result, lse = ops.dense(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out)
+    result, lse = ops.dense(ops.DenseCall(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out))
     return (result, _empty_is_least(lse)) if return_lse else result
 
 
@@ -177,7 +177,8 @@ def sparse_mla_decode(
         cache is a ValueError that names request, query and position.
     """
     extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
-    result, lse, _ = ops.sparse(q, cache, indices, kv_format, softmax_scale, extras, out)
+    call = ops.SparseCall(q, cache, indices, kv_format, softmax_scale, extras, out=out)
+    result, lse, _ = ops.sparse(call)
     return (result, _empty_is_least(lse)) if return_lse else result
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.arguments import check_contiguous, check_flag, check_place, check_tensors, check_vector, shape_of
 from cute_kernels.mla.formats import V_DIM, MlaFormat, format_of
-from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
+from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.runtime.plans import ALIGNMENT
 
 MAX_HEADS = 128
@@ -67,21 +67,14 @@ def sparse_problem(
     indices: torch.Tensor,
     *,
     kv_format: object,
-    topk_length: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
+    **optional: torch.Tensor | None,
 ) -> SparseProblem:
-    """Arguments as `cute_kernels.mla.sparse_mla_decode` has them; raises TypeError or ValueError."""
+    """Arguments as `cute_kernels.mla.sparse_mla_decode` has them; raises TypeError or ValueError.
+
+    optional: any of `SparseExtras`.
+    """
     form = _form_of(kv_format)
-    optional = {
-        "topk_length": topk_length,
-        "sinks": sinks,
-        "extra_cache": extra_cache,
-        "extra_indices": extra_indices,
-        "extra_topk_length": extra_topk_length,
-    }
+    topk_length, sinks, extra_cache, extra_indices, extra_topk_length = SparseExtras(**optional)
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     _check_together(q=q, cache=cache, indices=indices, **given)
     batch, q_len, num_heads, head_dim = _check_query(q, form)
@@ -112,9 +105,6 @@ def sparse_problem(
         topk=topk,
         extra=extra,
         extra_topk=extra_topk,
-        has_length=topk_length is not None,
-        has_extra_length=extra_topk_length is not None,
-        has_sink=sinks is not None,
         device=q.device,
     )
 

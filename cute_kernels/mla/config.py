@@ -123,25 +123,9 @@ class MlaConfig:
     # -- what device code asks of the policies -------------------------------------------------------------------------
 
     @property
-    def scales(self) -> str:
-        return self.tiles.load.scales
-
-    @property
-    def fence(self) -> str:
-        return self.tiles.load.fence
-
-    @property
     def crossover(self) -> bool:
         """Whether two CTAs with different heads of a row bring half of its tokens each."""
         return self.tiles.load.pair
-
-    @property
-    def prefetch(self) -> int:
-        return self.tiles.load.prefetch
-
-    @property
-    def chunk(self) -> int:
-        return self.tiles.load.chunk
 
     @property
     def producer_warps(self) -> int:
@@ -243,16 +227,6 @@ class MlaConfig:
         return BLOCK_HEADS * self.head_dim * 2
 
     @property
-    def full_arrivals(self) -> int:
-        """How many times a barrier of a tile is arrived at when the tile is full."""
-        return self.tiles.load.full_arrivals
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread: with the scores, with the right half of the output, producing."""
-        return self.tiles.load.registers
-
-    @property
     def launch_registers(self) -> int:
         """Of a thread when a CTA begins."""
         return LAUNCH_REGISTERS[self.producer_warps]
@@ -260,7 +234,7 @@ class MlaConfig:
     @property
     def entry_lead(self) -> int:
         """Blocks ahead of which a producer warp has the entries: what it prefetches, or will load next."""
-        return max(self.prefetch, 2)
+        return max(self.tiles.load.prefetch, 2)
 
     @property
     def entry_blocks(self) -> int:

@@ -125,7 +125,7 @@ class MlaKernel:
             self.consumers.scores(work_tiles, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
-        count = self.config.registers[warpgroup]
+        count = self.config.tiles.load.registers[warpgroup]
         if count > self.config.launch_registers:
             cute.arch.setmaxregister_increase(count)
         else:

@@ -30,25 +30,37 @@ SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # -- dense -------------------------------------------------------------------------------------------------------------
 
 
-def dense(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    causal: bool,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class DenseCall(NamedTuple):
+    """The arguments of :func:`cute_kernels.mla.mla_decode`, in the operator's order."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    kv_format: str
+    softmax_scale: float | None = None
+    causal: bool = True
+    out: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is read, by name."""
+        return dict(zip(self._fields[:4], self[:4], strict=True))
+
+    def problem(self) -> DenseProblem:
+        """What decides how the call is served; TypeError or ValueError for what may not be."""
+        return checks.dense_problem(**self.tensors, kv_format=self.kv_format, causal=self.causal)
+
+
+def dense(call: DenseCall) -> Results:
     """(out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
-    tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
-    path = route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **tensors)
-    return path(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out)
+    path = route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **call.tensors)
+    return path(call)
 
 
-def _dense_through_operator(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out) -> Results:
-    result, lse = _dense_operator(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal)
-    return _copied(result, out), lse
+def _dense_through_operator(call: DenseCall) -> Results:
+    result, lse = _dense_operator(*call[:-1])
+    return _copied(result, call.out), lse
 
 
 @dataclass(frozen=True)
@@ -62,38 +74,28 @@ class DensePlan:
     device_index: int
     kernels: MlaPlan
 
-    def launch(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        kv_format: str,
-        softmax_scale: float | None,
-        causal: bool,
-        out: torch.Tensor | None = None,
-    ) -> Results:
+    def launch(self, call: DenseCall) -> Results:
         """Launches on the current stream of the plan's device, which is the current one."""
+        q, cache, block_table, seq_lens, _, softmax_scale, _, out = call
         scale = _scale_of(self.problem, softmax_scale)
         _check_out(self.problem, out)
         tokens = {"cache": cache.data_ptr(), "table": block_table.data_ptr(), "seq_lens": seq_lens.data_ptr()}
         return self.kernels.run(q, scale, tokens, out)
 
 
-def _dense_key(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None) -> tuple[Any, ...]:
+def _dense_key(call: DenseCall) -> tuple[Any, ...]:
+    q, cache, block_table, seq_lens, kv_format, _, causal, _ = call
     return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
 
 
-def _dense_checked(
-    q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None
-) -> tuple[DenseProblem, torch.Tensor | None]:
-    problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
-    checks.check_alignment(problem, q=q, cache=cache)
-    _scale_of(problem, softmax_scale)
-    _check_out(problem, out, q=q, cache=cache, block_table=block_table, seq_lens=seq_lens)
+def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
+    problem = call.problem()
+    checks.check_alignment(problem, q=call.q, cache=call.cache)
+    _scale_of(problem, call.softmax_scale)
+    _check_out(problem, call.out, **call.tensors)
     if arguments.DEBUG:
-        checks.check_dense_values(problem, block_table, seq_lens)
-    return problem, out
+        checks.check_dense_values(problem, call.block_table, call.seq_lens)
+    return problem, call.out
 
 
 def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> DensePlan | None:
@@ -106,51 +108,52 @@ def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> DensePlan 
 launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
 
 
-def _dense_here(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    causal: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_optional_positive("softmax_scale", softmax_scale)
-    problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
-    _check_out(problem, out, q=q, cache=cache, block_table=block_table, seq_lens=seq_lens)
-    result, lse = mla_decode_reference(
-        q, cache, block_table, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, causal=causal
-    )
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse
+def _dense_here(call: DenseCall) -> Results:
+    check_optional_positive("softmax_scale", call.softmax_scale)
+    _check_out(call.problem(), call.out, **call.tensors)
+    options: dict[str, Any] = {"kv_format": call.kv_format, "causal": call.causal}
+    result, lse = mla_decode_reference(**call.tensors, softmax_scale=call.softmax_scale, **options)
+    return _copied(result.to(call.q.dtype), call.out), lse
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------
 
 
-def sparse(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    extras: SparseExtras,
-    out: torch.Tensor | None,
-    with_max: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class SparseCall(NamedTuple):
+    """The arguments of :func:`cute_kernels.mla.sparse_mla_decode`. with_max: whether the greatest scores are wanted."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    indices: torch.Tensor
+    kv_format: str
+    softmax_scale: float | None = None
+    extras: SparseExtras = SparseExtras()
+    with_max: bool = False
+    out: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """What is read, by name; None for what is not given."""
+        return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
+
+    def problem(self) -> SparseProblem:
+        """What decides how the call is served; TypeError or ValueError for what may not be."""
+        named: dict[str, Any] = self.tensors
+        return checks.sparse_problem(**named, kv_format=self.kv_format)
+
+
+def sparse(call: SparseCall) -> SparseResults:
     """(out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors are.
 
     The greatest scores, fp32 [batch, q_len, num_heads], are empty unless asked for.
     """
-    given = {name: tensor for name, tensor in extras._asdict().items() if tensor is not None}
-    tensors = {"q": q, "cache": cache, "indices": indices, **given}
-    path = route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **tensors)
-    return path(q, cache, indices, kv_format, softmax_scale, extras, with_max, out)
+    given = {name: tensor for name, tensor in call.tensors.items() if tensor is not None}
+    return route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **given)(call)
 
 
-def _sparse_through_operator(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> SparseResults:
-    result, lse, top = _sparse_operator(q, cache, indices, kv_format, softmax_scale, *extras, with_max)
-    return _copied(result, out), lse, top
+def _sparse_through_operator(call: SparseCall) -> SparseResults:
+    result, lse, top = _sparse_operator(*call[:5], *call.extras, call.with_max)
+    return _copied(result, call.out), lse, top
 
 
 @dataclass(frozen=True)
@@ -161,20 +164,11 @@ class SparsePlan:
     device_index: int
     kernels: MlaPlan
 
-    def launch(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        indices: torch.Tensor,
-        kv_format: str,
-        softmax_scale: float | None,
-        extras: SparseExtras,
-        with_max: bool,
-        out: torch.Tensor | None,
-    ) -> SparseResults:
+    def launch(self, call: SparseCall) -> SparseResults:
         """Launches on the current stream of the plan's device, which is the current one."""
         from cute_kernels.mla.plan import chosen  # the kernels' side
 
+        q, cache, indices, _, softmax_scale, extras, with_max, out = call
         problem, scale = self.problem, _scale_of(self.problem, softmax_scale)
         _check_out(problem, out)
         top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
@@ -193,19 +187,19 @@ class CheckedSparse(NamedTuple):
     out: torch.Tensor | None
 
 
-def _sparse_key(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> tuple[Any, ...]:
-    given = [None if x is None else identity(x) for x in extras]
-    return kv_format, identity(q), identity(cache), identity(indices), *given
+def _sparse_key(call: SparseCall) -> tuple[Any, ...]:
+    given = [None if x is None else identity(x) for x in call.extras]
+    return call.kv_format, identity(call.q), identity(call.cache), identity(call.indices), *given
 
 
-def _sparse_checked(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> CheckedSparse:
-    problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **extras._asdict())
-    checks.check_alignment(problem, q=q, cache=cache, extra_cache=extras.extra_cache)
-    _scale_of(problem, softmax_scale)
-    _check_out(problem, out, q=q, cache=cache, indices=indices, **extras._asdict())
+def _sparse_checked(call: SparseCall) -> CheckedSparse:
+    problem = call.problem()
+    checks.check_alignment(problem, q=call.q, cache=call.cache, extra_cache=call.extras.extra_cache)
+    _scale_of(problem, call.softmax_scale)
+    _check_out(problem, call.out, **call.tensors)
     if arguments.DEBUG:
-        _check_values(problem, indices, extras)
-    return CheckedSparse(problem, with_max, out)
+        _check_values(problem, call)
+    return CheckedSparse(problem, call.with_max, call.out)
 
 
 def _sparse_plan(checked: CheckedSparse) -> SparsePlan | None:
@@ -224,28 +218,20 @@ def _sparse_nothing(checked: CheckedSparse) -> SparseResults:
 launch_sparse = launcher(_sparse_key, _sparse_checked, _sparse_plan, empty=_sparse_nothing)
 
 
-def _sparse_here(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    extras: SparseExtras,
-    with_max: bool,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_optional_positive("softmax_scale", softmax_scale)
-    options: dict[str, Any] = {"kv_format": kv_format, **extras._asdict()}
-    problem = checks.sparse_problem(q, cache, indices, **options)
-    _check_out(problem, out, q=q, cache=cache, indices=indices, **extras._asdict())
+def _sparse_here(call: SparseCall) -> SparseResults:
+    check_optional_positive("softmax_scale", call.softmax_scale)
+    problem = call.problem()
+    _check_out(problem, call.out, **call.tensors)
     if arguments.DEBUG:
-        _check_values(problem, indices, extras)
-    result, lse, top = sparse_mla_decode_reference(q, cache, indices, softmax_scale=softmax_scale, **options)
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse, (top if with_max else top.new_empty(0))
+        _check_values(problem, call)
+    options: dict[str, Any] = {**call.tensors, "kv_format": call.kv_format, "softmax_scale": call.softmax_scale}
+    result, lse, top = sparse_mla_decode_reference(**options)
+    return _copied(result.to(call.q.dtype), call.out), lse, (top if call.with_max else top.new_empty(0))
 
 
-def _check_values(problem: SparseProblem, indices: torch.Tensor, extras: SparseExtras) -> None:
-    checks.check_sparse_values("indices", problem.cache, indices, extras.topk_length)
+def _check_values(problem: SparseProblem, call: SparseCall) -> None:
+    extras = call.extras
+    checks.check_sparse_values("indices", problem.cache, call.indices, extras.topk_length)
     if problem.extra is not None and extras.extra_indices is not None:
         checks.check_sparse_values("extra_indices", problem.extra, extras.extra_indices, extras.extra_topk_length)
 
@@ -299,26 +285,23 @@ def _sparse_on_meta(q, cache, indices, kv_format, softmax_scale, *others):
     return q.new_empty((*rows, V_DIM)), q.new_empty(rows, dtype=torch.float32), top
 
 
-def _sparse_on_cpu(q, cache, indices, kv_format, softmax_scale, *others):
-    return _sparse_here(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
-
-
-def _sparse_on_cuda(q, cache, indices, kv_format, softmax_scale, *others):
-    return launch_sparse(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
+def _sparse_call(*given: Any) -> SparseCall:
+    """The operator's arguments as a call."""
+    return SparseCall(*given[:5], extras=SparseExtras(*given[5:-1]), with_max=given[-1])
 
 
 _dense_operator = Operator(
     "mla_decode(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, str kv_format, float? softmax_scale, "
     "bool causal) -> (Tensor, Tensor)",
-    cpu=_dense_here,
-    cuda=launch_dense,
+    cpu=lambda *given: _dense_here(DenseCall(*given)),
+    cuda=lambda *given: launch_dense(DenseCall(*given)),
     meta=_dense_on_meta,
 )
 _sparse_operator = Operator(
     "sparse_mla_decode(Tensor q, Tensor cache, Tensor indices, str kv_format, float? softmax_scale, "
     "Tensor? topk_length, Tensor? sinks, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "bool with_max) -> (Tensor, Tensor, Tensor)",
-    cpu=_sparse_on_cpu,
-    cuda=_sparse_on_cuda,
+    cpu=lambda *given: _sparse_here(_sparse_call(*given)),
+    cuda=lambda *given: launch_sparse(_sparse_call(*given)),
     meta=_sparse_on_meta,
 )

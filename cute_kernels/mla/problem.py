@@ -95,8 +95,6 @@ class SparseProblem:
         topk: indices of a query.
         extra: a second cache, of the same format, or None.
         extra_topk: indices of a query into it; 0 without it.
-        has_length, has_extra_length: whether only the first so many of a request's indices count.
-        has_sink: whether each head has one more logit.
     """
 
     q_dtype: torch.dtype
@@ -108,9 +106,6 @@ class SparseProblem:
     topk: int
     extra: CacheShape | None
     extra_topk: int
-    has_length: bool
-    has_extra_length: bool
-    has_sink: bool
     device: torch.device
 
     @property

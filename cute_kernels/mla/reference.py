@@ -17,7 +17,7 @@ import torch
 from cute_kernels import blocks
 from cute_kernels.mla import checks
 from cute_kernels.mla.formats import V_DIM
-from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
+from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseExtras, SparseProblem
 
 _BLOCK_ELEMENTS = 2**27  # of tokens, or scores, that are held at a time
 
@@ -77,31 +77,20 @@ def sparse_mla_decode_reference(
     *,
     kv_format: str,
     softmax_scale: float | None = None,
-    topk_length: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    **optional: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as above.
+
+    optional: any of `SparseExtras`.
 
     Returns out [batch, q_len, num_heads, 512], lse and the greatest scaled score, both [batch, q_len, num_heads], all
     in `compute_dtype`. A query that sees nothing has out 0, lse +inf and greatest score -inf. Works on CPU and CUDA.
 
     Raises TypeError and ValueError as `sparse_mla_decode`.
     """
-    problem = checks.sparse_problem(
-        q,
-        cache,
-        indices,
-        kv_format=kv_format,
-        topk_length=topk_length,
-        sinks=sinks,
-        extra_cache=extra_cache,
-        extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length,
-    )
+    problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **optional)
+    topk_length, sinks, extra_cache, extra_indices, extra_topk_length = SparseExtras(**optional)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     sources = [_Source(problem.cache, cache, *_slots_of(problem.cache, indices, topk_length))]
     if problem.extra is not None and extra_cache is not None and extra_indices is not None:

@@ -61,7 +61,7 @@ def allocate(config: MlaConfig) -> SharedMemory:
 def init_barriers(config: MlaConfig, memory: SharedMemory) -> None:
     """By one thread, before anybody else goes on."""
     for i in range(NUM_STAGES * config.tile_parts):
-        cute.arch.mbarrier_init(memory.full + i, config.full_arrivals)
+        cute.arch.mbarrier_init(memory.full + i, config.tiles.load.full_arrivals)
         cute.arch.mbarrier_init(memory.empty + i, config.empty_arrivals)
     cute.arch.mbarrier_init(memory.queries_full, 1)
     cute.arch.mbarrier_init_fence()

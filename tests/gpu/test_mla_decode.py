@@ -210,7 +210,7 @@ def test_greatest_scores(kv_format, head_dim, num_heads, batch):
     on_gpu = moved(call, "cuda")
     extras = SparseExtras(**{name: on_gpu.options.get(name) for name in SparseExtras._fields})
     q, cache, indices = on_gpu.tensors
-    out, lse, top = ops.sparse(q, cache, indices, kv_format, SCALE, extras, None, with_max=True)
+    out, lse, top = ops.sparse(ops.SparseCall(q, cache, indices, kv_format, SCALE, extras, with_max=True))
     wanted_out, wanted_lse, wanted_top = sparse_mla_decode_reference(
         *on_gpu.tensors, kv_format=kv_format, softmax_scale=SCALE, **extras._asdict()
     )

@@ -118,7 +118,7 @@ def simulate_append(
         transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform is not None else None,
     )
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
-    kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
+    kv_rows = max(rows_per_team // config.teams.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
     shares = operands.Shares(
         *(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=stand_in(by_kind), few=stand_in(True)
@@ -127,7 +127,7 @@ def simulate_append(
     with running(gpu):
         simulated: Any = kernel.AppendKernel(config)
         for block, chunk in itertools.product(blocks, chunks):
-            for warp in range(config.num_warps):
+            for warp in range(config.teams.num_warps):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
                 simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
     gpu.get(at["k_cache"], call.k_cache)

@@ -308,9 +308,9 @@ def test_a_transformed_cache_attends_as_over_what_it_reads(return_lse):
 def test_the_bulk_kernels_leave_blocks_to_the_format():
     """On a GPU, too: rows of blocks are not made one by one."""
     x = numbers(64)
-    rows = bulk_ops._launch_quantize(x, "int4_channel32", None)
+    rows = bulk_ops._launch_quantize(bulk_ops.Quantize(x, "int4_channel32"))
     assert torch.equal(rows, quantize_kv(x, kv_format="int4_channel32"))
-    back = bulk_ops._launch_dequantize(rows, "int4_channel32", 128, torch.float32, None)
+    back = bulk_ops._launch_dequantize(bulk_ops.Dequantize(rows, "int4_channel32", 128, torch.float32))
     assert torch.equal(back, as_read(x.float()))
     for direction in ("quantize", "dequantize"):
         assert BulkConfig(direction, "int4_channel32", "bf16", 128).can_implement() is not None

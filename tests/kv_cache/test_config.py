@@ -82,7 +82,7 @@ def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
     dtypes = {"bf16", "fp16"}
     for decode in (False, True):
         of_kind = [config for config in SHIPPED if config.decode == decode]
-        usual = {(config.k_format, config.dtype) for config in of_kind if config.head_dim_k == 128}
+        usual = {(config.k.format, config.dtype) for config in of_kind if config.k.head_dim == 128}
         assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
     assert all(json.loads(spec.config_json())["prologue"]["rope"] == "half" for spec in shipped_specs())
 

@@ -63,4 +63,4 @@ def test_as_many_ctas_of_an_append_fit_an_sm_as_its_grid_reckons_with(measured: 
             (kernel,), config = measured[spec.symbol], spec.config
             registers = -(-kernel["registers"] // 8) * 8 * WARP_THREADS
             warps = SCHEDULERS * (SM_REGISTERS // SCHEDULERS // registers)
-            assert warps // config.num_warps >= config.ctas_per_sm, (spec.symbol, kernel["registers"])
+            assert warps // config.teams.num_warps >= config.ctas_per_sm, (spec.symbol, kernel["registers"])

@@ -185,6 +185,6 @@ def test_entries_are_there_when_they_are_read(run_on, config, shares):
         number += 1
     assert number == len(blocks) and {cursor.found for cursor in cursors} == {number}
     wanted = {(*block, first_row + row) for block in blocks for row in range(ring.rows)}
-    assert machine.asked == (wanted if config.prefetch else set())
+    assert machine.asked == (wanted if config.tiles.load.prefetch else set())
     # Those of the first share are asked for in shared memory at once.
     assert machine.queries == list(range(all_tiles.row + 1, all_tiles.row + len(shares)))

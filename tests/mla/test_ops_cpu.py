@@ -170,7 +170,7 @@ def by_name(tokens: str, launch: Launch) -> dict[str, Any]:
 
 def test_what_a_dense_launch_is_given(launches):
     call = make_dense("mla_fp8", [3, 9], q_len=2, page_size=5, padding=32)
-    result, lse = ops.launch_dense(*call.tensors, "mla_fp8", None, True)
+    result, lse = ops.launch_dense(ops.DenseCall(*call.tensors, "mla_fp8", None, True))
     assert result.shape == (2, 2, 4, 512) and lse.shape == (2, 2, 4)
     found = by_name("paged", launches[0])
     assert found["q"] is call.q and found["softmax_scale"] == 576**-0.5
@@ -182,13 +182,13 @@ def test_what_a_dense_launch_is_given(launches):
     launches.clear()
     out = torch.empty_like(result)
     with calls_of(ops._dense_plan) as made:
-        assert ops.launch_dense(*call.tensors, "mla_fp8", 0.5, True, out)[0] is out
+        assert ops.launch_dense(ops.DenseCall(*call.tensors, "mla_fp8", 0.5, True, out))[0] is out
     assert not made, "the plan is kept"
     found = by_name("paged", launches[0])
     assert found["softmax_scale"] == 0.5 and found["out"] == out.data_ptr()
     launches.clear()
     single = make_dense("mla_fp8", [3], q_len=1)
-    ops.launch_dense(*single.tensors, "mla_fp8", None, True)
+    ops.launch_dense(ops.DenseCall(*single.tensors, "mla_fp8", None, True))
     assert by_name("paged", launches[0])["causal"] == 0  # one query has no later token
 
 
@@ -196,14 +196,14 @@ def test_what_a_sparse_launch_is_given(launches):
     call = make_sparse("mla_model1", page_size=2, **EVERYTHING)
     extras = SparseExtras(**call.options)
     with pytest.raises(ValueError, match="extra_cache: got pages 2920 bytes apart"):
-        ops.launch_sparse(*call.tensors, "mla_model1", None, extras, False, None)
+        ops.launch_sparse(ops.SparseCall(*call.tensors, "mla_model1", None, extras, False, None))
     call = make_sparse("mla_model1", page_size=2, padding=8, length=True, sinks=True, extra=(4, 2, 5))
     with pytest.raises(ValueError, match="cache: got pages 1176 bytes apart"):
-        ops.launch_sparse(*call.tensors, "mla_model1", None, SparseExtras(), False, None)
+        ops.launch_sparse(ops.SparseCall(*call.tensors, "mla_model1", None, SparseExtras(), False, None))
     assert not launches
     call = make_sparse("mla_model1", page_size=2, length=True, sinks=True, extra=(4, 2, 6), extra_length=True)
     extras = SparseExtras(**call.options)
-    *_, top = ops.launch_sparse(*call.tensors, "mla_model1", 0.1, extras, True, None)
+    *_, top = ops.launch_sparse(ops.SparseCall(*call.tensors, "mla_model1", 0.1, extras, True, None))
     assert top.shape == (3, 2, 4)
     found = by_name("sparse", launches[0])
     assert found["q"] is call.q and found["softmax_scale"] == 0.1
@@ -214,17 +214,19 @@ def test_what_a_sparse_launch_is_given(launches):
     numbers = {"topk": 7, "extra_topk": 4, "page_size": 2, "extra_page_size": 6, "page_stride": 2 * 584}
     assert {name: found[name] for name in numbers} == numbers
     launches.clear()
-    ops.launch_sparse(*call.tensors, "mla_model1", 0.1, SparseExtras(), False, None)
+    ops.launch_sparse(ops.SparseCall(*call.tensors, "mla_model1", 0.1, SparseExtras(), False, None))
     found = by_name("sparse", launches[0])
     nothing = {"extra_cache": 0, "extra_topk": 0, "extra_page_size": 1, "sinks": 0, "max_logits": 0, "topk_length": 0}
     assert {name: found[name] for name in nothing} == nothing
 
 
 def test_nothing_is_launched_where_there_is_nothing_to_see(launches):
-    out, lse = ops.launch_dense(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
+    out, lse = ops.launch_dense(
+        ops.DenseCall(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
+    )
     assert not out.any() and torch.all(lse == math.inf)
     call = make_sparse("mla_bf16", topk=0)
-    out, lse, top = ops.launch_sparse(*call.tensors, "mla_bf16", None, SparseExtras(), True, None)
+    out, lse, top = ops.launch_sparse(ops.SparseCall(*call.tensors, "mla_bf16", None, SparseExtras(), True, None))
     assert not out.any() and torch.all(lse == math.inf) and torch.all(top == -math.inf)
     assert not launches
 

@@ -84,7 +84,7 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
             assert config == served_config("paged", form, None, pairs, False, True, heads <= BLOCK_HEADS)
             assert parts == (STREAM_K if heads > BLOCK_HEADS else 1)
             assert isinstance(config, MlaConfig) and config.can_implement() is None
-            assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
+            assert (config.cluster, config.tiles.load.prefetch) == ((1, 0), (2, 1))[pairs]
             assert ("paged", form, None, pairs, False, True) in SHIPPED or config.eager
             unboxed, same = choose("paged", form, 576, Workload(128, heads, 8192))
             assert isinstance(unboxed, MlaConfig) and not unboxed.tma_tiles and same == parts

@@ -37,9 +37,9 @@ class TokenDecoder:
         self.config, self.tiles, self.constant = config, tiles, constant
         self.layout = config.layout
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
-        self.last_chunk = (self.num_loads - 1) // config.chunk * config.chunk  # its first piece
+        self.last_chunk = (self.num_loads - 1) // config.tiles.load.chunk * config.tiles.load.chunk  # its first piece
         self.scale_words = self.layout.scale_bytes // 4
-        self.dequantizer = Dequantizer(config.scales, self.scale_words, exponents=self.layout.is_split)
+        self.dequantizer = Dequantizer(config.tiles.load.scales, self.scale_words, exponents=self.layout.is_split)
 
     def registers(self) -> tuple[Any, Any]:
         """Those that a token's words and its scales are loaded into."""
@@ -78,7 +78,7 @@ class TokenDecoder:
         always taken keep them in their chunk.
         """
         factors = self.factors(scales)
-        for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.chunk):
+        for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.tiles.load.chunk):
             if const_expr(chunk < self.last_chunk):
                 if numbers.active_lanes() != 0:
                     self.write_chunk(words, factors, tile, place, chunk, token)
@@ -100,7 +100,7 @@ class TokenDecoder:
 
     def pieces_from(self, first: int) -> range:
         """Those of a lane's pieces that are written in the chunk that begins with its ``first``."""
-        return range(first, min(first + self.config.chunk, self.num_loads))
+        return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
         """Decodes and stores a chunk, and asks for the pieces of ``token`` in their place, if there is one."""

@@ -58,7 +58,7 @@ class OwnTiles:
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
         """Says that the warp's part of a tile is written."""
-        if const_expr(self.config.fence == "writer"):
+        if const_expr(self.config.tiles.load.fence == "writer"):
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:

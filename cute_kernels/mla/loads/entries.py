@@ -44,7 +44,9 @@ class Entries:
     def of(config: MlaConfig) -> Entries:
         layout, rows = config.layout, config.warp_groups * GROUP_TOKENS
         ring = config.entry_blocks, config.entry_lead
-        return Entries(make_locator(config.tokens), rows, *ring, config.prefetch, layout.data_bytes, layout.is_split)
+        return Entries(
+            make_locator(config.tokens), rows, *ring, config.tiles.load.prefetch, layout.data_bytes, layout.is_split
+        )
 
     @cute.jit
     def start(self, cursor, source, memory, first_row, lane):

@@ -90,7 +90,7 @@ class TmaTileLoad:
             tokens = cursor.work.length - block * BLOCK_TOKENS
             cursor.advance()
             entry = self.locator.load_entry(cursor.work, source, cursor.block, Int32(0))
-            if const_expr(self.config.prefetch > 0):
+            if const_expr(self.config.tiles.load.prefetch > 0):
                 self.prefetch(source, entry, cursor.block, lane)
             for part in cutlass.range_constexpr(len(self.parts)):
                 place = self.config.tile_parts * stage + part

@@ -23,7 +23,7 @@ class TilePipeline:
     def await_tile(self, memory, stage, phase) -> None:
         """Waits for a tile, or, by the number of its barriers, a part of one."""
         cute.arch.mbarrier_wait(memory.full + stage, phase)
-        if self.config.fence == "reader":
+        if self.config.tiles.load.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
