@@ -30,7 +30,6 @@ INSTRUCTIONS: dict[str, str] = {
     "linear_wgmma_*limbs*resident*": "IGMMA UTMALDG UBLKCP",
     "grouped_linear_wgmma_*limbs*": "IGMMA UTMALDG UBLKCP",
     "grouped_linear_wgmma_*entries*": "HGMMA UBLKCP",
-    "*linear_wgmma_*_tmastore*": "HGMMA UTMALDG UTMASTG UBLKCP",
     "*linear_wgmma_*": "HGMMA UTMALDG UBLKCP",
     "grouped_linear_*_ranges*": "IGMMA UBLKCP",
     "grouped_linear_*_assigned*": "IGMMA UBLKCP",

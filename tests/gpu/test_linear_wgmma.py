@@ -23,6 +23,7 @@ from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
     BETWEEN_SHAPES,
+    LARGE_TILE_M,
     MOST_WIDE_ROWS,
     WIDE_CLUSTER,
     TileSchedule,
@@ -201,8 +202,8 @@ def test_any_number_of_rows(n, k):
 
 
 def in_large_tiles(case: LinearProblem) -> list[TileSchedule]:
-    """Schedules of tiles that TMA stores."""
-    return [schedule for schedule in tile_schedules(case) if schedule.config.store.by_tma]
+    """Schedules of the largest tiles."""
+    return [schedule for schedule in tile_schedules(case) if schedule.config.tile_m == LARGE_TILE_M]
 
 
 def between(case: LinearProblem) -> list[TileSchedule]:

@@ -13,11 +13,9 @@ from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
-    STORE_M,
     RowCuts,
     RowExchange,
     StagedStore,
-    TmaStore,
     WorkspaceSplitK,
     dsmem,
 )
@@ -70,8 +68,8 @@ def test_what_cannot_be_implemented_is_refused():
         GemmSpec(LinearConfig(integers(4), "fp32")).compile(ARCH)
 
 
-STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK(), store=TmaStore())
-IN_ROWS = WgmmaConfig(integers(8), "bf16", row_parts=2, num_stages=4, reduction=RowCuts(), store=TmaStore())
+SHARED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK())
+IN_ROWS = WgmmaConfig(integers(8), "bf16", row_parts=2, num_stages=4, reduction=RowCuts())
 WGMMA_CONFIGS = [
     WgmmaConfig(integers(4), "bf16", num_stages=5),
     WgmmaConfig(integers(4, 32, True), "bf16", num_stages=5),
@@ -94,7 +92,7 @@ WGMMA_CONFIGS = [
     WgmmaConfig(integers(4), "bf16", num_stages=5, reduction=RowExchange()),
     WgmmaConfig(integers(8), "bf16", tile_m=128, block_k=128, num_stages=3, reduction=RowExchange()),
     WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2),
-    STORED,
+    SHARED,
 ]
 EVEN = WgmmaConfig(
     integers(8),
@@ -171,14 +169,14 @@ PREFETCHING_RESIDENT = [
 ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], GemmSpec)
 
 MULTICAST = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)
-STORING = golden.worth_compiling([STORED, IN_ROWS], GemmSpec)
+LARGE = golden.worth_compiling([SHARED, IN_ROWS], GemmSpec)
 COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], GemmSpec)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    products = (*MULTIPLIED, *STORING, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST)
+    products = (*MULTIPLIED, *LARGE, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST)
     streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
     default_cache().artifacts([*map(GemmSpec, streams), *map(GemmSpec, products)], ARCH)
 
@@ -275,16 +273,12 @@ def test_shared_activations_are_multicast(tmp_path):
     assert opcodes.count("MEMBAR.ALL.GPU") == 1
 
 
-@pytest.mark.parametrize("config", STORING, ids=lambda config: config.name)
-def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
-    """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each
-    number of a tile's parts of rows, none of them spilling."""
+@pytest.mark.parametrize("config", LARGE, ids=lambda config: config.name)
+def test_large_tiles_have_a_loop_for_each_number_of_parts_and_do_not_spill(config: WgmmaConfig):
     spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.row_parts
-    opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
-    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == 2 * config.tile_m // STORE_M
 
 
 def test_an_early_write_is_seen():

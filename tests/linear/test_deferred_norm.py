@@ -25,7 +25,6 @@ from cute_kernels.gemm.wgmma.results import (
     RowExchange,
     SequentialSplitK,
     StagedStore,
-    TmaStore,
     WorkspaceSplitK,
     dsmem,
 )
@@ -221,7 +220,6 @@ REFUSED = {
         GIVES,
         "SequentialSplitK",
     ),
-    "TMA": (WgmmaConfig(W4, "bf16", tile_m=256, num_stages=4, store=TmaStore()), TAKES, "TmaStore"),
     "multicast": (WgmmaConfig(W4, "bf16", tile_m=128, multicast=2, num_stages=4), TAKES, "2 CTAs that multicast"),
     "many rows": (WgmmaConfig(W4, "bf16", tile_m=160), GIVES, "128 rows that a CTA stores, not 160"),
     "many chunks": (

@@ -23,7 +23,7 @@ from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
-from cute_kernels.gemm.wgmma.results import RowExchange, TmaStore
+from cute_kernels.gemm.wgmma.results import RowExchange
 from layouts import banks
 from simulator import Altered, stand_in
 from tests.attention import warp as machine
@@ -274,7 +274,7 @@ def test_only_what_e4m3_can_say_is_taken():
     config = CONFIGS[0]
     for name in ("w8g128", "nvfp4", "w4g128z"):
         assert "FP8 products want" in (replace(config, format=weight_format(name)).can_implement() or "")
-    for change in ({"block_k": 64}, {"reduction": RowExchange()}, {"store": TmaStore()}, {"tile_m": 144}):
+    for change in ({"block_k": 64}, {"reduction": RowExchange()}, {"tile_m": 144}):
         assert replace(config, **change).can_implement(), change
     assert replace(config, tile_m=128, n_tiles=2).can_implement()
     assert all(config.can_implement() is None for config in CONFIGS)

@@ -53,9 +53,6 @@ class AloneReduction:
         corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
         self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
 
-    def end(self) -> None:
-        """Nothing."""
-
 
 CONFIG = WgmmaConfig(integers(4), "bf16", tile_m=64, reduction=Alone())
 

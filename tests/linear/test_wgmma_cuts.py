@@ -14,7 +14,7 @@ from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import places, tiles
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
-from cute_kernels.gemm.wgmma.results import RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
+from cute_kernels.gemm.wgmma.results import RowCuts, WholeK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread
@@ -97,20 +97,6 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
 def test_what_cannot_be_cut_along_rows_is_refused(options, reason):
     assert ROWS.can_implement() is None
     assert reason in str(replace(ROWS, **options).can_implement())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_k": 128, "mainloop": Limbs()},
-        {"tile_m": 32},
-        {"tile_m": 256, "reduction": RowExchange()},
-        {"mainloop": MmaSync()},
-    ],
-)
-def test_what_tma_does_not_store_is_refused(options):
-    assert replace(ALONG_K, store=TmaStore()).can_implement() is None
-    assert replace(ALONG_K, **{"tile_m": 16, **options}, store=TmaStore()).can_implement() is not None
 
 
 def test_rows_are_cut_only_where_a_last_round_is_left():

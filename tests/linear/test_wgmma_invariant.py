@@ -13,7 +13,7 @@ from cute_kernels.gemm import choice
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK, TmaStore
+from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from simulator import Altered, PlainThread, stand_in
 from tests import facts
@@ -140,7 +140,6 @@ def test_two_sets_of_accumulators_want_registers():
     most = WgmmaConfig(integers(4), "bf16", tile_m=MOST_SEQUENTIAL_M, **tile)
     assert most.can_implement() is None
     assert "two sets of accumulators" in str(replace(most, tile_m=MOST_SEQUENTIAL_M + 16).can_implement())
-    assert "does not go with" in str(replace(most, tile_m=128, store=TmaStore()).can_implement())
 
 
 FOUR = facts.table("linear_invariant", "FOUR")
@@ -154,9 +153,11 @@ MANY_ROWS_OF_FOUR = {(1280, 8192, m) for m in (384, 512)}  # which two parts sui
 
 
 def measured(times: dict[str, float], schedule: Any) -> float:
-    """Clusters with tiles of 64 rows were measured with one group of MMAs in flight, and have had two since."""
+    """Clusters with tiles of 64 rows were measured with one group of MMAs in flight, and have had two since. Large
+    tiles were stored by TMA, which took up to 2 % less (docs/design/history/linear.md)."""
     name = schedule.config.name[NAME_ENDS:].replace("_s2f2r8_cluster2", "_s2r8_cluster2")
-    return times[f"{name}/{schedule.splits}"]
+    stored = f"{name}_tmastore/{schedule.splits}"
+    return 1.02 * times[stored] if stored in times else times[f"{name}/{schedule.splits}"]
 
 
 @pytest.mark.parametrize("n, k, m", MEASURED)

@@ -18,12 +18,11 @@ from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
 from cute_kernels.gemm.wgmma.reading import make_decoder
-from cute_kernels.gemm.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TmaStore
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
-from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile, take_tma_tile
+from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 X, CODES, SCALES, ZEROS, STAGING = 0, 1 << 16, 5 << 15, 6 << 15, 7 << 15  # in shared memory
@@ -70,13 +69,6 @@ SYNCHRONOUS = [
     WgmmaConfig(integers(4, 0), "fp16", tile_m=16, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(8, 128, True), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(8, 0, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
-]
-
-BULK = [
-    WgmmaConfig(integers(4), "bf16", num_stages=2, store=TmaStore()),
-    WgmmaConfig(integers(8), "bf16", num_stages=2, store=TmaStore()),
-    WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, block_k=128, num_stages=2, store=TmaStore()),
-    WgmmaConfig(integers(4, 0), "bf16", tile_m=256, num_stages=2, store=TmaStore()),
 ]
 
 
@@ -181,23 +173,6 @@ class Machine:
                     found[start : start + tile_m, first : first + 32] = part.view(DTYPES[config.dtype]).double()
         return found
 
-    def tma_tiles(self) -> np.ndarray:
-        """[tokens, block_rows]: as :meth:`stage`, TMA tile by TMA tile as TMA takes them out of their buffers."""
-        config = self.config
-        found = np.zeros((config.tile_m, config.block_rows))
-        for group in range(config.warpgroups):
-            warps = [(warp, self.acc(4 * group + warp)) for warp in range(4)]
-            for number in range(config.tile_m // STORE_M):
-                offset = number % STORE_BUFFERS * STORE_BYTES
-                for warp, acc in warps:
-                    store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
-                    self.subject.epilogue.tma_store.stage(store, acc, number * STORE_M // 2, offset)
-                bits = take_tma_tile(self.shared, STAGING + offset, STORE_M)
-                tma_tile = torch.from_numpy(bits.view(np.int16)).view(DTYPES[config.dtype]).double().numpy()
-                rows = slice(64 * group, 64 * (group + 1))
-                found[number * STORE_M : (number + 1) * STORE_M, rows] = tma_tile
-        return found
-
     def staged(self, packed: bool, tile_m: int) -> np.ndarray:
         if not packed:
             pitch = self.config.staging_pitch
@@ -272,32 +247,3 @@ def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig
     assert len(subject.gpu.accesses) > 32
     for access in subject.gpu.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
-
-
-@pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
-def test_boxes_are_what_tma_stores(config: WgmmaConfig, run_on):
-    """One-hot rows of x come out as the weights, and nobody waits for banks."""
-    weight = make_weight(config)
-    x = torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype)
-    inputs = (torch.arange(config.tile_m) * 5 + 3) % config.block_k
-    x[torch.arange(config.tile_m), inputs] = 1
-    subject = Machine(config, weight, x, run_on)
-    wanted = weight.dequantize(weight.dtype)[:, inputs].T.double().numpy()
-    assert np.array_equal(subject.tma_tiles(), wanted)
-    stores = [access for access in subject.gpu.accesses if access.kind == "stmatrix"]
-    assert len(stores) == config.tile_m // 16 * config.consumer_warps
-    for access in stores:
-        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
-
-
-@pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
-def test_a_buffer_is_free_when_the_next_box_is_put_there(config: WgmmaConfig):
-    """Also that of the next tile's first TMA tile: buffers are taken in turn over all tiles."""
-    tma_tiles = config.tile_m // STORE_M
-    assert tma_tiles % STORE_BUFFERS == 0 and STORE_BUFFERS * STORE_BYTES <= config.staging_bytes
-    assert config.staging_bytes % 1024 == 0
-    in_flight: list[int] = []  # buffers of TMA tiles that may not have left yet, the oldest first
-    for number in (number for _ in range(3) for number in range(tma_tiles)):
-        in_flight = in_flight[max(len(in_flight) - (STORE_BUFFERS - 1), 0) :]  # what the wait leaves
-        assert number % STORE_BUFFERS not in in_flight
-        in_flight.append(number % STORE_BUFFERS)

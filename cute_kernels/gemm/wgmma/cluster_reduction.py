@@ -173,7 +173,3 @@ class ClusterReduction:
                 self.partials.load(memory, store, tile, acc, i)
                 corner = corner_of(config, self.places, shape, work_tile, tile)
                 self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2), i // config.cluster)
-
-    def end(self) -> None:
-        """Waits for the store."""
-        self.epilogue.finish()

@@ -20,7 +20,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
     ResidentLimbs,
 )
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
-from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, Store, one_of
+from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, StagedStore, one_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
 WARPGROUP_WARPS = 4
@@ -66,7 +66,7 @@ class WgmmaConfig(Generic[M]):
     multicast: int = 1
     mainloop: M = REGISTER_WGMMA  # pyright: ignore[reportAssignmentType]
     reduction: Reduction = WHOLE_K
-    store: Store = STAGED
+    store: StagedStore = STAGED
 
     @property
     def group_size(self) -> int:
@@ -280,7 +280,7 @@ class WgmmaConfig(Generic[M]):
     @property
     def staging_bytes(self) -> int:
         """Staging buffer of a warpgroup."""
-        return self.store.staging_bytes(self.chunk_m * self.staging_pitch)
+        return self.chunk_m * self.staging_pitch
 
     @property
     def acc_bytes(self) -> int:
@@ -358,12 +358,10 @@ class WgmmaConfig(Generic[M]):
         )
 
     def composition_problem(self) -> str | None:
-        """Why mainloop, reduction, store and multicast do not go together, or None."""
-        names = [type(part).__name__ for part in (self.mainloop, self.reduction, self.store)]
+        """Why mainloop, reduction and multicast do not go together, or None."""
+        names = [type(part).__name__ for part in (self.mainloop, self.reduction)]
         if not self.reduces:
             return f"{names[0]} does not go with {names[1]}"
-        if not (type(self.store) in self.reduction.stores and type(self.store) in self.mainloop.stores):
-            return f"{names[2]} does not go with {names[0]} and {names[1]}"
         if self.multicast > 1 and not (self.mainloop.multicasts and self.reduction.multicasts):
             return f"{self.multicast} CTAs do not multicast activations to {names[0]} with {names[1]}"
         return None

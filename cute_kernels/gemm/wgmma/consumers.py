@@ -77,7 +77,6 @@ class Consumers:
             here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
             self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
             self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
-        self.reduction.end()
 
     @cute.jit
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, teller, present, count: int):

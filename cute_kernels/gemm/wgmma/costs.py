@@ -120,8 +120,6 @@ class DecodedCost:
     # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
     # tiles of a DSMEM reduction, and of those of clusters of four.
     fill, dsmem_fill, wide_fill = 11, 8.5, 6
-    # What a work tile's results take less where TMA stores, whose start takes more.
-    tma_work_tile, tma_start = -900, 1100
     # Of DSMEM, and each row of a part beyond that of a second CTA.
     dsmem, dsmem_row = 1500, 9
 
@@ -135,7 +133,7 @@ class DecodedCost:
         return self.rates[config.format.bits]
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return self.tma_start if schedule.config.store.by_tma else 0
+        return 0
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return self.rates_of(problem, schedule.config).all_cut_us
@@ -188,8 +186,7 @@ class DecodedCost:
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         rates = self.rates_of(problem, config)
-        stored = rates.work_tile + rates.work_tile_acc * config.thread_acc
-        return stored + (self.tma_work_tile if config.store.by_tma else 0)
+        return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
         config, results = schedule.config, self.work_tile_clocks(problem, schedule.config)

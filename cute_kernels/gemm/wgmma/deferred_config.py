@@ -20,7 +20,6 @@ from cute_kernels.gemm.wgmma.results import (
     Dsmem,
     InterleavedDsmem,
     RowExchange,
-    StagedStore,
     WholeK,
     WorkspaceSplitK,
     one_of,
@@ -142,7 +141,7 @@ class DeferredNormConfig:
         if tiles.dtype != "bf16":
             return f"a norm is deferred in bf16, not {tiles.dtype}: a row times a norm's weight may be too large for it"
         parts = (type(tiles.mainloop), type(tiles.reduction), type(tiles.store))
-        if parts[1] not in self.reductions.get(parts[0], ()) or parts[2] is not StagedStore:
+        if parts[1] not in self.reductions.get(parts[0], ()):
             return f"a norm is not deferred by {', '.join(part.__name__ for part in parts)}"
         if self.in_limbs and (tiles.mainloop.factors or tiles.tile_m > FEW_ROWS):
             return f"a norm is deferred in limbs of {FEW_ROWS} rows that meet no factors"

@@ -163,9 +163,6 @@ class GivingStore:
     def to_floats(self, words) -> list[Any]:
         return [half(word) for word in words for half in self.residuals.halves]
 
-    def finish(self) -> None:
-        """Behind the last work tile: nothing."""
-
 
 class TakingStore:
     """The store policy of a warpgroup whose rows of x lack their norm's factor: see `.epilogue.TileEpilogue`.
@@ -277,10 +274,6 @@ class TakingStore:
             for i in range(4):
                 place = first + 4 * block + i
                 acc[place] = acc[place] * pair[i % 2].bitcast(Float32)
-
-    def finish(self) -> None:
-        """Behind the last work tile."""
-        self.plain.finish()
 
 
 def make_store(config: DeferredNormConfig) -> GivingStore | TakingStore:

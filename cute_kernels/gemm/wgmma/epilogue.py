@@ -19,7 +19,6 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.residual import BUFFERS, ResidualChunks
-from cute_kernels.gemm.wgmma.tma_store import TmaTileStore
 from layouts.weights.hopper import TILE_N
 
 VECTOR = epilogue.VECTOR
@@ -41,7 +40,7 @@ class Store:
 
 
 class TileEpilogue:
-    """The store policy of a consumer warpgroup: staged, or by TMA where results are plain and in 16 bits.
+    """The store policy of a consumer warpgroup.
 
     Args:
         dense: whether of a dense product: results may have a residual, and activations of one feature each. Experts
@@ -54,7 +53,6 @@ class TileEpilogue:
         self.activate = self.results.activate
         # Of experts the standard ones but for the gated one are rare: `store_any` has them.
         self.in_registers = dense or config.store.activation is not None
-        self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 
     @cute.jit
@@ -62,7 +60,7 @@ class TileEpilogue:
         """Before a work tile's products: asks for the residual of the ``ordinal``-th tile that is to be stored."""
         if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
             if self.adds_chunks(operands, shape):
-                self.wait_stored(store)
+                self.wait(store)
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def adds_chunks(self, operands, shape):
@@ -95,11 +93,8 @@ class TileEpilogue:
             self.add_bias(operands, shape, store, corner, acc, first)
             if const_expr(self.in_registers):
                 self.activate.features(shape, acc, first, self.config.own_m // 2)
-            if const_expr(self.config.store.by_tma):
-                self.tma_store.store(operands, store, corner, acc, first)
-            else:
-                for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-                    self.store_packed(operands, shape, store, corner, acc, first, chunk)
+            for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+                self.store_packed(operands, shape, store, corner, acc, first, chunk)
         elif plain & self.activate.is_gated(shape) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
@@ -112,13 +107,8 @@ class TileEpilogue:
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
-    def finish(self) -> None:
-        """Behind the last work tile: nothing, or waits until TMA has read what it stores."""
-        if self.config.store.by_tma:
-            self.tma_store.finish()
-
     def wait(self, store: Store):
-        """For all threads of the warpgroup."""
+        """For all threads of the warpgroup: until each has read what is staged, or staged its own."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
@@ -138,28 +128,17 @@ class TileEpilogue:
         """Adds the residual of a tile, chunk by chunk, and stores the sums."""
         residuals = self.residuals
         if const_expr(not residuals.is_early(ordinal, 0)):
-            self.wait_stored(store)
+            self.wait(store)
         residuals.bring_first(operands, shape, store, corner, ordinal, early=False)
         for chunk in cutlass.range_constexpr(len(self.config.chunks)):
             residuals.wait(chunk)
             self.wait(store)
             residuals.add(store, acc, first + self.config.chunks[chunk][0] // 2, ordinal, chunk)
-            if const_expr(self.config.store.by_tma):
-                self.tma_store.send(operands, store, corner, residuals.number(ordinal, chunk), chunk)
-            else:
-                self.wait(store)
-                residuals.store(operands, shape, store, corner, ordinal, chunk)
+            self.wait(store)
+            residuals.store(operands, shape, store, corner, ordinal, chunk)
             if const_expr(residuals.has_following(chunk)):
-                self.wait_stored(store)
+                self.wait(store)
                 residuals.bring(operands, shape, store, corner, ordinal, chunk + BUFFERS)
-
-    @cute.jit
-    def wait_stored(self, store: Store):
-        """Until what the warpgroup has staged has left shared memory, or been read by all of its threads."""
-        if const_expr(self.config.store.by_tma):
-            if store.row_warp == 0:
-                self.tma_store.finish()
-        self.wait(store)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 

@@ -323,8 +323,6 @@ class WgmmaKernel:
         shape = self.scheduling.sizes(given)
         absent = {name: Int64(0) for name in ("zeros", "residual", "workspace") if not hasattr(given, name)}
         operands = operands_of(self.operands, given, x=Int64(0), **absent)
-        if config.store.by_tma and isinstance(self.epilogue, TileEpilogue):
-            operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
         options = launch_options(config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 

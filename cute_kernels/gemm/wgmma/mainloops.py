@@ -1,8 +1,8 @@
 """How a kernel of tiles multiplies: its mainloop. Each value owns its fields, limits, registers, memory, barriers, and
 its part of the kernel's name. No GPU types here.
 
-A mainloop says which reductions (`.results`) it goes with, a reduction which stores: nothing else can be compiled. The
-device code of each is in the module that its docstring names.
+A mainloop says which reductions (`.results`) it goes with: nothing else can be compiled. The device code of
+each is in the module that its docstring names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from cute_kernels.gemm.wgmma.results import (
     RowCuts,
     RowExchange,
     SequentialSplitK,
-    StagedStore,
-    TmaStore,
     WholeK,
     WorkspaceSplitK,
     one_of,
@@ -78,7 +76,6 @@ class Mainloop(ABC):
         copies: warps whose copies fill a stage.
         multicasts: whether CTAs beside each other may multicast activations.
         rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
-        stores: types of stores that it goes with.
         limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
     """
@@ -93,7 +90,6 @@ class Mainloop(ABC):
     copies: ClassVar[int] = 2  # of activations and of weights
     multicasts: ClassVar[bool] = False
     rows_apart: ClassVar[bool] = False
-    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     limits: ClassVar[Limits] = HOPPER
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
@@ -116,7 +112,7 @@ class Mainloop(ABC):
         shape = f"m{config.tile_m}{parts}n{TILE_N * config.n_tiles}x{config.warpgroups}k{config.block_k}"
         stages = f"r{config.num_stages}" + (f"c{config.store.chunk}" if config.store.chunk != CHUNK_M else "")
         end = f"{config.reduction.name}{f'_multicast{config.multicast}' if config.multicast > 1 else ''}"
-        return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}{config.store.name}"
+        return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}"
 
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
         """TMA tiles of activations, 128 bytes of each row, of a k block."""
@@ -191,7 +187,6 @@ class RegisterWgmma(Mainloop):
     scales_codes: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
     rows_apart: ClassVar[bool] = True
-    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
 
     @property
     def name(self) -> str:

@@ -142,10 +142,6 @@ class RangeReduction:
             corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
             self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
 
-    def end(self) -> None:
-        """Waits for the store."""
-        self.epilogue.finish()
-
     def place(self, operands, store: Store, cta):
         """Where a thread's first accumulators of the part that a CTA leaves are, in the order of the registers."""
         size = 4 * self.config.block_rows * self.config.tile_m

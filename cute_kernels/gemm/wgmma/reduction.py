@@ -41,8 +41,6 @@ class TileReduction(Protocol):
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None: ...
 
-    def end(self) -> None: ...
-
 
 class TileStore(Protocol):
     """How a warpgroup's tile of finished accumulators reaches the output: `.epilogue.TileEpilogue` and its like."""
@@ -53,8 +51,6 @@ class TileStore(Protocol):
     def prepare(self, operands, shape, store, corner, ordinal: int) -> None: ...
 
     def run(self, operands, shape, store, corner, acc, first: int, ordinal: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class WorkspaceReduction:
@@ -88,10 +84,6 @@ class WorkspaceReduction:
             for i in cutlass.range_constexpr(config.n_tiles):
                 corner = corner_of(config, self.places, shape, work_tile, first_tile + i)
                 self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc, i)
-
-    def end(self) -> None:
-        """Waits for the store."""
-        self.epilogue.finish()
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
@@ -174,10 +166,6 @@ class SequentialReduction:
                 corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
                 self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
 
-    def end(self) -> None:
-        """Waits for the store."""
-        self.epilogue.finish()
-
 
 class RowReduction:
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
@@ -205,10 +193,6 @@ class RowReduction:
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more
-
-    def end(self) -> None:
-        """Waits for the store."""
-        self.epilogue.finish()
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):

@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.gemm.activations.base import ActivationFunction
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
-from layouts.weights.hopper import TILE_N
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
 _ROOM = "cute_kernels.gemm.wgmma"
 CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
-STORE_M = 64  # rows of x of a TMA tile of results,
-STORE_BYTES = STORE_M * 2 * TILE_N  # of 64 features in 16 bits
-STORE_BUFFERS = 2  # of TMA tiles: one is stored while the next is put together
 STAGING_PAD = 4  # words between the tokens of the staging buffer
+STAGING_ALIGNMENT = 128
 DSMEM_CLUSTERS = (2, 3, 4)
 K_WARPGROUPS = (2, 3, 4)
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
@@ -39,11 +36,6 @@ def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
 # -- stores ------------------------------------------------------------------------------------------------------------
 
 
-def staging_of(config: WgmmaConfig, alignment: int) -> Region:
-    """The staging buffers of all warpgroups."""
-    return Region("staging", config.warpgroups * config.staging_bytes, alignment)
-
-
 @dataclass(frozen=True)
 class StagedStore:
     """Results go through a staging buffer of the warpgroup: `.epilogue`.
@@ -55,50 +47,14 @@ class StagedStore:
 
     chunk: int = CHUNK_M
     activation: ActivationFunction | None = None
-    by_tma: ClassVar[bool] = False
-    name: ClassVar[str] = ""
-    alignment: ClassVar[int] = 128
-
-    def staging_bytes(self, size: int) -> int:
-        """Of a warpgroup, for a chunk of ``size`` bytes."""
-        return size
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Its shared memory."""
-        return (staging_of(config, self.alignment),)
+        """Its shared memory: the staging buffers of all warpgroups."""
+        return (Region("staging", config.warpgroups * config.staging_bytes, STAGING_ALIGNMENT),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(self.chunk, (32, 64), "chunk")
 
-
-@dataclass(frozen=True)
-class TmaStore:
-    """Results that are plain and in 16 bits leave by TMA; others as `StagedStore` has it: `.tma_store`.
-
-    activation: as of `StagedStore`.
-    """
-
-    activation: ActivationFunction | None = None
-    chunk: ClassVar[int] = CHUNK_M
-    by_tma: ClassVar[bool] = True
-    name: ClassVar[str] = "_tmastore"
-    alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
-
-    def staging_bytes(self, size: int) -> int:
-        return -(-size // TMA_TILE_ALIGNMENT) * TMA_TILE_ALIGNMENT
-
-    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        return (staging_of(config, self.alignment),)
-
-    def problem(self, config: WgmmaConfig) -> str | None:
-        if config.own_m % (STORE_BUFFERS * STORE_M):
-            return f"TMA stores {STORE_BUFFERS * STORE_M} rows at a time, not {config.own_m}"
-        if config.staging_bytes < STORE_BUFFERS * STORE_BYTES:
-            return f"{config.staging_bytes} bytes of staging are less than {STORE_BUFFERS} TMA tiles of {STORE_BYTES}"
-        return None
-
-
-Store = StagedStore | TmaStore
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +71,6 @@ class Reduction(ABC):
         dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
             publish their partials: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
-        stores: types of stores that it goes with.
         mainloops: types of mainloops that it goes with, beside those that name it.
         made_by: "module:name" of its device code, a `.reduction.TileReduction`, imported where a kernel is compiled.
         multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
@@ -127,7 +82,6 @@ class Reduction(ABC):
     cuts_rows: ClassVar[bool] = False
     dsmem: ClassVar[bool] = False
     sequential: ClassVar[bool] = False
-    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     mainloops: ClassVar[tuple[type, ...]] = ()
     made_by: ClassVar[str] = f"{_ROOM}.reduction:WorkspaceReduction"
     multicasts: ClassVar[bool] = False
@@ -165,7 +119,6 @@ class WholeK(Reduction):
     """A work tile has all of K: nothing is put together."""
 
     splits_k: ClassVar[bool] = False
-    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = ""
 
@@ -176,7 +129,6 @@ class RowCuts(Reduction):
 
     splits_k: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
-    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_rows"
 
@@ -188,7 +140,6 @@ class RowCuts(Reduction):
 class WorkspaceSplitK(Reduction):
     """Parts of K meet in global memory: `.reduction.WorkspaceReduction`."""
 
-    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_split"
 

@@ -38,7 +38,6 @@ from cute_kernels.gemm.wgmma.results import (
     RowCuts,
     RowExchange,
     StagedStore,
-    TmaStore,
     WorkspaceSplitK,
     dsmem,
 )
@@ -358,11 +357,9 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
 
 
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
-    """Large tiles that TMA stores: alone, of CTAs that share activations by TMA multicast, and with a last round cut
-    along rows of x."""
-    stored = replace(config, store=TmaStore(config.store.activation))
-    in_rows = replace(stored, reduction=RowCuts(), row_parts=ROW_CUTS)
-    return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
+    """Large tiles of CTAs that share activations by TMA multicast, and with a last round cut along rows of x."""
+    in_rows = replace(config, reduction=RowCuts(), row_parts=ROW_CUTS)
+    return [with_stages(one) for one in (replace(config, multicast=MULTICAST), in_rows)]
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:

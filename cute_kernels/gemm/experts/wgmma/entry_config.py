@@ -17,7 +17,7 @@ from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.regions import Barriers
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Reduction, StagedStore, WholeK
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Reduction, WholeK
 
 ENTRY_ROWS = (1, 2)  # of an expert that are multiplied together, at most; with four sorted tiles are the faster ones
 ROW_COLUMNS = WGMMA_N_STEP  # of the MMAs, that a row takes
@@ -40,7 +40,6 @@ class EntryWgmma(RegisterWgmma):
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     multicasts: ClassVar[bool] = False
     rows_apart: ClassVar[bool] = False
-    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     tile_m_sizes: ClassVar[tuple[int, ...]] = tuple(ROW_COLUMNS * rows for rows in ENTRY_ROWS)
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1,)
     block_k_sizes: ClassVar[tuple[int, ...]] = LONG_BLOCK_K

@@ -162,9 +162,6 @@ class EntryResults:
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
         """Nothing."""
 
-    def end(self) -> None:
-        """Nothing."""
-
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
         """See `TileReduction`."""
