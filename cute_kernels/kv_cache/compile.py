@@ -47,7 +47,14 @@ class AppendSpec(_RowSpec):
         return self.config.k.format, self.config.v.format
 
     def compile(self, arch: str) -> Any:
-        return compile_append(self.config, arch)
+        import cutlass
+
+        from cute_kernels.kv_cache.kernel import AppendKernel
+
+        check_config(self.config)
+        tensors = fake_tensors(self.config, cutlass.AddressSpace.gmem)
+        declared = append_arguments(self.config.transform is not None)
+        return declared.compile(AppendKernel(self.config).launch, tensors, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +68,13 @@ class FillSpec(_RowSpec):
         return (self.config.k_format,)
 
     def compile(self, arch: str) -> Any:
-        return compile_fill(self.config, arch)
+        import cutlass
+
+        from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
+
+        check_config(self.config)
+        tensors = fake_fill_tensors(self.config, cutlass.AddressSpace.gmem)
+        return FILL.compile(FillKernel(self.config).launch, tensors, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +88,20 @@ class BulkSpec(_RowSpec):
         return (self.config.kv_format,)
 
     def compile(self, arch: str) -> Any:
-        return compile_bulk(self.config, arch)
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor
+
+        from cute_kernels.kv_cache.bulk import BulkKernel
+
+        config = self.config
+        check_config(config)
+        kernel = BulkKernel(config)
+        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
+        shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
+        numbers = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
+        declared = bulk_arguments(config.strided, config.transform is not None)
+        return declared.compile(kernel.launch, {"numbers": numbers}, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -97,20 +123,6 @@ def shipped_specs() -> list[KernelSpec]:
         for name in SHIPPED_SMALL_FORMATS
     ]
     return [AppendSpec(kernel) for config in configs for kernel in (config.for_decode(), config)]
-
-
-def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
-    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
-
-    Raises ValueError if the configuration cannot be implemented.
-    """
-    import cutlass
-
-    from cute_kernels.kv_cache.kernel import AppendKernel
-
-    check_config(config)
-    declared, tensors = append_arguments(config.transform is not None), fake_tensors(config, cutlass.AddressSpace.gmem)
-    return declared.compile(AppendKernel(config).launch, tensors, arch, *options)
 
 
 def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
@@ -161,17 +173,6 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
     }
 
 
-def compile_fill(config: FillConfig, arch: str, *options: str) -> Any:
-    """As `compile_append`, for the kernel that fills blocks of keys."""
-    import cutlass
-
-    from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
-
-    check_config(config)
-    tensors = fake_fill_tensors(config, cutlass.AddressSpace.gmem)
-    return FILL.compile(FillKernel(config).launch, tensors, arch, *options)
-
-
 def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
     """As `fake_tensors`, of the kernel that fills blocks of keys."""
     import cutlass
@@ -193,20 +194,3 @@ def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str
         "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
         "seq_lens": compact(cutlass.Int32, (batch,), 4),
     }
-
-
-def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:
-    """As `compile_append`, for the bulk kernels."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    from cute_kernels.kv_cache.bulk import BulkKernel
-
-    check_config(config)
-    kernel = BulkKernel(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
-    shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
-    numbers = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
-    declared = bulk_arguments(config.strided, config.transform is not None)
-    return declared.compile(kernel.launch, {"numbers": numbers}, arch, *options)

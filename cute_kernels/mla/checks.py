@@ -53,11 +53,11 @@ def dense_problem(
         q_len=q_len,
         num_heads=num_heads,
         head_dim=head_dim,
+        device=q.device,
         cache=shape,
         max_pages=max_pages,
         table_stride=block_table.stride(0) if batch > 1 else max_pages,
         causal=causal and q_len > 1,
-        device=q.device,
     )
 
 
@@ -101,11 +101,11 @@ def sparse_problem(
         q_len=q_len,
         num_heads=num_heads,
         head_dim=head_dim,
+        device=q.device,
         cache=shape,
         topk=topk,
         extra=extra,
         extra_topk=extra_topk,
-        device=q.device,
     )
 
 

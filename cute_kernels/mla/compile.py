@@ -32,7 +32,15 @@ class MlaSpec(_MlaFamily):
     config: MlaConfig | FewHeadsConfig
 
     def compile(self, arch: str) -> Any:
-        return compile_mla(self.config, arch)
+        from cute_kernels.mla.entry import DecodeEntry
+        from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
+        from cute_kernels.mla.kernel import MlaKernel
+
+        config = self.config
+        check_config(config)
+        kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
+        tensors = {"q": _fake_rows(config.head_dim, config.layout.dtype)}
+        return arguments_of(config.tokens).compile(DecodeEntry(kernel).launch, tensors, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +50,10 @@ class CombineSpec(_MlaFamily):
     config: CombineConfig
 
     def compile(self, arch: str) -> Any:
-        return compile_combine(self.config, arch)
+        from cute_kernels.mla.combine.second_launch import CombineKernel
+
+        tensors = {"out": _fake_rows(512, self.config.dtype)}
+        return COMBINE.compile(CombineKernel(self.config).launch, tensors, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -55,28 +66,6 @@ def combine_specs(dtype: str) -> list[CombineSpec]:
     """Whatever launches with results of "bf16" or "fp16" may add up their parts by."""
     forms = PARTIALS if dtype == FewHeadsConfig.layout.dtype else (SCALED_PARTIALS,)
     return [CombineSpec(CombineConfig(dtype, slots, form)) for form in forms for slots in COMBINE_SLOTS]
-
-
-def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:
-    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
-
-    Raises ValueError if the configuration cannot be implemented.
-    """
-    from cute_kernels.mla.entry import DecodeEntry
-    from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
-    from cute_kernels.mla.kernel import MlaKernel
-
-    check_config(config)
-    kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
-    tensors = {"q": _fake_rows(config.head_dim, config.layout.dtype)}
-    return arguments_of(config.tokens).compile(DecodeEntry(kernel).launch, tensors, arch, *options)
-
-
-def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
-    """As :func:`compile_mla`, of the combining kernel."""
-    from cute_kernels.mla.combine.second_launch import CombineKernel
-
-    return COMBINE.compile(CombineKernel(config).launch, {"out": _fake_rows(512, config.dtype)}, arch, *options)
 
 
 def _fake_rows(columns: int, dtype: str) -> Any:

@@ -341,31 +341,26 @@ def served_config(
     `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and tiles are what is waited for,
     see `.schedule`. cooperative: whether CTAs combine the parts of rows themselves.
     """
-    head_dim = head_dim or format_of(form).head_dims[0]
-    tiles = _served_tiles(tokens, form, crossover, mma_bound, tma_tiles, eager, cooperative)
-    return MlaConfig(tokens, form, head_dim, tiles)
-
-
-def _served_tiles(
-    tokens: str, form: str, crossover: bool, mma_bound: bool, tma_tiles: bool, eager: bool, cooperative: bool
-) -> Tiles:
+    tiles: Tiles
+    scales = SCALES[form][0] if form in SCALES else ""
     if tma_tiles:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
-        return SplitTiles(TmaTiles(crossover, int(crossover), eager))
-    if form not in SCALES:
-        return WholeTiles(Copies(), MAINLOOPS[mma_bound])
-    scales = SCALES[form][0]
-    if crossover and eager:
-        return SplitTiles(SplitCrossover(scales))
-    if crossover:
+        tiles = SplitTiles(TmaTiles(crossover, int(crossover), eager))
+    elif form not in SCALES:
+        tiles = WholeTiles(Copies(), MAINLOOPS[mma_bound])
+    elif crossover and eager:
+        tiles = SplitTiles(SplitCrossover(scales))
+    elif crossover:
         load = Crossover(scales, chunk=CROSSOVER_CHUNK)
-        return CooperativeTiles(load) if cooperative else WholeTiles(load, "stepped")
-    # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
-    # of a whole block; whole contexts lose half of their rate by it. Two producer warps on a scheduler gain where one
-    # CTA decodes all tokens of a block.
-    options: dict[str, Any] = {"chunk": SERVED_CHUNK, **SERVED_DECODE.get((tokens, form), {})}
-    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    return WholeTiles(Decode(scales, prefetch=prefetch, warps=PRODUCER_WARPS[1], **options))
+        tiles = CooperativeTiles(load) if cooperative else WholeTiles(load, "stepped")
+    else:
+        # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have
+        # those of a whole block; whole contexts lose half of their rate by it. Two producer warps on a scheduler gain
+        # where one CTA decodes all tokens of a block.
+        options: dict[str, Any] = {"chunk": SERVED_CHUNK, **SERVED_DECODE.get((tokens, form), {})}
+        prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
+        tiles = WholeTiles(Decode(scales, prefetch=prefetch, warps=PRODUCER_WARPS[1], **options))
+    return MlaConfig(tokens, form, head_dim or format_of(form).head_dims[0], tiles)
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (

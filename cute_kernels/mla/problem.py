@@ -38,16 +38,13 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
-class DenseProblem:
-    """Decode over whole contexts, found through a block table.
+class Queries:
+    """The queries of a call, and the cache that they are of.
 
     Attributes:
         q_dtype: of q and of the result.
         batch, q_len, num_heads, head_dim: q's shape.
         cache: all requests' tokens.
-        max_pages: columns of the block table.
-        table_stride: elements from one of its rows to the next.
-        causal: whether keys after a query's own are hidden; False for one query, which has none.
     """
 
     q_dtype: torch.dtype
@@ -55,11 +52,27 @@ class DenseProblem:
     q_len: int
     num_heads: int
     head_dim: int
+    device: torch.device
     cache: CacheShape
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.q_len, self.num_heads, V_DIM
+
+
+@dataclass(frozen=True)
+class DenseProblem(Queries):
+    """Decode over whole contexts, found through a block table.
+
+    Attributes:
+        max_pages: columns of the block table.
+        table_stride: elements from one of its rows to the next.
+        causal: whether keys after a query's own are hidden; False for one query, which has none.
+    """
+
     max_pages: int
     table_stride: int
     causal: bool
-    device: torch.device
 
     @property
     def max_seq_len(self) -> int:
@@ -70,10 +83,6 @@ class DenseProblem:
     def is_empty(self) -> bool:
         """Whether no query can see anything, or there is none."""
         return 0 in (self.batch, self.q_len, self.max_pages, self.cache.num_pages)
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.q_len, self.num_heads, V_DIM
 
 
 class SparseExtras(NamedTuple):
@@ -87,26 +96,18 @@ class SparseExtras(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SparseProblem:
+class SparseProblem(Queries):
     """Decode over chosen tokens.
 
     Attributes:
-        q_dtype, batch, q_len, num_heads, head_dim, cache: as for `DenseProblem`.
         topk: indices of a query.
         extra: a second cache, of the same format, or None.
         extra_topk: indices of a query into it; 0 without it.
     """
 
-    q_dtype: torch.dtype
-    batch: int
-    q_len: int
-    num_heads: int
-    head_dim: int
-    cache: CacheShape
     topk: int
     extra: CacheShape | None
     extra_topk: int
-    device: torch.device
 
     @property
     def is_empty(self) -> bool:
@@ -114,7 +115,3 @@ class SparseProblem:
         first = self.topk and self.cache.num_pages
         second = self.extra_topk and self.extra is not None and self.extra.num_pages
         return not (self.batch and self.q_len and (first or second))
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.q_len, self.num_heads, V_DIM

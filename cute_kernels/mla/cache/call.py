@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +31,11 @@ class AppendMlaCall(NamedTuple):
     position_ids: torch.Tensor | None = None
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that every call has, by name."""
+        return dict(zip(self._fields[:4], self[:4], strict=True))
+
+    @property
     def num_tokens(self) -> int:
         return self.latent.shape[0]
 
@@ -52,12 +57,7 @@ def check_append(call: AppendMlaCall) -> CacheShape:
     if not isinstance(call.kv_format, str):
         raise TypeError(f"kv_format: got {call.kv_format!r}, want the name of a format")
     form = call.form
-    tensors: dict[str, Any] = {
-        "latent": call.latent,
-        "k_rope": call.k_rope,
-        "cache": call.cache,
-        "slot_mapping": call.slot_mapping,
-    }
+    tensors = call.tensors
     if call.position_ids is not None:
         tensors["position_ids"] = call.position_ids
     check_tensors(**tensors)

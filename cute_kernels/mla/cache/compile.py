@@ -19,7 +19,27 @@ class WriteSpec(KernelSpec):
     config: WriteConfig
 
     def compile(self, arch: str) -> Any:
-        return compile_write(self.config, arch)
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cute_kernels.mla.cache.kernel import WriteKernel
+
+        config = self.config
+        check_config(config)
+        kernel = WriteKernel(config)
+        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
+        num_tokens = cute.sym_int()
+
+        def rows(columns: int, unit: int) -> Any:
+            stride = (cute.sym_int64(divisibility=unit // (dtype.width // 8)), 1)
+            return make_fake_tensor(dtype, (num_tokens, columns), stride=stride, assumed_align=unit)
+
+        tensors = {
+            "latent": rows(config.latent_dim, kernel.latent.piece.unit),
+            "k_rope": rows(ROPE_DIM, kernel.rope.piece.unit),
+        }
+        return WRITE.compile(kernel.launch, tensors, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -29,30 +49,3 @@ def shipped_specs() -> list[KernelSpec]:
         for kv_format, head_dim in (("mla_fp8", 576), ("mla_model1", 512), ("mla_bf16", 576))
         for rope in ("none", "interleaved")
     ]
-
-
-def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
-    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
-
-    Raises ValueError if the configuration cannot be implemented.
-    """
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    from cute_kernels.mla.cache.kernel import WriteKernel
-
-    check_config(config)
-    kernel = WriteKernel(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
-    num_tokens = cute.sym_int()
-
-    def rows(columns: int, unit: int) -> Any:
-        stride = (cute.sym_int64(divisibility=unit // (dtype.width // 8)), 1)
-        return make_fake_tensor(dtype, (num_tokens, columns), stride=stride, assumed_align=unit)
-
-    tensors = {
-        "latent": rows(config.latent_dim, kernel.latent.piece.unit),
-        "k_rope": rows(ROPE_DIM, kernel.rope.piece.unit),
-    }
-    return WRITE.compile(kernel.launch, tensors, arch, *options)

@@ -31,13 +31,7 @@ from layouts.kv.mla import ROPE_DIM
 
 def append(call: AppendMlaCall) -> None:
     """Append where the tensors are."""
-    tensors: dict[str, Any] = {
-        "latent": call.latent,
-        "k_rope": call.k_rope,
-        "cache": call.cache,
-        "slot_mapping": call.slot_mapping,
-    }
-    route(cuda=launch_append, cpu=_append_here, operator=_append_through_operator, **tensors)(call)
+    route(cuda=launch_append, cpu=_append_here, operator=_append_through_operator, **call.tensors)(call)
 
 
 def _append_through_operator(call: AppendMlaCall) -> None:
@@ -164,14 +158,6 @@ def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids)
     )
 
 
-def _append_on_cpu(*arguments: Any) -> None:
-    _append_here(_call_of(*arguments))
-
-
-def _append_on_cuda(*arguments: Any) -> None:
-    launch_append(_call_of(*arguments))
-
-
 def _append_on_meta(*arguments: Any) -> None:
     return None
 
@@ -184,8 +170,8 @@ def _quantize_on_meta(x, kv_format):
 _append_operator = Operator(
     "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping, str kv_format, str? rope, "
     "Tensor? position_ids) -> ()",
-    cpu=_append_on_cpu,
-    cuda=_append_on_cuda,
+    cpu=lambda *given: _append_here(_call_of(*given)),
+    cuda=lambda *given: launch_append(_call_of(*given)),
     meta=_append_on_meta,
 )
 _quantize_operator = Operator(
