@@ -6,10 +6,6 @@ import pytest
 import torch
 
 from cute_kernels.gemm.experts import Routing, fused_moe, route
-from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.ops import moe
-from cute_kernels.gemm.experts.plan import Tables
-from cute_kernels.gemm.experts.reference import route_reference
 from cute_kernels.gemm.experts.router import ops
 from cute_kernels.gemm.experts.router.call import RouteCall
 from cute_kernels.gemm.experts.router.compile import RouterSpec
@@ -122,21 +118,6 @@ def test_graphs_and_compiled_calls_return_the_same(tokens):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 33, 64])
-def test_assignments_are_sorted_in_the_routers_launch(tokens):
-    for experts, k, routing in ((8, 4096, Routing(2)), (128, 2048, ROUTINGS[0]), (256, 7168, GROUPED)):
-        given = call(tokens, experts, k, routing, BF16, BF16)._replace(sorts=True)
-        for _ in range(20):
-            ids, weights, words = ops.route_and_sort(given)
-            plain = ops.route(given._replace(sorts=False))
-            assert words is not None and torch.equal(ids, plain[0]) and torch.equal(weights, plain[1])
-            tables, count = Tables.of(ids.numel(), experts), ids.numel()
-            found = (words[first // 4 :][:size] for first, size in
-                     ((0, experts + 1), (tables.rows, count), (tables.places, count)))  # fmt: skip
-            wanted = route_reference(ids, experts)
-            assert all(torch.equal(one, other.flatten()) for one, other in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_layer_right_behind_its_router_reads_what_it_chose(tokens):
     from bench.moe import MoeModel, make_experts
@@ -149,5 +130,3 @@ def test_a_layer_right_behind_its_router_reads_what_it_chose(tokens):
     for _ in range(50):
         ids, weights = ops.route(given)
         assert torch.equal(fused_moe(given.hidden, gate_up, down, weights, ids), want)
-        ids, weights, tables = ops.route_and_sort(given._replace(sorts=tokens > 8))
-        assert torch.equal(moe(MoeCall(given.hidden, gate_up, down, weights, ids, tables=tables)), want)

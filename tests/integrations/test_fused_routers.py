@@ -68,16 +68,6 @@ def test_a_router_beside_experts_in_a_block_of_the_models_own_is_fused_too():
 
 
 @torch.no_grad()
-def test_so_many_assignments_that_experts_want_them_sorted():
-    model = accelerated(blocks.qwen3_model, fuse_routers=True)
-    gate, x = model.model.layers[0].mlp.gate, torch.randn(40, blocks.HIDDEN).bfloat16()
-    assert len(gate(x[:32])) == 3
-    _, weights, ids, tables = gate(x)
-    assert tables is None and ids.shape == weights.shape == (40, blocks.TOPK)  # the CPU sorts none
-    assert model.model.layers[0].mlp(x[None]).shape == (1, 40, blocks.HIDDEN)
-
-
-@torch.no_grad()
 def test_one_compiled_program_serves_any_number_of_tokens():
     layer = accelerated(blocks.deepseek_model, fuse_routers=True).model.layers[0].mlp
     counter = CompileCounterWithBackend("aot_eager")

@@ -14,7 +14,6 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.gemm.experts import Routing
-from cute_kernels.gemm.experts.reference import route_reference as sorted_reference
 from cute_kernels.gemm.experts.router import kernel as kernels
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.router.config import RouterConfig, SelectConfig, lane_experts_of
@@ -142,18 +141,14 @@ def launched(kind: Any, config: Any, declared: Any, given: dict[str, Any], machi
     kind.launch(kernel, given_to(declared, *(given[name] for name in declared.names)), None)
 
 
-def run(made: Case, run_on: Any, *, expert_shift: int = 2, sort: bool = False) -> tuple[torch.Tensor, ...]:
-    """ids, weights, and where it sorts offsets, rows and places."""
+def run(made: Case, run_on: Any, *, expert_shift: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights."""
     machine = RouterMachine()
     tokens, experts = len(made.hidden), len(made.weight)
     given, results = chosen(made, machine)
-    count = tokens * made.routing.top_k
-    sizes = {"offsets": experts + 1, "rows": count, "places": count}
-    blank = {name: torch.full((size,), -7, dtype=torch.int32) if sort else None for name, size in sizes.items()}
-    tables = {name: machine.put(tensor) for name, tensor in blank.items()}
-    words = tokens * (experts + made.routing.top_k)
+    words = tokens * experts
     workspace = machine.put(torch.full((words,), EMPTY_WORD - 2**32, dtype=torch.int32))
-    given |= tables | {
+    given |= {
         "hidden": SimpleNamespace(shape=tuple(made.hidden.shape), address=machine.put(made.hidden)),
         "weight": machine.put(made.weight),
         "workspace": workspace,
@@ -165,8 +160,7 @@ def run(made: Case, run_on: Any, *, expert_shift: int = 2, sort: bool = False) -
     launched(kernels.RouterKernel, config, ROUTER, given, machine, run_on)
     assert bool((machine.get(workspace, (words,), torch.int32) == -1).all())  # as the next launch wants it
     shape = tokens, made.routing.top_k
-    found = [machine.get(results["ids"], shape, torch.int32), machine.get(results["weights"], shape, FP32)]
-    return *found, *(machine.get(tables[name], (sizes[name],), torch.int32) for name in sizes if sort)
+    return machine.get(results["ids"], shape, torch.int32), machine.get(results["weights"], shape, FP32)
 
 
 def select(logits: torch.Tensor, made: Case, run_on: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,16 +213,6 @@ def test_a_token_gets_the_same_bits_whatever_others_there_are(run_on):
     for token in (0, 8):
         alone = Case(made.hidden[token : token + 1], made.weight, made.routing)
         assert torch.equal(run(alone, run_on)[1][0], weights[token])
-
-
-@pytest.mark.parametrize("experts, tokens, top_k", [(5, 11, 3), (3, 14, 2), (17, 33, 9)])
-def test_assignments_are_sorted_as_the_sorting_kernel_does_it(experts, tokens, top_k, run_on):
-    made = case(tokens, experts, Routing(top_k, "sigmoid"), k=8)
-    ids, weights, offsets, rows, places = run(made, run_on, sort=True)
-    check((ids, weights), made)
-    wanted = sorted_reference(ids, experts)
-    assert torch.equal(offsets, wanted[0]) and torch.equal(rows, wanted[1])
-    assert torch.equal(places.view(ids.shape), wanted[2])
 
 
 @pytest.mark.parametrize("experts, top_k, scoring", [(8, 8, "sigmoid"), (33, 16, "softmax"), (512, 8, "sqrtsoftplus")])

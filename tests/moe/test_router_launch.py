@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cute_kernels.gemm.experts import PackedExperts, Routing, quantize_experts, route
-from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.ops import moe
+from cute_kernels.gemm.experts import Routing, route
 from cute_kernels.gemm.experts.router import ops
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.router.call import RouteCall
@@ -39,12 +37,6 @@ def call(tokens: int = 3, experts: int = 128, k: int = 64, dtype: torch.dtype = 
     return {**given, "routing": Routing(2), **others}
 
 
-def moe_call(tokens: int, experts: int) -> tuple[torch.Tensor, PackedExperts, PackedExperts]:
-    """x and the weights of a layer."""
-    weights = [quantize_experts(torch.ones(experts, n, k, dtype=BF16)) for n, k in ((256, 128), (128, 128))]
-    return torch.ones(tokens, 128, dtype=BF16), weights[0], weights[1]
-
-
 CALLS: dict[str, Any] = {
     "plain": lambda: call(),
     "one token": lambda: call(1),
@@ -60,7 +52,6 @@ CALLS: dict[str, Any] = {
     "many tokens": lambda: call(65),
     "short rows": lambda: call(k=60),
     "fp32": lambda: call(dtype=torch.float32),
-    "sorted": lambda: call(sorts=True),
     "no tokens": lambda: call(0),
     "wrong": lambda: call(weight=torch.ones(128, 63, dtype=BF16)),
 }
@@ -86,7 +77,7 @@ def test_a_launch_depends_on_its_call_alone(cache):
     made = {name: make() for name, make in CALLS.items()}
 
     def outcome_of(name: str) -> Any:
-        return outcome(cache.launches, lambda: ops.route_and_sort(RouteCall(**made[name])), made[name])
+        return outcome(cache.launches, lambda: ops.route(RouteCall(**made[name])), made[name])
 
     assert_launched_alike_after_any_other(CALLS, outcome_of, ops.launch.plans)
 
@@ -103,30 +94,9 @@ def test_a_launch_is_told_all_of_its_routing(cache):
         "correction": given["correction"].data_ptr(), "weights": weights.data_ptr(),
         "top_k": 4, "scoring": 1, "ranks_logits": 0, "renormalize": 1, "groups": 4, "kept_groups": 2, "scale": 2.5,
         "bias_wide": 0, "correction_wide": 1, "experts": 256, "expert_shift": 1,
-        "offsets": 0, "rows": 0, "places": 0, "workspace": 5 * (256 + 4),
+        "workspace": 5 * 256,
     }  # fmt: skip
     assert (ids.shape, ids.dtype, weights.shape, weights.dtype) == ((5, 4), torch.int32, (5, 4), torch.float32)
-
-
-def test_assignments_are_sorted_in_the_same_launch_where_a_layer_wants_them_so(cache):
-    given = call(9, 64, routing=Routing(8))
-    layer = moe_call(9, 64)
-    ids, weights, tables = ops.route_and_sort(RouteCall(**given, sorts=True))
-    assert tables is not None
-    told = dict(zip(ROUTER.names, cache.launches[-1].arguments, strict=True))
-    cache.launches.clear()
-    moe(MoeCall(*layer, weights, ids, tables=tables))
-    product = cache.launches[0]
-    assert "grouped_linear" in product.symbol and not any("moe_routing" in each.symbol for each in cache.launches)
-    assert told["offsets"] == tables.data_ptr() and {told["offsets"], told["rows"]} <= set(product.arguments[1:])
-    assert told["places"] in cache.launches[-1].arguments[1:]
-    ends = [told[name] + 4 * size for name, size in (("offsets", 65), ("rows", 72), ("places", 72))]
-    assert ends[0] <= told["rows"] and ends[1] <= told["places"]
-    assert ends[2] == tables.data_ptr() + 4 * tables.numel()
-    cache.launches.clear()
-    moe(MoeCall(*layer, weights, ids))
-    assert "moe_routing" in cache.launches[0].symbol
-    assert ops.route_and_sort(RouteCall(**call(70, 8), sorts=True))[2] is None
 
 
 def test_many_tokens_have_their_logits_from_torch(cache):

@@ -127,6 +127,4 @@ def fused_moe(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     options = activation, out_dtype, batch_invariant, out
-    return ops.moe(
-        MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias, None, activations)
-    )
+    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias, activations))

@@ -93,7 +93,7 @@ def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
 
 
 class MoeCall(NamedTuple):
-    """The arguments of `cute_kernels.fused_moe`; tables: as `cute_kernels.gemm.experts.plan.Tables` has them."""
+    """The arguments of `cute_kernels.fused_moe`."""
 
     x: torch.Tensor
     gate_up: PackedExperts
@@ -106,14 +106,13 @@ class MoeCall(NamedTuple):
     out: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    tables: torch.Tensor | None = None  # of the assignments, sorted on a GPU by whoever has chosen them
     activations: str | None = None
 
 
 def moe_key(call: MoeCall) -> tuple[Any, ...]:
     """As `grouped_key`. Strides of x, ids and weights are no part of it: they are copied where they have gaps."""
     x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out = call[:9]
-    first, second, _, rounded = call[9:]
+    first, second, rounded = call[9:]
     if batch_invariant.__class__ is not bool:
         raise TypeError("batch_invariant")
     return (

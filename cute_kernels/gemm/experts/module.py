@@ -231,8 +231,8 @@ class QuantizedMoE(OfExperts):
         modules: Any = self._modules  # nn.Module takes a detour to them as attributes
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids, *tables = modules["gate"](x)
-        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, self._activations, *tables)
+        _, weights, ids = modules["gate"](x)
+        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, self._activations)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
@@ -317,9 +317,8 @@ def _routed(
     invariant: bool,
     activation: ActivationFunction,
     activations: Activations | None,
-    tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[tokens, hidden] of a layer's experts; tables: as of `MoeCall`."""
+    """[tokens, hidden] of a layer's experts"""
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return differentiable(
             lambda x, weights: _routed(modules, x, ids, weights, invariant, activation, activations),
@@ -328,7 +327,7 @@ def _routed(
             weights,
         )
     gate_up, down = modules["gate_up"], modules["down"]
-    last = None, gate_up.bias, down.bias, tables, activations
+    last = None, gate_up.bias, down.bias, activations
     return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, *last))
 
 

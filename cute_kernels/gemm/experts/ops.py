@@ -186,7 +186,7 @@ def _moe_fields_on_cuda(
 ) -> torch.Tensor:  # fmt: skip
     gate_up = experts_of(codes, scales, zeros, weight_format(format), (n, k))
     down = experts_of(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
-    options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, None, activations
+    options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, activations
     return moe.launch(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))
 
 

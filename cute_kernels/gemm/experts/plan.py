@@ -143,21 +143,6 @@ class Scratch:
         return Scratch(blank((-(-place // (2 * columns)), columns), dtype), *starts)
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Where the parts of a tensor int32 [size] lie that says how assignments are sorted, as `Scratch`; in bytes."""
-
-    rows: int
-    places: int
-    size: int
-
-    @staticmethod
-    def of(num_places: int, num_experts: int) -> Tables:
-        rows = -(-4 * (num_experts + 1) // PART_BYTES) * PART_BYTES
-        places = rows + -(-4 * num_places // PART_BYTES) * PART_BYTES
-        return Tables(rows, places, places // 4 + num_places)
-
-
 Products = tuple[GroupedProduct, GroupedProduct]
 Activation = str | ActivationFunction
 
@@ -253,7 +238,7 @@ def make_moe_plan(
             places = ids.data_ptr()
             of_first = of_second = {"ids": places}
         else:
-            x, of_first, of_second, places = route(x, ids, base, call.tables)
+            x, of_first, of_second, places = route(x, ids, base)
         zeros = gate_up.zeros
         send_first(
             x=x, codes=gate_up.codes.data_ptr(), scales=gate_up.scales.data_ptr(),
@@ -283,24 +268,18 @@ def sorting(
     """What sorts assignments by expert, and lays rows of x in the order of their places if the first product wants them
     so (gathered: in which dtype).
 
-    It takes x, ids, the address of the scratch memory, and `Tables` of assignments that are sorted already, or None. It
-    returns (x of the first product, the routing of each product, address of what results are found by to be added up).
+    It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
+    product, address of what results are found by to be added up).
     """
     index, num_experts = form.device_index, form.num_experts
     vector = ALIGNMENT // form.dtype.itemsize
     sort = routing_function(id_bits, index)
     gather = None if gathered is None else gather_function(DTYPE_NAMES[gathered], index)
-    new_gathered, sorted_ones = blank((count, -(-form.k // vector) * vector), form.dtype), Tables.of(count, num_experts)
+    new_gathered = blank((count, -(-form.k // vector) * vector), form.dtype)
 
-    def route(
-        x: torch.Tensor, ids: torch.Tensor, base: int, tables: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Any, Any, int]:
-        if tables is None:
-            offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
-            sort(topk_ids=ids, offsets=offsets, rows=rows, places=places, num_experts=num_experts)
-        else:
-            offsets = tables.data_ptr()
-            rows, places = offsets + sorted_ones.rows, offsets + sorted_ones.places
+    def route(x: torch.Tensor, ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
+        offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
+        sort(topk_ids=ids, offsets=offsets, rows=rows, places=places, num_experts=num_experts)
         if gather is not None:
             source, x = x, GPU.empty(*new_gathered)
             gather(x=source, end=offsets + 4 * num_experts, rows=rows, out=x.data_ptr(), places=count)

@@ -20,10 +20,10 @@ from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
 
 class RoutingKernel:
-    """One compiled variant; :class:`RoutingConfig` says which. warps: of the CTA."""
+    """One compiled variant; :class:`RoutingConfig` says which."""
 
-    def __init__(self, config: RoutingConfig, warps: int = 0):
-        self.config, self.warps = config, warps or ROUTING_WARPS
+    def __init__(self, config: RoutingConfig):
+        self.config = config
 
     def launch(self, given, stream):
         """One CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
@@ -52,20 +52,13 @@ class RoutingKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        counts = smem.allocate(4 * MAX_EXPERTS * self.warps, byte_alignment=16).toint()
+        counts = smem.allocate(4 * MAX_EXPERTS * ROUTING_WARPS, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
         if const_expr(self.config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-        self.sort(ids, offsets, rows, places, count, topk, num_experts, (counts, totals), (thread, warp, lane))
-
-    @cute.jit
-    def sort(self, ids, offsets, rows, places, count, topk, num_experts, memory, here):
-        """Sorts with all warps of a CTA; memory: shared memory of a count for each warp and expert, and of totals;
-        here: the thread, its warp and its lane."""
-        (counts, totals), (thread, warp, lane) = memory, here
         # Few assignments are those of few warps.
-        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), self.warps)
+        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), ROUTING_WARPS)
         run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS
         begin, end = warp * run, cutlass.min((warp + 1) * run, count)
         mine = counts + warp * (4 * MAX_EXPERTS)
@@ -76,7 +69,7 @@ class RoutingKernel:
             expert = self.expert_of(ids, first + lane, end, num_experts)
             self.take(mine, expert, num_experts, lane)
         cute.arch.sync_threads()
-        for expert in cutlass.range(thread, num_experts, self.warps * WARP_THREADS, unroll=1):
+        for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
             self.sum_warps(counts + expert * 4, totals + expert * 4, num_warps)
         cute.arch.sync_threads()
         if warp == 0:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 from transformers.activations import ACT2FN
 
 from cute_kernels.gemm.experts import QuantizedMoE, QuantizedRoutedExperts, Routing
-from cute_kernels.gemm.experts.ranges.config import MOST_ASSIGNMENTS
 from cute_kernels.gemm.experts.router.call import RouteCall
-from cute_kernels.gemm.experts.router.ops import route_and_sort
+from cute_kernels.gemm.experts.router.ops import route
 from cute_kernels.gemm.experts.router.routing import Scoring
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.blocks import Block
@@ -84,18 +82,13 @@ ROUTERS = (
 
 class RouterBlock(Block):
     """A router's ``forward`` that returns (None, weights fp32, ids int32): `QuantizedMoE` and `QuantizedRoutedExperts`
-    take them as they are, and nobody reads the logits that the module's own returns first.
-
-    Args:
-        sorts: whether a fourth result says how assignments are sorted, if they are so many that experts want them so:
-            `QuantizedMoE` alone takes it.
-    """
+    take them as they are, and nobody reads the logits that the module's own returns first."""
 
     compiles = True
 
-    def __init__(self, module: nn.Module, known: KnownRouter, sorts: bool) -> None:
+    def __init__(self, module: nn.Module, known: KnownRouter) -> None:
         super().__init__(module)
-        self.known, self.routing, self.sorts = known, known.routing(self.module), sorts
+        self.known, self.routing = known, known.routing(self.module)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         module = self.module
@@ -103,11 +96,8 @@ class RouterBlock(Block):
             return self.own(hidden_states)
         correction = None if self.known.correction is None else getattr(module, self.known.correction)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        # A traced program is for any number of tokens, and sorts in a launch of its own.
-        sorts = self.sorts and not is_compiling() and x.shape[0] * self.routing.top_k > MOST_ASSIGNMENTS
-        call = RouteCall(x, module.weight, self.routing, getattr(module, "bias", None), correction, sorts)
-        ids, weights, tables = route_and_sort(call)
-        return (None, weights, ids, tables) if sorts else (None, weights, ids)
+        ids, weights = route(RouteCall(x, module.weight, self.routing, getattr(module, "bias", None), correction))
+        return None, weights, ids
 
 
 def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
@@ -118,7 +108,7 @@ def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
             router = children.get("gate", children.get("router"))
             known = None if router is None else recognise(router, ROUTERS)
             if router is not None and known is not None and known.fits(router):
-                yield RouterBlock(router, known, isinstance(module, QuantizedMoE))
+                yield RouterBlock(router, known)
 
 
 def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -8,8 +8,7 @@ bias, correction     [experts] or 0; bias_wide, correction_wide: whether they ar
 ids, weights         int32 and fp32 [T, top_k]
 of `ROUTER`          hidden [T, K] of the configuration's dtype, T at most MAX_TOKENS, K a multiple of 8, on 16
                      bytes; weight [experts, K], on 16 bytes; workspace: T * experts words, EMPTY. 1 << expert_shift
-                     experts of a CTA; all CTAs must fit on the GPU together. offsets, rows, places: as of `ROUTING`
-                     of :mod:`cute_kernels.gemm.experts.arguments`, or 0: nothing is sorted
+                     experts of a CTA; all CTAs must fit on the GPU together.
 of `SELECT`          logits fp32 [T, experts], without the bias
 """
 
@@ -28,7 +27,7 @@ _CHOICE = (
 ROUTER = joined(
     arguments("tensor", "hidden"),
     _CHOICE,
-    arguments("address", "weight", "offsets", "rows", "places", "workspace"),
+    arguments("address", "weight", "workspace"),
     arguments("int32", "experts", "expert_shift"),
 )
 SELECT = joined(arguments("tensor", "logits"), _CHOICE)

@@ -13,18 +13,13 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class RouteCall(NamedTuple):
-    """The arguments of `cute_kernels.gemm.experts.route`.
-
-    sorts: whether the kernel that chooses experts sorts the assignments too, where it can: a third result, the
-    `cute_kernels.gemm.experts.plan.Tables` of them, is None where it does not.
-    """
+    """The arguments of `cute_kernels.gemm.experts.route`."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     routing: Routing
     bias: torch.Tensor | None = None
     correction: torch.Tensor | None = None
-    sorts: bool = False
 
     @property
     def tensors(self) -> dict[str, Any]:

@@ -1,22 +1,20 @@
-"""Kernels of a router: from hidden states to sorted assignments in one launch, or from logits where tokens are many.
+"""Kernels of a router: from hidden states to experts in one launch, or from logits where tokens are many.
 
 `RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
 expert's K; the sum over lanes, then over warps is always taken in the same order, whatever the number of tokens. Logits
 go through a workspace, where each announces itself (:mod:`cute_kernels.device.exchange`), to the CTAs that choose: each
-has a token for each of its warps, so up to eight tokens are the first one's. If the launch is told to sort, ids go the
-same way to the first CTA.
+has a token for each of its warps, so up to eight tokens are the first one's.
 
 | who | reads | then |
 |---|---|---|
 | every thread | its first piece of an expert's weight, before the kernel ahead has ended; then hidden states | sums |
 | every CTA | partial sums of its warps, in shared memory, behind a barrier | publishes logits |
-| a warp for each token | logits, as they come, and puts EMPTY back | stores weights, and stores or publishes ids |
-| the first CTA, if it sorts | ids, as they come, and puts EMPTY back | stores ids; behind a barrier, counting sort |
+| a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -27,11 +25,8 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.device.types import extents
-from cute_kernels.gemm.experts.config import RoutingConfig
 from cute_kernels.gemm.experts.router.config import MAX_TOKENS, WARPS, RouterConfig, SelectConfig
 from cute_kernels.gemm.experts.router.selection import ALL_LANES, Choice, Selection
-from cute_kernels.gemm.experts.routing import RoutingKernel
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 
 VECTOR = 8  # elements of a thread's piece of a row: 16 bytes of 16-bit ones
 
@@ -42,9 +37,6 @@ class Operands:
 
     hidden: Int64
     weight: Int64
-    offsets: Int64
-    rows: Int64
-    places: Int64
     workspace: Int64
     tokens: Int32
     vectors: Int32  # of a row
@@ -58,12 +50,11 @@ class RouterKernel:
     def __init__(self, config: RouterConfig):
         self.config = config
         self.selection = Selection(config.lane_experts, config.dtype)
-        self.sorting = RoutingKernel(RoutingConfig(32), WARPS)
 
     def launch(self, given, stream):
         """Launches over the experts; ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
         tokens, k = extents(given.hidden)
-        names = ("weight", "offsets", "rows", "places", "workspace", "expert_shift")
+        names = ("weight", "workspace", "expert_shift")
         ctas = (given.experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
         operands = Operands(
             hidden=ptx.address(given.hidden),
@@ -88,24 +79,12 @@ class RouterKernel:
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         partial = smem.allocate(4 * WARPS * MAX_TOKENS, byte_alignment=16).toint()
-        counts = smem.allocate(4 * WARPS * MAX_EXPERTS, byte_alignment=16).toint()
-        totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
         self.ask(choice, thread)
         self.multiply(operands, choice, partial, block, warp, lane)
         cute.arch.sync_threads()
         self.publish_logits(operands, choice, partial, block, thread)
-        sorts = operands.offsets != 0
-        published = operands.workspace + Int64(operands.tokens * choice.experts) * 4
-        told = replace(choice, ids=cutlass.select_(sorts, published, choice.ids))
         for token in cutlass.range(block * WARPS + warp, operands.tokens, operands.ctas * WARPS, unroll=1):
-            self.choose(operands, told, token, lane)
-        if sorts & (block == 0):
-            count = operands.tokens * choice.top_k
-            self.collect(published, choice.ids, count, thread)
-            cute.arch.sync_threads()
-            sorted_as = operands.offsets, operands.rows, operands.places
-            memory, here = (counts, totals), (thread, warp, lane)
-            self.sorting.sort(choice.ids, *sorted_as, count, choice.top_k, choice.experts, memory, here)
+            self.choose(operands, choice, token, lane)
 
     @cute.jit
     def ask(self, choice, thread):
@@ -116,17 +95,6 @@ class RouterKernel:
                 ptx.prefetch_line(choice.bias + Int64(index << (1 + choice.bias_wide)))
             if choice.correction != 0:
                 ptx.prefetch_line(choice.correction + Int64(index << (1 + choice.correction_wide)))
-
-    @cute.jit
-    def collect(self, published, ids, count, thread):
-        """Stores the ids of all assignments, which warps of several CTAs publish."""
-        words = cute.make_rmem_tensor(1, Uint32)
-        for begin in cutlass.range(0, count, WARPS * WARP_THREADS, unroll=1):
-            place = Int64(begin + thread) * 4
-            Poll([Published(published + place, words=1, wanted=begin + thread < count)], together=True).load(words)
-            if begin + thread < count:
-                reset(published + place, 1)
-                ptx.store_global(ids + place, [words[0]])
 
     @cute.jit
     def multiply(self, operands, choice, partial, block, warp, lane):

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm.experts.router.call import RouteCall, check_route
-from cute_kernels.gemm.experts.router.plan import Routed, by_torch, route_plan, without_tokens
+from cute_kernels.gemm.experts.router.plan import by_torch, route_plan, without_tokens
 from cute_kernels.gemm.experts.router.routing import Routing
 from cute_kernels.runtime.operator import Operator, is_direct, launcher
 from cute_kernels.runtime.plans import identity
@@ -17,17 +17,12 @@ from cute_kernels.runtime.plans import identity
 
 def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`cute_kernels.gemm.experts.route`."""
-    return route_and_sort(call)[:2]
-
-
-def route_and_sort(call: RouteCall) -> Routed:
-    """(ids, weights, tables or None) of a call."""
     if is_direct(call.hidden, call.weight, call.bias, call.correction):
         return launch(call)
     check_route(call)
     if is_compiling() or needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
         with torch.no_grad():
-            return *_operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields), None
+            return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
     return by_torch(call)
 
 
@@ -37,7 +32,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _key(call: RouteCall) -> tuple[Any, ...]:
-    hidden, weight, routing, bias, correction, sorts = call
+    hidden, weight, routing, bias, correction = call
     return (
         hidden.shape,
         hidden.dtype,
@@ -47,7 +42,6 @@ def _key(call: RouteCall) -> tuple[Any, ...]:
         routing,
         None if bias is None else identity(bias),
         None if correction is None else identity(correction),
-        sorts,
     )
 
 
@@ -55,11 +49,11 @@ launch = launcher(_key, check_route, route_plan, without_tokens)
 
 
 def _on_cpu(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))[:2]
+    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
 
 
 def _on_cuda(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))[:2]
+    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
 
 
 def _on_meta(hidden, weight, bias, correction, top_k, *_) -> tuple[torch.Tensor, torch.Tensor]:

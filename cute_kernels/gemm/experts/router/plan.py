@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from cute_kernels.gemm.experts.plan import Tables
 from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import (
@@ -33,7 +32,7 @@ from cute_kernels.runtime.operator import Plan
 from cute_kernels.runtime.plans import ALIGNMENT
 
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
-Routed = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+Routed = tuple[torch.Tensor, torch.Tensor]
 
 
 def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
@@ -48,8 +47,6 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
         send = _bound(call, multiplies, index)
     size = len(hidden), call.routing.top_k
     new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
-    sorted_ones = Tables.of(size[0] * size[1], len(call.weight))
-    new_tables, sorts = blank((sorted_ones.size,), torch.int32), call.sorts and multiplies
 
     def launch(call: RouteCall) -> Routed:
         hidden, bias, correction = call.hidden, call.bias, call.correction
@@ -62,18 +59,11 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
         }
         if not multiplies:
             send(logits=product(hidden, call.weight), **addresses)
-            return ids, weights, None
-        tables, offsets, rows, places = None, 0, 0, 0
-        if sorts:
-            tables = GPU.empty(*new_tables)
-            offsets = tables.data_ptr()
-            rows, places = offsets + sorted_ones.rows, offsets + sorted_ones.places
+            return ids, weights
         hidden = contiguous(hidden.detach())
         hidden = hidden.clone() if hidden.data_ptr() % ALIGNMENT else hidden
-        send(
-            hidden=hidden, weight=call.weight.data_ptr(), offsets=offsets, rows=rows, places=places, **addresses
-        )  # fmt: skip
-        return ids, weights, tables
+        send(hidden=hidden, weight=call.weight.data_ptr(), **addresses)
+        return ids, weights
 
     return Plan(index, launch)
 
@@ -81,13 +71,13 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
 def without_tokens(call: RouteCall) -> Routed:
     """The result of a checked call without tokens."""
     shape = 0, call.routing.top_k
-    return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32), None
+    return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
 
 
 @torch.no_grad()
 def by_torch(call: RouteCall) -> Routed:
     """What torch makes of a checked call, on any device."""
-    return *route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction), None
+    return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
 
 
 @torch.no_grad()
@@ -150,5 +140,5 @@ def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
     if not multiplies:
         return config.kernel().arguments.bound(function, fixed)
     fixed |= {"experts": experts, "expert_shift": expert_shift_of(experts, GPU.num_sms(index))}
-    made = {"workspace": lambda: workspace(index, tokens * (experts + routing.top_k))}
+    made = {"workspace": lambda: workspace(index, tokens * experts)}
     return config.kernel().arguments.bound(function, fixed, made=made)
