@@ -24,12 +24,16 @@ from bench.small_llama import llama_config
 from bench.timing import ColdL2, time_cold
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.formats import kv as kv_formats
+from cute_kernels.runtime.resources import KernelResources, ToolMissingError, resource_report, short_name
 
 TOLERANCE = 4e-3  # relative error (norm) of the kernel against the fp64 reference on the model's own cache
 SCORE_DEVIATION = 2.5  # standard deviation of the attention scores, as in trained models rather than in random ones
 INITIALIZER_RANGE = 0.02
 ARCH = "sm_90a"
 KERNELS_SHOWN = 3  # per cache format, without a GPU
+OPCODES_SHOWN = (
+    "HGMMA", "HMMA", "UTMALDG", "UBLKCP", "LDGSTS", "LDG", "LDSM", "LDS", "STS", "MOVM", "MUFU", "LDL", "STL"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,6 @@ def print_kernels(pair: tuple[str, str], head_dim: int) -> None:
     """Compiles the kernels that a Hopper GPU would run here, and prints what they use."""
     from cute_kernels.families import shipped_specs
     from cute_kernels.runtime.cache import default_cache
-    from cute_kernels.runtime.resources import ToolMissingError, format_report, resource_report
 
     print(f"\nCompiling decode attention for {ARCH} (no GPU needed) ...", flush=True)
     specs = []
@@ -347,6 +350,23 @@ def print_kernels(pair: tuple[str, str], head_dim: int) -> None:
         print(format_report(reports))
     except ToolMissingError as error:
         print(f"{len(artifacts)} kernels compiled; no resource report: {error}")
+
+
+def format_report(reports: dict[str, list[KernelResources]]) -> str:
+    """A table of reports by symbol, for people: one line per kernel."""
+    header = f"{'kernel':<56} {'regs':>5} {'stack':>6} {'spill B':>8} {'smem B':>8} {'instr':>6}  key opcodes"
+    lines = [header]
+    for symbol, kernels in reports.items():
+        for item in kernels:
+            name = symbol if len(kernels) == 1 else f"{symbol}/{short_name(item.kernel)}"
+            smem = item.static_smem_bytes + (item.dynamic_smem_bytes or 0)
+            spill = item.spill_store_bytes + item.spill_load_bytes
+            shown = " ".join(f"{key}:{item.opcodes[key]}" for key in OPCODES_SHOWN if item.opcodes.get(key))
+            lines.append(
+                f"{name:<56} {item.registers:>5} {item.stack_bytes:>6} {spill:>8} {smem:>8} "
+                f"{item.num_instructions:>6}  {shown}"
+            )
+    return "\n".join(lines)
 
 
 def _formats_of(config: Any) -> tuple[str, str, int] | None:

@@ -156,12 +156,10 @@ class Batch:
     ) -> None:
         """One copy to the device of everything that has changed, and its distribution there."""
         indices, values = entries
-        if np.array_equal(lens, self._host_lens):
-            lens = lens[:0]
-        if np.array_equal(starts, self._host_starts):
-            starts = starts[:0]
-        if np.array_equal(slots, self._host_slots):
-            slots = slots[:0]
+        held = (self._host_lens, self._host_starts, self._host_slots)
+        lens, starts, slots = (
+            new[:0] if np.array_equal(new, old) else new for new, old in zip((lens, starts, slots), held, strict=True)
+        )
         parts = (lens, starts, slots, indices, values)
         if not any(map(len, parts)):
             return

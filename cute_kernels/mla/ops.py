@@ -5,8 +5,7 @@ What decides a call (its problem) is kept for the next one like it, so that a re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +16,8 @@ from cute_kernels.mla.arguments import EXTRA
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 from cute_kernels.runtime.plans import identity
-
-if TYPE_CHECKING:
-    from cute_kernels.mla.plan import MlaPlan
 
 Results = tuple[torch.Tensor, torch.Tensor]
 SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,26 +59,6 @@ def _dense_through_operator(call: DenseCall) -> Results:
     return _copied(result, call.out), lse
 
 
-@dataclass(frozen=True)
-class DensePlan:
-    """What of a call stays the same between calls of the same shapes, strides, dtypes, device and options.
-
-    kernels: the plan of its launches.
-    """
-
-    problem: DenseProblem
-    device_index: int
-    kernels: MlaPlan
-
-    def launch(self, call: DenseCall) -> Results:
-        """Launches on the current stream of the plan's device, which is the current one."""
-        q, cache, block_table, seq_lens, _, softmax_scale, _, out = call
-        scale = _scale_of(self.problem, softmax_scale)
-        _check_out(self.problem, out)
-        tokens = {"cache": cache.data_ptr(), "table": block_table.data_ptr(), "seq_lens": seq_lens.data_ptr()}
-        return self.kernels.run(q, scale, tokens, out)
-
-
 def _dense_key(call: DenseCall) -> tuple[Any, ...]:
     q, cache, block_table, seq_lens, kv_format, _, causal, _ = call
     return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
@@ -98,11 +74,23 @@ def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
     return problem, call.out
 
 
-def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> DensePlan | None:
+def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[DenseCall], Results] | None:
+    """The plan of calls of the same shapes, strides, dtypes, device and options; None where nothing is launched."""
     from cute_kernels.mla.plan import dense_plan  # the kernels' side
 
     problem, _ = checked
-    return None if problem.is_empty else DensePlan(problem, _index_of(problem), dense_plan(problem))
+    if problem.is_empty:
+        return None
+    kernels = dense_plan(problem)
+
+    def launch(call: DenseCall) -> Results:
+        q, cache, block_table, seq_lens, _, softmax_scale, _, out = call
+        scale = _scale_of(problem, softmax_scale)
+        _check_out(problem, out)
+        tokens = {"cache": cache.data_ptr(), "table": block_table.data_ptr(), "seq_lens": seq_lens.data_ptr()}
+        return kernels.run(q, scale, tokens, out)
+
+    return Plan(_index_of(problem), launch)
 
 
 launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
@@ -156,29 +144,6 @@ def _sparse_through_operator(call: SparseCall) -> SparseResults:
     return _copied(result, call.out), lse, top
 
 
-@dataclass(frozen=True)
-class SparsePlan:
-    """As `DensePlan`."""
-
-    problem: SparseProblem
-    device_index: int
-    kernels: MlaPlan
-
-    def launch(self, call: SparseCall) -> SparseResults:
-        """Launches on the current stream of the plan's device, which is the current one."""
-        from cute_kernels.mla.plan import chosen  # the kernels' side
-
-        q, cache, indices, _, softmax_scale, extras, with_max, out = call
-        problem, scale = self.problem, _scale_of(self.problem, softmax_scale)
-        _check_out(problem, out)
-        top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
-        tokens = chosen(cache, indices, extras.topk_length)
-        if extras.extra_cache is not None and extras.extra_indices is not None:
-            tokens |= chosen(extras.extra_cache, extras.extra_indices, extras.extra_topk_length, EXTRA)
-        result, lse = self.kernels.run(q, scale, tokens, out, extras.sinks, top if with_max else None)
-        return result, lse, top
-
-
 class CheckedSparse(NamedTuple):
     """A sparse call after its checks."""
 
@@ -202,11 +167,27 @@ def _sparse_checked(call: SparseCall) -> CheckedSparse:
     return CheckedSparse(problem, call.with_max, call.out)
 
 
-def _sparse_plan(checked: CheckedSparse) -> SparsePlan | None:
-    from cute_kernels.mla.plan import sparse_plan  # the kernels' side
+def _sparse_plan(checked: CheckedSparse) -> Plan[[SparseCall], SparseResults] | None:
+    """As :func:`_dense_plan`."""
+    from cute_kernels.mla.plan import chosen, sparse_plan  # the kernels' side
 
     problem = checked.problem
-    return None if problem.is_empty else SparsePlan(problem, _index_of(problem), sparse_plan(problem))
+    if problem.is_empty:
+        return None
+    kernels = sparse_plan(problem)
+
+    def launch(call: SparseCall) -> SparseResults:
+        q, cache, indices, _, softmax_scale, extras, with_max, out = call
+        scale = _scale_of(problem, softmax_scale)
+        _check_out(problem, out)
+        top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
+        tokens = chosen(cache, indices, extras.topk_length)
+        if extras.extra_cache is not None and extras.extra_indices is not None:
+            tokens |= chosen(extras.extra_cache, extras.extra_indices, extras.extra_topk_length, EXTRA)
+        result, lse = kernels.run(q, scale, tokens, out, extras.sinks, top if with_max else None)
+        return result, lse, top
+
+    return Plan(_index_of(problem), launch)
 
 
 def _sparse_nothing(checked: CheckedSparse) -> SparseResults:

@@ -79,7 +79,9 @@ class KernelCache:
 
     def has(self, spec: KernelSpec, arch: str) -> bool:
         """Whether `load` would find `spec` without the compiler: in memory, in a bundle or on disk."""
-        return self._has_function(spec, arch)
+        if (spec, arch) in self._functions or any(bundle.holds(spec, arch) for bundle in self._bundles):
+            return True
+        return self._has_artifact(spec, arch)
 
     def artifact(self, spec: KernelSpec, arch: str) -> Artifact:
         """The compiled object of `spec`, from disk or compiled now: for resource reports and bundles."""
@@ -97,7 +99,7 @@ class KernelCache:
         after the others are done.
         """
         specs = list(specs)
-        return self._many(specs, arch, jobs, progress, self.load_from, self._has_function)
+        return self._many(specs, arch, jobs, progress, self.load_from, self.has)
 
     def artifacts(
         self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
@@ -147,11 +149,6 @@ class KernelCache:
                 report(spec, source, time.perf_counter() - start)
             compiled.discard(spec)
         return results
-
-    def _has_function(self, spec: KernelSpec, arch: str) -> bool:
-        if (spec, arch) in self._functions or any(bundle.holds(spec, arch) for bundle in self._bundles):
-            return True
-        return self._has_artifact(spec, arch)
 
     def _has_artifact(self, spec: KernelSpec, arch: str) -> bool:
         return (spec, arch) in self._artifacts or self.store.read(key_of(spec, arch)) is not None

@@ -230,23 +230,3 @@ def short_name(kernel: str) -> str:
     if method:
         return f"{method[2]}.{method[1]}"
     return re.split(r"_(?:tensorptr|Tensor|object_at|cute|ptr|[A-Z]\w*Float|\d+_)", name, maxsplit=1)[0]
-
-
-def format_report(reports: dict[str, list[KernelResources]]) -> str:
-    """A table of reports by symbol, for people: one line per kernel."""
-    header = f"{'kernel':<56} {'regs':>5} {'stack':>6} {'spill B':>8} {'smem B':>8} {'instr':>6}  key opcodes"
-    lines = [header]
-    for symbol, kernels in reports.items():
-        for item in kernels:
-            name = symbol if len(kernels) == 1 else f"{symbol}/{short_name(item.kernel)}"
-            smem = item.static_smem_bytes + (item.dynamic_smem_bytes or 0)
-            spill = item.spill_store_bytes + item.spill_load_bytes
-            shown = " ".join(f"{key}:{item.opcodes[key]}" for key in _SHOWN if item.opcodes.get(key))
-            lines.append(
-                f"{name:<56} {item.registers:>5} {item.stack_bytes:>6} {spill:>8} {smem:>8} "
-                f"{item.num_instructions:>6}  {shown}"
-            )
-    return "\n".join(lines)
-
-
-_SHOWN = ("HGMMA", "HMMA", "UTMALDG", "UBLKCP", "LDGSTS", "LDG", "LDSM", "LDS", "STS", "MOVM", "MUFU", "LDL", "STL")

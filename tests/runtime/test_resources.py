@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench import demo
 from cute_kernels.runtime import KernelCache, compile_options, resources
 from cute_kernels.runtime.artifact import Launch, launches_in
 from cute_kernels.runtime.resources import KernelResources, ToolMissingError, cubins_in, resource_report
@@ -116,7 +117,7 @@ def test_kernels_are_named_as_their_authors_named_them(mangled: str, name: str):
 
 def test_a_table_shows_each_kernel_on_a_line():
     kernel = KernelResources("kernel_cutlass_decode_tensorptr", 168, 0, 8, 4, 1024, 2048, 384, 1000, {"HGMMA": 64})
-    lines = resources.format_report({"one": [kernel], "two": [kernel, kernel]}).splitlines()
+    lines = demo.format_report({"one": [kernel], "two": [kernel, kernel]}).splitlines()
     assert len(lines) == 4 and lines[2].startswith("two/decode ")
     assert lines[1].split()[:6] == ["one", "168", "0", "12", "3072", "1000"] and lines[1].endswith("HGMMA:64")
 
