@@ -276,7 +276,7 @@ def test_a_step_that_is_called_otherwise_is_looked_at_anew():
         for what, change in CHANGES.items():
             assert not last.is_called(change(given), replay._epoch), what
         assert not last.is_called(given, object())  # another state of the model
-        for name, value in (("capacity", 7), ("_is_certain", False), ("static", True), ("graphs", {})):
+        for name, value in (("capacity", 7), ("is_certain", False), ("static", True), ("graphs", {})):
             with mock.patch.object(columns, name, value):
                 assert not last.is_called(given, replay._epoch), name
         before = replay.replays

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from cute_kernels.formats.kv import FORMATS
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache, turns
+from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache, attend
 from tests.integrations.llamas import small_llama
 
 VOCABULARY = 64
@@ -85,7 +85,7 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
 def test_a_later_turn_of_many_tokens_attends_to_rows_as_they_lie(model, tokens, kv_format):
     """Also where K or V alone is of 16 bits; the same as token by token."""
     want = in_steps(model, tokens, DecodeCache(kv_format, 30), [8] + [1] * 22)
-    with mock.patch.object(turns, "extend_attention", wraps=turns.extend_attention) as asked:
+    with mock.patch.object(attend, "extend_attention", wraps=attend.extend_attention) as asked:
         got = in_steps(model, tokens, DecodeCache(kv_format, 30), [8, 22])
     assert [call.kwargs["kv_format"] for call in asked.call_args_list] == [kv_format] * 2  # layers
     assert relative_error(got, want) < 3e-2

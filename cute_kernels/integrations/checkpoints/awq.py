@@ -39,7 +39,7 @@ def from_awq(
     """
     fields.check_tensor("qweight", qweight, (torch.int32,), 2, "[K, N / 8]")
     fields.check_tensor("qzeros", qzeros, (torch.int32,), 2, "[groups, N / 8]")
-    fields.check_tensor("scales", scales, (torch.float16, torch.bfloat16, torch.float32), 2, "[groups, N]")
+    fields.check_tensor("scales", scales, fields.FLOATING, 2, "[groups, N]")
     k, (groups, n) = qweight.shape[0], scales.shape
     if n % _PER_WORD:
         raise ValueError(f"scales: got shape {list(scales.shape)}, want [groups, N] with N a multiple of {_PER_WORD}")
@@ -49,7 +49,7 @@ def from_awq(
     fields.check_shape("qzeros", qzeros, (groups, n // _PER_WORD), f"{_PER_WORD} codes a word for each group of scales")
     scales = fields.to_scales("scales", scales, dtype)
     if input_scale is not None:
-        fields.check_tensor("input_scale", input_scale, (torch.float16, torch.bfloat16, torch.float32), 1, f"[{k}]")
+        fields.check_tensor("input_scale", input_scale, fields.FLOATING, 1, f"[{k}]")
         fields.check_shape("input_scale", input_scale, (k,), "one for each input")
         input_scale = fields.to_scales("input_scale", input_scale, scales.dtype)
 

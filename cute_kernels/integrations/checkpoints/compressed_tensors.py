@@ -38,9 +38,8 @@ def from_compressed_tensors(
         TypeError, ValueError: a tensor does not fit; the message names it.
     """
     fields.check_tensor("weight_packed", weight_packed, (torch.int32,), 2, "[N, K * bits / 32]")
-    floating = (torch.float16, torch.bfloat16, torch.float32)
     one = isinstance(weight_scale, torch.Tensor) and weight_scale.numel() == 1
-    fields.check_tensor("weight_scale", weight_scale, floating, weight_scale.dim() if one else 2, "[N, groups]")
+    fields.check_tensor("weight_scale", weight_scale, fields.FLOATING, weight_scale.dim() if one else 2, "[N, groups]")
     n = weight_packed.shape[0]
     scales = weight_scale.reshape(1, 1).expand(n, 1) if one else weight_scale
     bits, k = _bits_and_k(weight_packed, weight_shape, bits)
@@ -90,7 +89,7 @@ def from_int_quantized(
     low = -symmetric_zero(bits)
     if bits < 8 and bool(((weight < low) | (weight >= -low)).any()):
         raise ValueError(f"weight: got values outside {low} to {-low - 1}, want {bits}-bit ones")
-    scales = _by_row("weight_scale", weight_scale, (torch.float16, torch.bfloat16, torch.float32), n)
+    scales = _by_row("weight_scale", weight_scale, fields.FLOATING, n)
     groups = scales.shape[1]
     size = fields.group_size_of(k, groups, group_size)
     zeros = None

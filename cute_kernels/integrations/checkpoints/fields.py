@@ -9,6 +9,7 @@ from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES, symmetric_zero
 from layouts import transform
 
 PER_CHANNEL = -1  # what quantisation configurations write for one scale per output channel
+FLOATING = (torch.float16, torch.bfloat16, torch.float32)  # of scales as checkpoints have them
 ZERO_TOLERANCE = 1e-3  # of a floating zero point that is to be an integer
 
 

@@ -30,7 +30,7 @@ from cute_kernels.integrations.checkpoints.configuration import (
 )
 from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
-from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
+from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import (
     Converted,
     LayerFormat,
@@ -83,11 +83,7 @@ def load_safetensors(
         TypeError, ValueError: a file is cut off, or a tensor is missing, does not fit or is not as the configuration
             says; the message names the tensor and its file.
     """
-    path = path_of(path)
-    entries = with_common_names(read_headers(path))
-    config = read_config(path) if config is None else checked("config", config)
-    check_activations(activations, None, FP8_WEIGHTS)
-    layers = find_layers(entries, config)
+    entries, config, layers = look_into(path_of(path), config, activations)
     return read_layers(entries, layers, config, {"dtype": dtype, "device": device}, activations)
 
 
@@ -124,11 +120,7 @@ def load_quantized_linears(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
-    path = path_of(path)
-    entries = with_common_names(read_headers(path))
-    config = read_config(path) if config is None else checked("config", config)
-    check_activations(activations, None, FP8_WEIGHTS)
-    found = find_layers(entries, config)
+    entries, config, found = look_into(path_of(path), config, activations)
     given, model = model, compiled_from(model)
     Filling(model, entries, found).fill(model, config, {"dtype": dtype, "device": device}, progress, activations)
     return given
@@ -157,14 +149,13 @@ class Filling:
         for name, place in self.places.items():
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
+            wants_bias, why = getattr(dense, "bias", None) is not None, "layer has a bias"
             if place.role is not None:
                 self._sizes[place.module] = experts_sizes(dense)
-                if has_biases(dense) and not has_bias:
-                    raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's experts have one")
-            else:
-                if getattr(dense, "bias", None) is not None and not has_bias:
-                    raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
-            if place.role is not None and has_bias and not has_biases(dense):
+                wants_bias, why = has_biases(dense), "experts have one"
+            if wants_bias and not has_bias:
+                raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's {why}")
+            if place.role is not None and has_bias and not wants_bias:
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, nn.Module] = {}
         self._activations: Activations | None = None
@@ -295,6 +286,16 @@ def path_of(path: object) -> Path:
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
     return Path(path)
+
+
+def look_into(
+    path: Path, config: Config | None, activations: Activations | None
+) -> tuple[Headers, Config, dict[str, LayerFormat]]:
+    """The tensors of a checkpoint, its configuration and its quantised layers; arguments as of `load_safetensors`."""
+    entries = with_common_names(read_headers(path))
+    config = read_config(path) if config is None else checked("config", config)
+    check_activations(activations, None, FP8_WEIGHTS)
+    return entries, config, find_layers(entries, config)
 
 
 def read_layers(

@@ -56,7 +56,7 @@ def from_gptq(
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, want {' or '.join(map(repr, FORMATS))}")
     fields.check_tensor("qweight", qweight, (torch.int32,), 2, f"[K / {per_word}, N]")
     fields.check_tensor("qzeros", qzeros, (torch.int32,), 2, f"[groups, N / {per_word}]")
-    fields.check_tensor("scales", scales, (torch.float16, torch.bfloat16, torch.float32), 2, "[groups, N]")
+    fields.check_tensor("scales", scales, fields.FLOATING, 2, "[groups, N]")
     groups, n = scales.shape
     k = qweight.shape[0] * per_word
     fields.check_shape("qweight", qweight, (qweight.shape[0], n), f"a column for each of the {n} columns of scales")

@@ -59,9 +59,9 @@ def _codes(
         raise ValueError(f"axis: got {axis}, want 1: groups along K")
     check_matrix_shape("shape", shape)
     n, k = shape
-    floating = (torch.float16, torch.bfloat16, torch.float32)
-    for name, tensor, dtypes in (("W_q", W_q, (torch.uint8,)), ("scale", scale, floating), ("zero", zero, floating)):
-        fields.check_tensor(name, tensor, dtypes, getattr(tensor, "ndim", 0), "any")
+    fields.check_tensor("W_q", W_q, (torch.uint8,), getattr(W_q, "ndim", 0), "any")
+    for name, tensor in (("scale", scale), ("zero", zero)):
+        fields.check_tensor(name, tensor, fields.FLOATING, getattr(tensor, "ndim", 0), "any")
     if W_q.numel() * 8 != n * k * bits:
         raise ValueError(f"W_q: got {W_q.numel()} bytes, want {n * k * bits // 8}: {bits}-bit codes of {[n, k]}")
     if n > 1 and scale.dim() == 2 and scale.shape[0] == 1:

@@ -22,7 +22,7 @@ from cute_kernels.integrations.checkpoints.float_codes import Names, experts_fro
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import from_hqq
-from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, from_tensor
+from cute_kernels.integrations.checkpoints.torchao import ACTIVATION_PARTS, PARTS, from_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

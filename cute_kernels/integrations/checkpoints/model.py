@@ -13,13 +13,11 @@ import torch
 
 from cute_kernels.arguments import device_of
 from cute_kernels.gemm.module import ModelProgress
-from cute_kernels.gemm.operands.fp8_config import check_activations
-from cute_kernels.integrations.checkpoints.configuration import Config, checked, read_config
-from cute_kernels.integrations.checkpoints.files import FP8_WEIGHTS, path_of
-from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
+from cute_kernels.integrations.checkpoints.configuration import Config
+from cute_kernels.integrations.checkpoints.files import look_into, path_of
 from cute_kernels.integrations.checkpoints.headers import read_headers
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
-from cute_kernels.integrations.checkpoints.layer_formats import OWN, find_layers
+from cute_kernels.integrations.checkpoints.layer_formats import OWN
 from cute_kernels.model_config import METHOD
 from cute_kernels.names import Activations
 
@@ -64,10 +62,7 @@ def load_model(
     if not path.is_dir() or not (path / "config.json").exists():
         raise FileNotFoundError(f"path: got {path}, want a directory with config.json and safetensors files")
     device = device_of(device)
-    check_activations(activations, None, FP8_WEIGHTS)
-    entries = with_common_names(read_headers(path))
-    quantization = read_config(path) if config is None else checked("config", config)
-    found = find_layers(entries, quantization)
+    entries, quantization, found = look_into(path, config, activations)
     try:
         from cute_kernels.integrations.checkpoints.skeleton import Import, class_of, dtype_of, generate_as_said
         from cute_kernels.integrations.transformers import register

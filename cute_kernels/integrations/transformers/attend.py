@@ -9,6 +9,10 @@
 | | anything else | as tensors: older tokens dequantised, new ones exact |
 | a handle of latents | up to 16 queries: padding | `mla_decode` |
 | | anything else | as tensors, of latents expanded |
+
+By `extend_attention` a first turn attends to the keys and values that it has just computed, as they are. A later one
+attends to the packed rows, its own new tokens among them. Padding is left out: queries and keys are tokens only, one
+request after the other.
 """
 
 from __future__ import annotations
@@ -22,15 +26,18 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cute_kernels.attention.extend import extend_attention
+from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_read
+from cute_kernels.formats.kv import format_of
 from cute_kernels.integrations.transformers.columns import UNKNOWN, Columns
-from cute_kernels.integrations.transformers.handle import CachedTokens
+from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
-from cute_kernels.integrations.transformers.turns import can_extend, extend
 
 EAGER_OPTIONS = ("softcap", "s_aux", "sinks")
 """What SDPA does not compute and a model's own eager function does."""
 REFUSED_OPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 """Sequences packed side by side: SDPA would let them see each other."""
+_DENSE_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters
 
 
@@ -90,7 +97,7 @@ def attention(
         return key.attend(query, **asked), None
     query = key.rotated(query)
     if asked is not None and _extends(key, attention_mask, asked):
-        return extend(key, query, **{name: value for name, value in asked.items() if name != "attn_bias"}), None
+        return _extend(key, query, **{name: value for name, value in asked.items() if name != "attn_bias"}), None
     k, v = key.dense()
     key.append()
     q_len, keys = query.shape[2], k.shape[2]
@@ -138,7 +145,7 @@ def _attends(tokens: CachedTokens, asked: dict[str, Any]) -> bool:
 def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, Any]) -> bool:
     """Whether `extend_attention` serves a call; a plain first turn is SDPA's."""
     is_plain = _is_first_turn(tokens) and mask is None and asked["softcap"] is None and asked["sinks"] is None
-    return not is_plain and asked["attn_bias"] is None and can_extend(tokens, asked["softcap"])
+    return not is_plain and asked["attn_bias"] is None and _can_extend(tokens, asked["softcap"])
 
 
 _IMPOSSIBLE = torch.empty(0)
@@ -194,3 +201,46 @@ def _check_window(window: int | None, mask: torch.Tensor | None, keys: int) -> N
             f"sliding_window: got {window} without a mask over {keys} keys, want attention_mask: which keys a query's "
             "window holds depends on its position"
         )
+
+
+# -- many new columns, or padding among them ---------------------------------------------------------------------------
+
+
+def _can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
+    """Whether the kernel reads what a turn attends to."""
+    transform = tokens.layer.transform
+    if softcap is not None and transform is not None and transform.k_center is not None:
+        return False
+    head_dim = tokens.new_k.shape[3]
+    if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
+        return False
+    return not any(cannot_read(format_of(name)) for name in tokens.layer.formats)
+
+
+def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`extend_attention` of all new columns; appends them. query: [batch, num_q_heads, new columns, head_dim]. Returns
+    [batch, new columns, num_q_heads, head_dim], 0 for padding."""
+    columns, is_first = tokens.columns, tokens.new == tokens.columns.count
+    fresh = columns.fresh
+    if is_first:
+        operands = _new_as_cache(tokens, fresh)
+    else:
+        operands = tokens.layer.operands()
+    tokens.append()
+    q = token_major(query)
+    counts = torch.full((columns.batch,), tokens.new, device=q.device) if fresh is None else fresh.sum(1)
+    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    packed = q.flatten(0, 1) if fresh is None else q[fresh]
+    out = extend_attention(packed.contiguous(), seq_lens=columns.seq_lens, cu_seqlens_q=ends, **operands, **options)
+    if fresh is None:
+        return out.view(q.shape)
+    return q.new_zeros(q.shape).masked_scatter_(fresh[:, :, None, None], out)
+
+
+def _new_as_cache(tokens: CachedTokens, fresh: torch.Tensor | None) -> dict[str, Any]:
+    """The new keys and values as a contiguous cache of their own dtype, each request's tokens first."""
+    k, v = token_major(tokens.new_k).contiguous(), token_major(tokens.new_v).contiguous()
+    if fresh is not None:
+        order = (~fresh).to(torch.uint8).argsort(dim=1, stable=True)[:, :, None, None]
+        k, v = (x.gather(1, order.expand(-1, -1, *x.shape[2:])) for x in (k, v))
+    return {"k_cache": k, "v_cache": v, "kv_format": _DENSE_FORMATS[k.dtype]}

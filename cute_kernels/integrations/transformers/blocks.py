@@ -58,6 +58,7 @@ class Block:
     """
 
     compiles = False
+    _last: Product
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -70,6 +71,12 @@ class Block:
     def remove(self) -> None:
         """Takes it away again, with all that it changed."""
         self.module.__dict__.pop("forward", None)
+
+    def _of_output(self, layer: nn.Module) -> Product:
+        """The product of the layer that the results come from: another one, if it was put in the first one's place."""
+        if self._last.layer is not layer:  # never one that is served in order
+            self._last = Product(layer)
+        return self._last
 
     def _may_pass_by(self, parts: Sequence[nn.Module]) -> bool:
         """Whether a call needs nothing but the results of these modules."""
@@ -171,11 +178,6 @@ class AttentionBlock(Block):
         if self.merged is None:
             return len(self.parts) == 1 and self._first.may_defer()
         return self._first.may_defer() and is_merged(self.merged, self.parts)
-
-    def _of_output(self, layer: nn.Module) -> Product:
-        if self._last.layer is not layer:
-            self._last = Product(layer)
-        return self._last
 
     def _serves(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
@@ -301,19 +303,14 @@ class MlpBlock(Block):
             return self.own(*map(tensor_of, args), **kwargs)
         assert self._first is not None
         x = self._first(args[0], activation="swiglu")
-        if into is not None and (given := into.given(x, self._of_output())) is not None:
+        if into is not None and (given := into.given(x, self._of_output(self.module.down_proj))) is not None:
             return given
         return self.module.down_proj(x) if self.down is None else self.down(x)
 
     def products(self) -> tuple[Product, Product] | None:
         """The product that a norm is for, and the last one; None for a call that the module's own ``forward``
         serves."""
-        return (cast("Product", self._first), self._of_output()) if self._serves() else None
-
-    def _of_output(self) -> Product:
-        if self._last.layer is not self.module.down_proj:  # never one that is served in order
-            self._last = Product(self.module.down_proj)
-        return self._last
+        return (cast("Product", self._first), self._of_output(self.module.down_proj)) if self._serves() else None
 
     def _serves(self) -> bool:
         module = self.module

@@ -207,7 +207,7 @@ def choose_formats(
     if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
         raise ValueError(f"budget: got {budget!r}, want a share of BF16's bytes, above 0 and at most 1")
     moments = gather_moments(model, batches) if moments is None else moments
-    shapes = [_shape(one.sizes) for one in moments.layers]
+    shapes = [one.sizes for one in moments.layers if one.sizes is not None]  # all: they have seen tokens
     pairs = [format_pair(one) for one in candidates or candidates_for(shapes[0][1], model.dtype)]
     sizes, most = _sizes(pairs, shapes, budget)
     known = [calibrate_cache(model, batches, pair, moments=moments, **(calibration or {})) for pair in pairs]
@@ -281,11 +281,6 @@ def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
         chain, i = chain
         chosen.append(i)
     return tuple(reversed(chosen))
-
-
-def _shape(sizes: tuple[int, int, int] | None) -> tuple[int, int, int]:
-    assert sizes is not None
-    return sizes
 
 
 def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:

@@ -6,6 +6,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -32,8 +33,8 @@ from cute_kernels.integrations.transformers.latents import (
     ROPE_DIM,
     V_DIM,
     CachedLatents,
-    format_of_latents,
 )
+from cute_kernels.mla.formats import FORMATS as MLA_FORMATS
 
 _ZERO_IS_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) < Version("5.18")
@@ -245,7 +246,7 @@ class LatentCacheLayer(DecodeCacheLayer):
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, 1, tokens, 512] latents, [batch, 1, tokens, 64]."""
-        form = format_of_latents(self.formats[0])
+        form = MLA_FORMATS[self.formats[0]]
         wanted = {"latents": (key_states, V_DIM), "rotated keys": (value_states, ROPE_DIM)}
         for what, (states, columns) in wanted.items():
             if (states.shape[1], states.shape[3]) != (1, columns):
@@ -269,24 +270,17 @@ class LatentCacheLayer(DecodeCacheLayer):
         return self._block_table
 
 
+@dataclass(eq=False)
 class _Book:
     """What the layers of a cache have in common. It holds no layer and no cache: those are freed by being forgotten."""
 
-    def __init__(
-        self,
-        kv_format: object,
-        max_seq_len: int | None,
-        capacity: int,
-        scales: Scales | None,
-        transforms: CacheTransform | Sequence[CacheTransform | None] | None,
-    ) -> None:
-        self.kv_format = kv_format
-        self.max_seq_len = max_seq_len
-        self.capacity = capacity
-        self.scales = scales
-        self.transforms = transforms
-        self.columns: Columns | None = None
-        self.first: weakref.ref[DecodeCacheLayer] | None = None
+    kv_format: object
+    max_seq_len: int | None
+    capacity: int
+    scales: Scales | None
+    transforms: CacheTransform | Sequence[CacheTransform | None] | None
+    columns: Columns | None = None
+    first: weakref.ref[DecodeCacheLayer] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"first": None}  # for recorded steps, which are recorded anew

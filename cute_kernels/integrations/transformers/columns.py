@@ -44,6 +44,9 @@ class Columns:
         epoch: stands for the model that they are of, as it stood; another state of it has another one.
         kept: int64 [batch, older columns]: the rows of a pass that hides tokens, those that it still sees first; None
             for a pass that hides none.
+        is_left: whether all padding is in front of a request: distances between tokens are those between columns then.
+        is_certain: whether it was told of all columns which of them are tokens; what was not is taken for tokens.
+        fresh: bool [batch, new]: which of the new columns are tokens; None where all are.
         begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
     """
 
@@ -61,10 +64,10 @@ class Columns:
         self.kept: torch.Tensor | None = None
         self.begun: BegunStep | None = None
         self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
-        self._is_left = True
-        self._is_certain = True
+        self.is_left = True
+        self.is_certain = True
         self._padding_was_given = False
-        self._fresh: torch.Tensor | None = None  # bool [batch, new], None: all are tokens
+        self.fresh: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
         self._is_open = False
 
@@ -82,21 +85,6 @@ class Columns:
         """Whether there is no padding at all."""
         return self._tokens is None
 
-    @property
-    def is_left(self) -> bool:
-        """Whether all padding is in front of a request: distances between tokens are those between columns then."""
-        return self._is_left
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether it was told of all columns which of them are tokens; what was not is taken for tokens."""
-        return self._is_certain
-
-    @property
-    def fresh(self) -> torch.Tensor | None:
-        """bool [batch, new]: which of the new columns are tokens; None where all are."""
-        return self._fresh
-
     def is_told(self, padding: torch.Tensor | None) -> bool:
         """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""
         return padding is None or self._padding_was_given
@@ -104,7 +92,7 @@ class Columns:
     @property
     def is_whole(self) -> bool:
         """Whether the new columns are tokens, all of them."""
-        return self._fresh is None
+        return self.fresh is None
 
     def call_back(self) -> None:
         """Forgets a step that was begun before it was asked for: before anything else reads or changes the cache."""
@@ -121,7 +109,7 @@ class Columns:
         self.new, self.kept = new, None
         self._is_open = True
         if self.static:
-            self._fresh = None
+            self.fresh = None
         else:
             self.count += new
 
@@ -144,7 +132,7 @@ class Columns:
         except ValueError:
             self.count -= self.new
             raise
-        self._fresh = fresh
+        self.fresh = fresh
         if fresh is None:
             self.seq_lens.add_(self.new)
         else:
@@ -154,7 +142,7 @@ class Columns:
         """Which of the new columns are tokens, None for all."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
-        self._is_certain = self._is_certain and padding is not UNKNOWN
+        self.is_certain = self.is_certain and padding is not UNKNOWN
         if padding is UNKNOWN or (padding is None and self._tokens is None):
             return None
         if not isinstance(padding, torch.Tensor):
@@ -167,7 +155,7 @@ class Columns:
         if bool(padding.all()):
             return None
         self._tokens = padding
-        self._is_left = bool((padding[:, 1:] >= padding[:, :-1]).all())
+        self.is_left = bool((padding[:, 1:] >= padding[:, :-1]).all())
         fresh = padding[:, old:]
         return None if bool(fresh.all()) else fresh
 
@@ -204,12 +192,12 @@ class Columns:
             device = self.seq_lens.device
             ends = self.seq_lens.long()[:, None]
             starts = torch.arange(self.batch, device=device)[:, None] * self.capacity
-            if self._fresh is None:
+            if self.fresh is None:
                 rows = ends - self.new + torch.arange(self.new, device=device)
                 self._slots = (starts + rows).flatten()
             else:
-                rows = ends - self._fresh.sum(1, keepdim=True) + self._fresh.cumsum(1) - 1
-                self._slots = torch.where(self._fresh, starts + rows, -1).flatten()
+                rows = ends - self.fresh.sum(1, keepdim=True) + self.fresh.cumsum(1) - 1
+                self._slots = torch.where(self.fresh, starts + rows, -1).flatten()
         return self._slots
 
     def older_rows(self) -> torch.Tensor | None:
@@ -240,7 +228,7 @@ class Columns:
         """A replay has added one token to each request; the device knows."""
         self.count += 1
         self.new = 1
-        self._fresh = self._slots = None
+        self.fresh = self._slots = None
 
     # -- the batch ----------------------------------------------------------------------------------------------------
 
@@ -258,8 +246,8 @@ class Columns:
         self.call_back()
         self.count = self.new = 0
         self.seq_lens.zero_()
-        self._tokens, self._is_left, self._is_certain = None, True, True
-        self._fresh = self._slots = None
+        self._tokens, self.is_left, self.is_certain = None, True, True
+        self.fresh = self._slots = None
         self._is_open = False
         self._before = None
 

@@ -197,7 +197,8 @@ class _Layer:
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
         self.offset = torch.zeros_like(arrays["k_center"]) if "k_center" in arrays else None
         widths = {self.start.k_rotation, self.start.v_rotation}
-        self.signs = {width: _signs(width, deviation.device) for width in widths}
+        # Hadamard matrices before they are scaled: +1 and -1, exact in TF32 too.
+        self.signs = {width: rotated(torch.eye(width, device=deviation.device), width).sign() for width in widths}
         self.parameters = [x.requires_grad_() for x in (*self.logs.values(), self.offset) if x is not None]
 
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -234,11 +235,6 @@ class _Layer:
         turned = CacheTransform(k_rotation=self.start.k_rotation, v_rotation=self.start.v_rotation)
         made = replace(turned, **arrays)
         return None if made.identity else made
-
-
-def _signs(width: int, device: torch.device) -> torch.Tensor:
-    """The Hadamard matrix of ``width`` columns before it is scaled: +1 and -1, exact in TF32 too."""
-    return rotated(torch.eye(width, device=device), width).sign()
 
 
 class _Rounded(torch.autograd.Function):

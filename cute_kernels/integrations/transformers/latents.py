@@ -21,7 +21,7 @@ from cute_kernels.integrations.transformers.norms import has_hooks
 from cute_kernels.integrations.transformers.ropes import version_of
 from cute_kernels.mla import mla_decode
 from cute_kernels.mla.cache import append_mla
-from cute_kernels.mla.formats import FORMATS, V_DIM, MlaFormat
+from cute_kernels.mla.formats import FORMATS, V_DIM
 
 LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
 ROPE_DIM = 64
@@ -85,7 +85,7 @@ class CachedLatents(CachedTokens):
             slots = torch.arange(old, device=latents.device).expand(self.columns.batch, old) if rows is None else rows
             capacity = self.layer.rows[0].shape[1]
             slots = slots + torch.arange(self.columns.batch, device=latents.device)[:, None] * capacity
-            form = format_of_latents(self.layer.formats[0])
+            form = FORMATS[self.layer.formats[0]]
             older = form.fetch(self.layer.rows[0], slots, V_DIM + ROPE_DIM, latents.dtype)[:, None]
             latents = torch.cat((older[..., :V_DIM], latents), dim=2)
             k_rope = torch.cat((older[..., V_DIM:], k_rope), dim=2)
@@ -173,8 +173,3 @@ def up_projections(module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
     expansion = module.expand_kv
     weight = expansion.weight().view(module.config.num_attention_heads, -1, V_DIM)
     return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :].transpose(1, 2)
-
-
-def format_of_latents(name: str) -> MlaFormat:
-    """A format of `LATENT_FORMATS`."""
-    return FORMATS[name]

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -88,11 +88,9 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     mask = _as_read(mask, is_added, options)
     if torch.compiler.is_compiling():
         return mask
-    window = _window(options.get("mask_function", causal_mask_function))
     if _is_aligned(options):
-        padding = options.get("attention_mask")
-        pattern = Pattern(padding=padding, is_known=False) if window is None else Pattern(window.size, padding=padding)
-        setattr(mask, _NOTE, pattern)
+        pattern = _pattern_by(options.get("mask_function", causal_mask_function)) or Pattern(is_known=False)
+        setattr(mask, _NOTE, replace(pattern, padding=options.get("attention_mask")))
     return mask
 
 
@@ -138,20 +136,20 @@ def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.T
     """As `make_mask` for one new token, when all that depends on the step is read on the device."""
     batch, capacity = columns.batch, columns.capacity
     device = columns.seq_lens.device
-    window = _window(options.get("mask_function", causal_mask_function))
-    if window is None:
+    pattern = _pattern_by(options.get("mask_function", causal_mask_function))
+    if pattern is None:
         if not columns.all_tokens:
             raise NotStaticError("a mask that is no window, over a padded batch")
         mask = sdpa_mask(**{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         assert mask is not None
         return mask & (torch.arange(capacity, device=device) <= columns.before)
-    if window.size is None:
+    if pattern.window is None:
         return None
     if not columns.is_left:
         raise NotStaticError("a window over a batch with padding between tokens")
     # Only the note is read. No key can be taken from a mask without columns: whoever tries is told by an error.
     mask = torch.empty(batch, 1, 1, 0, dtype=torch.bool, device=device)
-    setattr(mask, _NOTE, Pattern(window.size))
+    setattr(mask, _NOTE, pattern)
     return mask
 
 
@@ -176,17 +174,12 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-@dataclass(frozen=True)
-class _Window:
-    size: int | None
-
-
-def _window(function: Callable[..., Any]) -> _Window | None:
-    """The window of transformers' own causal functions, None for any other function."""
+def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
+    """What transformers' own causal functions say, None for any other function."""
     if function is causal_mask_function:
-        return _Window(None)
+        return Pattern()
     size = _parts(function)
-    return _Window(size) if size is not None and _same(function, sliding_window_causal_mask_function(size)) else None
+    return Pattern(size) if size is not None and _same(function, sliding_window_causal_mask_function(size)) else None
 
 
 def _parts(function: Callable[..., Any]) -> int | None:

@@ -103,14 +103,13 @@ class _Made:
     result: _Noted
     version: int | None
 
-    def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
-        return module is self.module and version_of(total) == self.version
-
 
 def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
     """What is noted of a sum's norm by ``module``, if the sum is as it was."""
     made = getattr(total, _NOTE, None)
-    return made.result if made is not None and made.is_of(module, total) else None
+    if made is None or made.module is not module or made.version != version_of(total):
+        return None
+    return made.result
 
 
 def is_plain(module: nn.Module) -> bool:

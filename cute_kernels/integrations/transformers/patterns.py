@@ -98,23 +98,20 @@ ROTARIES = (
     Known("gemma3", "Gemma3RotaryEmbedding"),
 )
 """Rotate by the positions that they are given, one number for each token."""
-MODELS = tuple(
-    Known(file, name)
-    for file, name in (
-        ("llama", "LlamaModel"),
-        ("mistral", "MistralModel"),
-        ("ministral", "MinistralModel"),
-        ("mixtral", "MixtralModel"),
-        ("qwen2", "Qwen2Model"),
-        ("qwen3", "Qwen3Model"),
-        ("qwen3_moe", "Qwen3MoeModel"),
-        ("phi3", "Phi3Model"),
-        ("gemma", "GemmaModel"),
-        ("gemma2", "Gemma2Model"),
-        ("gemma3", "Gemma3TextModel"),
-        ("granite", "GraniteModel"),
-        ("deepseek_v3", "DeepseekV3Model"),
-    )
+MODELS = (
+    Known("llama", "LlamaModel"),
+    Known("mistral", "MistralModel"),
+    Known("ministral", "MinistralModel"),
+    Known("mixtral", "MixtralModel"),
+    Known("qwen2", "Qwen2Model"),
+    Known("qwen3", "Qwen3Model"),
+    Known("qwen3_moe", "Qwen3MoeModel"),
+    Known("phi3", "Phi3Model"),
+    Known("gemma", "GemmaModel"),
+    Known("gemma2", "Gemma2Model"),
+    Known("gemma3", "Gemma3TextModel"),
+    Known("granite", "GraniteModel"),
+    Known("deepseek_v3", "DeepseekV3Model"),
 )
 """Run ``layers`` one after the other, each on what the one before returned, then ``norm``; and give each of them the
 position_ids that ``rotary_emb`` got."""
