@@ -16,6 +16,7 @@ from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
+from cute_kernels.attention.launches import Keys
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import check_alignment, extend_launches, key_rows_for, lies_in_pieces, problem_of
 from cute_kernels.runtime import arch_of, default_cache
@@ -67,7 +68,7 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         # All of them: the kernel looks for its own.
         given = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
         rows = (q.contiguous() if copies_q else q).view(shape)
-        launches.call(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given)
+        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given))
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))

@@ -344,11 +344,11 @@ class ExtendLaunches:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = self._new_lse(q) if return_lse else None
         if self.newer is None:
-            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, out, lse, softmax_scale, options)
+            self.call(Keys(q, k_cache, v_cache, cu_seqlens_q, seq_lens, out, lse, softmax_scale, options))
             return out, lse
         older = GPU.empty(*blank(tuple(q.shape), q.dtype)), self._new_lse(q)
         if self.has_cache:
-            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, *older, softmax_scale, options, prefix_only=1)
+            self.call(Keys(q, k_cache, v_cache, cu_seqlens_q, seq_lens, *older, softmax_scale, options, prefix_only=1))
         else:
             older = older[0].zero_(), older[1].fill_(-torch.inf)
         k, v = (rows.unsqueeze(0) for rows in (options["new_k"], options["new_v"]))
@@ -358,27 +358,15 @@ class ExtendLaunches:
     def _new_lse(self, q: torch.Tensor) -> torch.Tensor:
         return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
-    def call(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        lengths: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float | None,
-        options: dict[str, Any],
-        *,
-        prefix_only: int = 0,
-    ) -> None:
-        """Attention over the cache, as :class:`Keys` has it."""
+    def call(self, keys: Keys) -> None:
+        """Attention over the cache, of which ``keys`` have the caches in their own dtypes, and any block table."""
+        options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}
-        k_cache = k_cache if self.k_view is None else k_cache.view(self.k_view)
-        v_cache = v_cache if self.v_view is None else v_cache.view(self.v_view)
-        launch = self.launch_for(q.shape[0], options["max_seq_len"])
-        launch.call(Keys(q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only))
+        k_cache = keys.k_cache if self.k_view is None else keys.k_cache.view(self.k_view)
+        v_cache = keys.v_cache if self.v_view is None else keys.v_cache.view(self.v_view)
+        launch = self.launch_for(keys.q.shape[0], options["max_seq_len"])
+        launch.call(keys._replace(k_cache=k_cache, v_cache=v_cache, options=options))
 
     def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
         """That of the algorithm that serves a call; max_seq_len: of its requests, if known."""

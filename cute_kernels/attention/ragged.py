@@ -13,6 +13,7 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.extend_checks import check_query, check_rows
 from cute_kernels.attention.extend_schedule import choose, choose_newer
+from cute_kernels.attention.launches import Keys
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import check_alignment, extend_launches, problem_of
 from cute_kernels.attention.reference import attention_of
@@ -68,7 +69,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
     def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         rows = k.unsqueeze(0), v.unsqueeze(0)
-        launches.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
+        launches.call(Keys(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options))
         return out, lse
 
     return Plan(call.q.device.index, launch)

@@ -28,7 +28,7 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2, word_of
-from cute_kernels.attention.loads.tma import TmaTileProducer
+from cute_kernels.attention.loads.tma import Filling, TmaTileProducer
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
@@ -354,14 +354,16 @@ class RowProducer:
         caches = enumerate((k_cache, v_cache))
         return tuple(None if self.config.decoded[i] else self.copier.make_map(i, cache) for i, cache in caches)
 
-    @cute.jit
-    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, state: PipelineState):
+    def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
         """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
-        given = (source, work, span, first_valid, memory)
+        return self.fill_both(Filling(source, work, memory, first_valid), span, warp, lane, state)
+
+    @cute.jit
+    def fill_both(self, filling, span, warp: Int32, lane: Int32, state: PipelineState):
         if warp < self.config.tile_warps:
-            state = self.fill_tiles(KEYS, *given, warp, lane, state)
+            state = self.fill_tiles(KEYS, filling, span, warp, lane, state)
         else:
-            state = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, state)
+            state = self.fill_tiles(VALUES, filling, span, warp - self.config.tile_warps, lane, state)
         return state
 
     def fill_tiles(self, operand: int, *given):
@@ -371,19 +373,10 @@ class RowProducer:
         return self.copier.fill_by(partial(self.copy_tile, operand), *given)
 
     @cute.jit
-    def decode_tiles(
-        self,
-        operand: cutlass.Constexpr,
-        source,
-        work,
-        span,
-        first_valid,
-        memory,
-        warp: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
+    def decode_tiles(self, operand: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
         """K's or V's codes; warp: of those that have them."""
+        source, work, first_valid = filling.source, filling.work, filling.first_valid
+        pipeline = filling.memory.pipelines[operand]
         held, places = self.writers[operand].rows.make(), self.runs.make()
         value_scales = cute.make_rmem_tensor(max(self.config.scale_words[VALUES], 1), Uint32)
         # Not what it is made of: registers are scarce.
@@ -398,62 +391,33 @@ class RowProducer:
                     value_scales, places, source, work, first_valid, block, warp, lane
                 )
             self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
-            self.publish(self.writers[operand], held, value_scales, memory, place, warp, lane, state)
-            state = memory.pipelines[operand].next(state)
+            # A warp's rows of a tile are written when it is free.
+            pipeline.producer_acquire(state)
+            self.writers[operand].store(held, value_scales, filling.memory, state.stage, place, warp, lane)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                pipeline.producer_commit(state)
+            state = pipeline.next(state)
         return state
 
     @cute.jit
-    def publish(
-        self,
-        writer: cutlass.Constexpr,
-        held,
-        value_scales,
-        memory,
-        place: Int32,
-        warp: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
-        """Writes a warp's rows of a tile when it is free, and says so."""
-        pipeline = memory.pipelines[writer.operand]
-        pipeline.producer_acquire(state)
-        writer.store(held, value_scales, memory, state.stage, place, warp, lane)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            pipeline.producer_commit(state)
-
-    @cute.jit
-    def copy_tile(
-        self,
-        operand: cutlass.Constexpr,
-        source,
-        work,
-        memory,
-        block: Int32,
-        first_valid: Int32,
-        found: Int32,
-        place: Int32,
-        warp: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
+    def copy_tile(self, operand: cutlass.Constexpr, filling, at, warp: Int32, lane: Int32, state: PipelineState):
         """One of 16 bits. warp: of those that have K's or V's."""
         if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
-            self.tell_powers(source, work, first_valid, memory, block, warp, lane, state)
+            self.tell_powers(filling, at.block, warp, lane, state)
         if warp == 0:
-            self.copier.copy(operand, source, work, memory, block, first_valid, found, place, lane, state)
+            self.copier.copy(operand, filling, at, lane, state)
 
     @cute.jit
-    def tell_powers(
-        self, source, work, first_valid, memory, block: Int32, warp: Int32, lane: Int32, state: PipelineState
-    ):
+    def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
         """With K's tile, once it is free, what the rows of V that are the warp's are to be multiplied with. The first
         warp says with the copy that it has."""
+        source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)
         self.runs.ask(places, source, work, block, warp)
-        writer.rows.load_scales(scales, places, source, work, first_valid, block, warp, lane)
+        writer.rows.load_scales(scales, places, source, work, filling.first_valid, block, warp, lane)
         memory.pipelines[KEYS].producer_acquire(state)
         exponent = writer.exponent_of(scales, self.config.scale_words[VALUES])
         writer.tell(word_of(Int32(0), exponent), memory.scales_of(KEYS, state.stage) + warp * 4, lane)

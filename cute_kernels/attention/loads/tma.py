@@ -6,6 +6,9 @@ others are zeros: what lies there may be anything, and NaN times a probability o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
@@ -14,12 +17,31 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import ELEMENT_BYTES, TILE_SCALE_BYTES
 from cute_kernels.attention.loads.elements import of_name
-from cute_kernels.attention.loads.memory import KEYS, VALUES
+from cute_kernels.attention.loads.memory import KEYS, VALUES, Source
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import PipelineState
 
 MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A work tile's tiles: what they are filled from and into. first_valid: the first token that some query sees."""
+
+    source: Source
+    work: Any
+    memory: Any
+    first_valid: Int32
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """A block of tokens, and where it lies: by TMA tile what `TmaTileProducer.locate` finds, a lane's each."""
+
+    block: Int32
+    found: Int32
+    place: Int32
 
 
 class TmaTileProducer:
@@ -48,88 +70,54 @@ class TmaTileProducer:
         place = wgmma_tiles.tile_layout(*self.tma_shape, self.types[operand])
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
-    def fill(self, *given):
+    def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
         """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
-        return self.fill_by(self.copy_warps, *given)
+        return self.fill_by(self.copy_warps, Filling(source, work, memory, first_valid), span, warp, lane, state)
 
     @cute.jit
-    def fill_by(
-        self,
-        copy: cutlass.Constexpr,
-        source,
-        work,
-        span,
-        first_valid,
-        memory,
-        warp: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
+    def fill_by(self, copy: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
         """The same, by what copies a block's tiles: called as `copy_warps` is."""
-        found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
+        found, place = self.locate(filling, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
-            copy(source, work, memory, block, first_valid, found, place, warp, lane, state)
-            state = memory.pipelines[KEYS].next(state)
+            next_found, next_place = self.locate(filling, cutlass.max(block - 1, span.begin), lane)
+            copy(filling, BlockPlace(block, found, place), warp, lane, state)
+            state = filling.memory.pipelines[KEYS].next(state)
             found, place = next_found, next_place
         return state
 
     @cute.jit
-    def copy_warps(
-        self,
-        source,
-        work,
-        memory,
-        block: Int32,
-        first_valid: Int32,
-        found: Int32,
-        place: Int32,
-        warp: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
+    def copy_warps(self, filling, at, warp: Int32, lane: Int32, state: PipelineState):
         """A block's tiles, K's and V's: one warp both, or each of two warps its own."""
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
-                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, state)
+                self.copy(operand, filling, at, lane, state)
         else:
             if warp == KEYS:
-                self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, state)
+                self.copy(KEYS, filling, at, lane, state)
             else:
-                self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, state)
+                self.copy(VALUES, filling, at, lane, state)
 
     @cute.jit
-    def copy(
-        self,
-        operand: cutlass.Constexpr,
-        source,
-        work,
-        memory,
-        block: Int32,
-        first_valid: Int32,
-        found: Int32,
-        place: Int32,
-        lane: Int32,
-        state: PipelineState,
-    ):
+    def copy(self, operand: cutlass.Constexpr, filling, at, lane: Int32, state: PipelineState):
         """Fills a tile when it is free."""
-        first = block * self.config.tile_tokens
-        pipeline = memory.pipelines[operand]
+        first = at.block * self.config.tile_tokens
+        pipeline = filling.memory.pipelines[operand]
         pipeline.producer_acquire(state)
         if const_expr(self.config.unpacked):  # whole tiles, whatever their request's length
-            self.copy_tma_tiles(source, work, memory, operand, state, found, place)
+            self.copy_tma_tiles(operand, filling, at, state)
         else:
-            whole = (first >= first_valid) & (first + self.config.tile_tokens <= work.kv_stop)
+            whole = (first >= filling.first_valid) & (first + self.config.tile_tokens <= filling.work.kv_stop)
             if whole:
-                self.copy_tma_tiles(source, work, memory, operand, state, found, place)
+                self.copy_tma_tiles(operand, filling, at, state)
             else:
-                self.copy_rows(source, work, memory, operand, state.stage, first, first_valid, found, place, lane)
+                self.copy_rows(operand, filling, at, state.stage, lane)
                 if lane == 0:
                     pipeline.producer_commit(state)
 
-    def locate(self, source, work, block, lane):
+    def locate(self, filling, block, lane):
         """(block of the cache, place in it) of a lane's TMA tile of a block of tokens."""
+        source, work = filling.source, filling.work
         token = block * self.config.tile_tokens + lane % self.num_tma_tiles * self.tma_rows
         token = cutlass.select_(token < work.kv_stop, token, Int32(0))
         if const_expr(self.config.ragged):
@@ -146,10 +134,9 @@ class TmaTileProducer:
         return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)
 
     @cute.jit
-    def copy_tma_tiles(
-        self, source, work, memory, operand: cutlass.Constexpr, state: PipelineState, found: Int32, place: Int32
-    ):
+    def copy_tma_tiles(self, operand: cutlass.Constexpr, filling, at, state: PipelineState):
         """Asks for a whole tile."""
+        source, work, memory, found, place = filling.source, filling.work, filling.memory, at.found, at.place
         pipeline, stage = memory.pipelines[operand], state.stage
         scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
         with cute.arch.elect_one():
@@ -182,21 +169,10 @@ class TmaTileProducer:
                 )
 
     @cute.jit
-    def copy_rows(
-        self,
-        source,
-        work,
-        memory,
-        operand: cutlass.Constexpr,
-        stage: Int32,
-        first: Int32,
-        first_valid: Int32,
-        found: Int32,
-        place: Int32,
-        lane: Int32,
-    ):
+    def copy_rows(self, operand: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
         """Copies the rows of a tile that some query sees; the others become zeros."""
-        rows = source.rows(operand)
+        work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
+        rows = filling.source.rows(operand)
         below, piece = lane // self.row_pieces, lane % self.row_pieces
         slab = piece // 8
         tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
@@ -205,9 +181,9 @@ class TmaTileProducer:
         ):
             row = step + below
             part = row // self.tma_rows
-            where = cute.arch.shuffle_sync(found, part)
-            start = cute.arch.shuffle_sync(place, part)
-            exists = (first + row >= first_valid) & (first + row < work.kv_stop)
+            where = cute.arch.shuffle_sync(at.found, part)
+            start = cute.arch.shuffle_sync(at.place, part)
+            exists = (first + row >= filling.first_valid) & (first + row < work.kv_stop)
             if const_expr(self.real_pieces < self.row_pieces):
                 exists = exists & (piece < self.real_pieces)
             token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))

@@ -89,10 +89,12 @@ class UnpackTarget:
 
 @dataclass(frozen=True)
 class UnpackWork:
-    """A tile's request and head, and the request's tokens: 0 to kv_stop."""
+    """A tile's request, head and block, and the request's tokens: some query sees those from first_valid to kv_stop."""
 
     request: Int32
     head: Int32
+    block: Int32
+    first_valid: Int32
     kv_stop: Int32
 
 
@@ -148,7 +150,10 @@ class UnpackKernel:
                 tiles = end - own_valid // self.config.tile_tokens
                 count = tiles * shape.kv_heads.value * 2
                 while item < count:
-                    self.unpack_tile(shape, source, target, first + k, own_valid, own_stop, item, tops, warp, lane)
+                    tile, head = shape.kv_heads.divide_int(item >> 1)
+                    block = own_valid // self.config.tile_tokens + tile
+                    work = UnpackWork(first + k, head, block, own_valid, own_stop)
+                    self.unpack_tile(shape, source, target, work, item, tops, warp, lane)
                     item, tops = item + stride, tops ^ TOPS_BYTES
                 item = item - count
 
@@ -171,52 +176,25 @@ class UnpackKernel:
         return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
 
     @cute.jit
-    def unpack_tile(
-        self,
-        shape,
-        source,
-        target,
-        request,
-        first_valid,
-        kv_stop,
-        index: Int32,
-        tops: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
+    def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
         """K's or V's tile of a number among its request's."""
-        tile, head = shape.kv_heads.divide_int(index >> 1)
-        block = first_valid // self.config.tile_tokens + tile
-        given = (shape, source, target, UnpackWork(request, head, kv_stop), first_valid, block, tops, warp, lane)
         if (index & 1) == KEYS:
-            self.copy(KEYS, *given)
+            self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:
-            self.copy(VALUES, *given)
+            self.copy(VALUES, shape, source, target, work, tops, warp, lane)
 
     @cute.jit
-    def copy(
-        self,
-        operand: cutlass.Constexpr,
-        shape,
-        source,
-        target,
-        work,
-        first_valid: Int32,
-        block: Int32,
-        tops: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
+    def copy(self, operand: cutlass.Constexpr, shape, source, target, work, tops: Int32, warp: Int32, lane: Int32):
         """A warp's rows of a tile of one operand."""
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
-        tile = target.rows(operand) + (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
+        tile = target.rows(operand) + (line * shape.room + work.block * self.config.tile_tokens) * self.row_bytes
         held, places, source = rows.make(), rows.runs.make(), self.pinned(source)
-        rows.runs.ask(places, source, work, block, warp)
-        rows.load(held, places, source, work, first_valid, block, warp, lane)
+        rows.runs.ask(places, source, work, work.block, warp)
+        rows.load(held, places, source, work, work.first_valid, work.block, warp, lane)
         factor = Float32(1.0)
         if const_expr(any(self.config.tile_scales)):
-            number = line * (shape.room // self.config.tile_tokens) + block
+            number = line * (shape.room // self.config.tile_tokens) + work.block
             factor = self.scale_tile(operand, held, target.tile_scales + number * TILE_SCALE_BYTES, tops, warp, lane)
         first = warp * self.config.warp_rows
         if const_expr(self.config.dtype == "e4m3"):

@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats.scores.alibi import Alibi
 from cute_kernels.formats.scores.base import SIZES, Features, OptionTensor, ScoreOption
-from cute_kernels.formats.scores.bias import Bias
-from cute_kernels.formats.scores.shift import Shift
-from cute_kernels.formats.scores.sinks import Sinks
-from cute_kernels.formats.scores.soft_cap import SoftCap
-from cute_kernels.formats.scores.window import Window
+from cute_kernels.formats.scores.shipped import Alibi, Bias, Shift, Sinks, SoftCap, Window
 
 OPTIONS: tuple[ScoreOption, ...] = (Shift(), SoftCap(), Alibi(), Sinks(), Bias(), Window())
 """Those that ship, in the order in which scores meet them."""
