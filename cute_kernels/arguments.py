@@ -278,6 +278,14 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_aligned(name: str, tensor: torch.Tensor, unit: int) -> None:
+    """Raises ValueError unless a tensor starts on a multiple of ``unit`` bytes."""
+    if past := tensor.data_ptr() % unit:
+        raise ValueError(
+            f"{name}: got a tensor that starts {past} bytes past a multiple of {unit}, want it aligned to {unit} bytes"
+        )
+
+
 def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int, what: str) -> None:
     """Raises TypeError or ValueError unless the tensor is a contiguous ``dtype`` [size]."""
     if tensor.dtype != dtype:

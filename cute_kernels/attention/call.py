@@ -391,8 +391,6 @@ def make_extend_call(
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch, window_size = seq_lens.shape[0], options.get("window_size")
     check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
-    check_optional_count("window_size", window_size)
-    check_optional_positive("softcap", options.get("softcap"))
     check_optional_count("num_splits", num_splits, MAX_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")

@@ -208,31 +208,7 @@ def decode_attention(
             raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
         if k_tail is not None or tail_slots is not None:
             raise ValueError("k_tail: got one with a tree_mask, want None: extend attention reads no such cache")
-        result, lse = attend_to_trees(
-            q,
-            k_cache,
-            v_cache,
-            seq_lens,
-            tree_mask,
-            kv_format=kv_format,
-            block_table=block_table,
-            cache_layout=cache_layout,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            attn_bias=attn_bias,
-            q_shift=q_shift,
-            transform=transform,
-            num_splits=num_splits,
-            out=out,
-        )
-        return (result, lse) if return_lse else result
-    if transform is not None and (transform := checked_transform(transform)) is not None:
+    elif transform is not None and (transform := checked_transform(transform)) is not None:
         sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
         caches = k_cache, v_cache
         q, q_shift = transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
@@ -240,6 +216,11 @@ def decode_attention(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
         q_shift, k_tail, tail_slots,
     )  # fmt: skip
+    if tree_mask is not None:
+        others = {"kv_format": kv_format, "softmax_scale": softmax_scale, "num_splits": num_splits, "out": out}
+        others |= {"transform": transform, **(options or {})}
+        result, lse = attend_to_trees(q, k_cache, v_cache, seq_lens, tree_mask, **others)
+        return (result, lse) if return_lse else result
     if score_options:
         options = with_score_options(options, score_options)
     if block_list is not None or block_counts is not None or block_tokens is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from cute_kernels.arguments import check_contiguous, check_tensors, shape_of
+from cute_kernels.arguments import check_aligned, check_contiguous, check_tensors, shape_of
 from cute_kernels.attention.arguments import MERGE
 from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.compile import AttentionSpec
@@ -121,7 +121,8 @@ def _checked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first state, once all that can be said of a call is said."""
     check_states(out_a, lse_a, out_b, lse_b)
-    _check_alignment(out_a=out_a, out_b=out_b)
+    for name, tensor in (("out_a", out_a), ("out_b", out_b)):
+        check_aligned(name, tensor, VECTOR_BYTES)
     return out_a, lse_a
 
 
@@ -152,16 +153,6 @@ def _always(out_a, lse_a, out_b, lse_b) -> bool:
 
 launch = launcher(_key, _checked, _plan_of, _empty_of, _always)
 """The CUDA implementation."""
-
-
-def _check_alignment(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        past = tensor.data_ptr() % VECTOR_BYTES
-        if past:
-            raise ValueError(
-                f"{name}: got a tensor that starts {past} bytes past a multiple of {VECTOR_BYTES}, "
-                f"want it aligned to {VECTOR_BYTES} bytes"
-            )
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import shape_of
+from cute_kernels.arguments import check_aligned, shape_of
 from cute_kernels.attention.arguments import BIAS_STRIDES, COMBINE, UNPACK, decode_arguments, extend_arguments
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
@@ -446,11 +446,8 @@ def check_alignment(call: AttentionCall) -> None:
             check_columns(f"{name}_scale", operand.scale)
             tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, wanted) in tensors.items():
-        if tensor is not None and tensor.data_ptr() % wanted:
-            raise ValueError(
-                f"{name}: got a tensor that starts {tensor.data_ptr() % wanted} bytes past a multiple of {wanted}, "
-                f"want it aligned to {wanted} bytes"
-            )
+        if tensor is not None:
+            check_aligned(name, tensor, wanted)
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import check_aligned
 from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache.arguments import CONSTANTS, append_arguments
 from cute_kernels.kv_cache.call import DTYPES, AppendCall
@@ -200,11 +201,7 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
 
 def _check_start(name: str, tensor: torch.Tensor, unit: int) -> None:
     """Raises ValueError unless every row begins on a multiple of ``unit`` bytes."""
-    if tensor.data_ptr() % unit:
-        raise ValueError(
-            f"{name}: got a tensor that starts {tensor.data_ptr() % unit} bytes past a multiple of {unit}, want it "
-            f"aligned to {unit} bytes"
-        )
+    check_aligned(name, tensor, unit)
     strides = zip(tensor.shape[:-1], tensor.stride(), strict=False)
     if any(size > 1 and stride * tensor.element_size() % unit for size, stride in strides):
         raise ValueError(f"{name}: got strides {tensor.stride()}, want rows on multiples of {unit} bytes")

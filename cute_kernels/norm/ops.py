@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import row_stride, shape_of
+from cute_kernels.arguments import check_aligned, row_stride, shape_of
 from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, check_device_values
 from cute_kernels.norm.compile import NormSpec
@@ -134,12 +134,7 @@ def config_of(call: NormCall) -> NormConfig:
 
 def _make_plan(call: NormCall) -> NormPlan:
     for name, tensor in call.tensors.items():
-        past = tensor.data_ptr() % VECTOR_BYTES
-        if past:
-            raise ValueError(
-                f"{name}: got a tensor that starts {past} bytes past a multiple of {VECTOR_BYTES}, "
-                f"want it aligned to {VECTOR_BYTES} bytes"
-            )
+        check_aligned(name, tensor, VECTOR_BYTES)
     x, n, index = call.x, call.x.shape[-1], call.x.get_device()
     fixed = {
         "x_stride": row_stride(x) or 0,

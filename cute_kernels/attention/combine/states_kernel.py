@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.combine.states_config import MergeStatesConfig
+from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
 
@@ -93,15 +94,11 @@ class MergeStatesKernel:
         """The elements of a vector as fp32."""
         if const_expr(self.config.dtype == "fp32"):
             return [word.bitcast(Float32) for word in words]
-        low, high = {
-            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
-            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
-        }[self.config.dtype]
-        return [half(word) for word in words for half in (low, high)]
+        return [half(word) for word in words for half in of_name(self.config.dtype).halves]
 
     def pack(self, values):
         """Four words of output from fp32 elements."""
         if const_expr(self.config.dtype == "fp32"):
             return values
-        join = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.dtype]
+        join = of_name(self.config.dtype).pack
         return [join(values[i], values[i + 1]) for i in range(0, len(values), 2)]

@@ -152,7 +152,7 @@ class UnpackKernel:
                 while item < count:
                     tile, head = shape.kv_heads.divide_int(item >> 1)
                     block = own_valid // self.config.tile_tokens + tile
-                    work = UnpackWork(first + k, head, block, own_valid, own_stop)
+                    work = UnpackWork(Int32(first + k), head, block, own_valid, own_stop)
                     self.unpack_tile(shape, source, target, work, item, tops, warp, lane)
                     item, tops = item + stride, tops ^ TOPS_BYTES
                 item = item - count

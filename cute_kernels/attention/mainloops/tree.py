@@ -11,6 +11,7 @@ from cute_kernels.arguments import check_tensors, shape_of
 WORD_BITS = 32
 # Options of `decode_attention` that do not go with a tree's mask, and what one is called.
 REFUSED = {"attn_bias": "a tensor", "q_shift": "a tensor", "transform": "one"}
+REFUSED |= {"k_tail": "a tensor", "tail_slots": "a tensor"}
 
 
 def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A key reader scores a block of 32 tokens against a warp's queries, a value reader adds up the block's rows weighted by
 the probabilities; K and V may be of different formats. `int4` and `bytes` say how codes become operands, `rows` and
-`swizzled` where they lie, `dense` has what needs no decoding, `common` what all share; `decoded` reads the rows of any
+`dense` where they lie, the latter with what needs no decoding, `common` what all share; `decoded` reads the rows of any
 format that can make fp16 numbers of its codes.
 
 Every method runs in all lanes of a warp. ``g = lane // 4`` and ``t = lane % 4``; ``j`` in 0..3 numbers the row halves

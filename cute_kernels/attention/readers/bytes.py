@@ -22,8 +22,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, ValueReader
+from cute_kernels.attention.readers.dense import SwizzledLoads
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
-from cute_kernels.attention.readers.swizzled import SwizzledLoads
 from cute_kernels.device import ptx
 from cute_kernels.device.loads import load_float, load_floats
 from cute_kernels.formats.kv import KvFormat
@@ -36,16 +36,33 @@ ZERO_OF_CODES = 0x80808080  # fp16 -128 * 2**-24 in each half
 SUBNORMAL_UNIT = 2.0**24  # 1 / value of the fp16 subnormal whose bits are 1
 CHUNK_COLUMNS = 16  # of bytes: what one MMA contracts
 LANE_COLUMNS = 4  # of a chunk: a word
-MIN_SCALE = 2.0**-80  # stands for smaller fp32 scales: probabilities of 2**80 may still be added up in fp32
 
 
-class Int8Codes:
-    """Words of INT8 codes to packed fp16 pairs."""
+class Codes:
+    """Words of bytes to packed fp16 pairs."""
 
-    key_pairs = ((0, 2), (1, 3))  # bytes of a word that :meth:`keys` pairs up
-    unit = SUBNORMAL_UNIT  # 1 / value of the operand that stands for code 1
-    key_offset = 128.0  # what operands of keys have too much, in codes
+    key_pairs: tuple[tuple[int, int], ...] = ((0, 2), (1, 3))  # bytes of a word that :meth:`keys` pairs up
+    unit = 1.0  # 1 / value of the operand that stands for code 1
+    key_offset = 0.0  # what operands of keys have too much, in codes
     selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
+
+    def keys(self, word) -> list[Any]:
+        """The pairs of a word."""
+        raise NotImplementedError
+
+    def columns(self, word) -> list[Any]:
+        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
+        return self.keys(word)
+
+    def align(self, word):
+        """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""
+        return word
+
+
+class Int8Codes(Codes):
+    """INT8: operands are subnormal, and those of keys as if codes began at 0."""
+
+    unit, key_offset = SUBNORMAL_UNIT, 128.0
 
     def keys(self, word) -> list[Any]:
         positive = word ^ SIGN_BITS
@@ -56,53 +73,30 @@ class Int8Codes:
         return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ LOW_SIGN_BITS
 
     def columns(self, word) -> list[Any]:
-        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
         return [ptx.add_f16x2(pair, Uint32(ZERO_OF_CODES)) for pair in self.keys(word)]
 
-    def align(self, word):
-        """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""
-        return word
 
-
-class E4m3Codes:
-    """Words of E4M3 codes to packed fp16 pairs; the conversion takes neighbouring bytes."""
+class E4m3Codes(Codes):
+    """E4M3: the conversion takes neighbouring bytes, so that words of columns have tokens within these."""
 
     key_pairs = ((0, 1), (2, 3))
-    unit = 1.0
-    key_offset = 0.0
     selector = 0x5140
 
     def keys(self, word) -> list[Any]:
         return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
 
-    def columns(self, word) -> list[Any]:
-        """A word of two columns of two tokens (tokens within columns): per column the pair of tokens."""
-        return self.keys(word)
-
     def align(self, word):
         return ptx.prmt(word, word, Uint32(0x3120))
 
 
-class E5m2Codes:
-    """Words of E5M2 codes to packed fp16 pairs."""
-
-    key_pairs = ((0, 2), (1, 3))
-    unit = 1.0
-    key_offset = 0.0
-    selector = 0x5410
+class E5m2Codes(Codes):
+    """E5M2: the upper bytes of fp16 numbers."""
 
     def keys(self, word) -> list[Any]:
         return [ptx.prmt(word, Uint32(0), Uint32(0x2404)), word & ODD_BYTES]
 
-    def columns(self, word) -> list[Any]:
-        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
-        return self.keys(word)
 
-    def align(self, word):
-        return word
-
-
-def codes_of(form: KvFormat) -> Int8Codes | E4m3Codes | E5m2Codes:
+def codes_of(form: KvFormat) -> Codes:
     """How the codes of a byte format are decoded."""
     return {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}[form.codes]()
 
@@ -128,9 +122,6 @@ class _ByteKeys(CodeKeyReader):
             [self.load_queries(address + first, unit * 4 * column_bytes, count) for unit in range(num_units)]
             for address in addresses
         ]
-
-    def unit_queries(self, state: State, words):
-        return self.floats(words)
 
     def first_dots(self, query_sums) -> list[list[Any]]:
         """The codes' offset, taken off before anything is added: for each block of queries, of a group's [column]."""
@@ -158,15 +149,9 @@ class RowKeyByteReader(_ByteKeys, RowKeyReader):
         assert isinstance(self.codes, Int8Codes)  # alone has groups of columns
         return [[self.codes.half_keys(row, state.t) for row in (low_row, high_row)]]
 
-    def add_group(self, score, header, dot, query_sum):
-        product = header.bitcast(Float32) * dot
-        return product if score is None else score + product
-
 
 class RowValueByteReader(RowValueReader):
     """P V of raw rows of bytes."""
-
-    min_scale = MIN_SCALE
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
@@ -179,9 +164,6 @@ class RowValueByteReader(RowValueReader):
         elif self.lane_codes == 1:
             state.select = Uint32(0x4400) + Uint32(state.g % 4) * 0x1111
         return state
-
-    def scale(self, header):
-        return header.bitcast(Float32)
 
     def code_pairs(self, state: State, even, odd):
         if self.lane_codes == LANE_COLUMNS:

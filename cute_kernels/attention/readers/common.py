@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
@@ -104,15 +105,11 @@ class CodeKeyReader:
 
     def unit_queries(self, state: State, words) -> list[Any]:
         """The fp32 queries that meet the lane's codes of one unit of columns, in the order of the codes."""
-        raise NotImplementedError
+        return self.floats(words)
 
     def floats(self, words) -> list[Any]:
         """Packed pairs of q's dtype as fp32."""
-        low, high = {
-            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
-            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
-        }[self.config.q_dtype]
-        return [half(word) for word in words for half in (low, high)]
+        return [half(word) for word in words for half in of_name(self.config.q_dtype).halves]
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
         """Makes B operands of the queries, and their sums per group of columns."""

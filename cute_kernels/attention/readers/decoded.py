@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.readers.common import Query, State
@@ -18,7 +18,6 @@ from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx
 from cute_kernels.formats.kv import KvFormat, load_code
 
-MIN_SCALE = 2.0**-80  # stands for smaller fp32 scales: probabilities of 2**80 may still be added up in fp32
 LOAD_WORDS = 4  # of queries at a time
 
 
@@ -63,30 +62,18 @@ class DecodedKeyReader(RowKeyReader):
 
         return Query([[load(address, unit) for unit in range(self.tile.k_units)] for address in addresses])
 
-    def unit_queries(self, state: State, words):
-        return self.floats(words)
-
     def unit_operands(self, state: State, low_row, high_row):
         low, high = (self.codes.pairs(_listed(words)) for words in (low_row, high_row))
         return [[low[i], high[i], low[i + 1], high[i + 1]] for i in range(0, len(low), 2)]
-
-    def add_group(self, score, header, dot, query_sum):
-        product = header.bitcast(Float32) * dot
-        return product if score is None else score + product
 
 
 class DecodedValueReader(RowValueReader):
     """P V of decoded rows: the pairs of two tokens become pairs of one column."""
 
-    min_scale = MIN_SCALE
-
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
         self.codes = codes_of(config.formats[1])
         assert self.lane_codes == self.tile.run_codes  # `tiles.cannot_read` has said so
-
-    def scale(self, header):
-        return header.bitcast(Float32)
 
     def code_pairs(self, state: State, even, odd):
         found = zip(self.codes.pairs(_listed(even)), self.codes.pairs(_listed(odd)), strict=True)

@@ -75,8 +75,9 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
-        """A score (None at first) with the contribution of one group of columns."""
-        raise NotImplementedError
+        """A score (None at first) with the contribution of one group of columns; here of a group with a scale."""
+        product = header.bitcast(Float32) * dot
+        return product if score is None else score + product
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
         """Registers that live as long as the warp: lane offsets; ``take_query`` adds the queries."""
@@ -154,12 +155,12 @@ class RowValueReader(RowLoads, ValueReader):
         self.unit_mmas = max(self.lane_codes // 2, 1)
         self.num_accumulators = 4 * tile.v_units * self.unit_mmas
 
-    min_scale: float
-    """Stands for a scale of zero, so that its log2 stays finite."""
+    min_scale: float = 2.0**-80
+    """Stands for smaller scales, so that log2 of one of zero is finite: probabilities of 2**80 may still be added up."""
 
     def scale(self, header) -> Any:
-        """The scale in a header, fp32."""
-        raise NotImplementedError
+        """The scale in a header, fp32: here all of it."""
+        return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
         """What a token adds to the outputs besides its codes."""

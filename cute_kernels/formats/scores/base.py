@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_place, check_tensors, shape_of
+from cute_kernels.arguments import check_aligned, check_contiguous, check_place, check_tensors, shape_of
 from cute_kernels.formats.scores.features import Features
 
 TERMS = "cute_kernels.formats.scores.terms"
@@ -53,11 +53,7 @@ class OptionTensor:
         if tensor.dtype != self.dtype:
             raise TypeError(f"{self.name}: got {tensor.dtype}, want {self.dtype}")
         check_contiguous(self.name, tensor)
-        if past := tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"{self.name}: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, "
-                f"want it aligned to {ALIGNMENT} bytes"
-            )
+        check_aligned(self.name, tensor, ALIGNMENT)
 
 
 @dataclass(frozen=True)
