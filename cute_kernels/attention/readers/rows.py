@@ -156,7 +156,7 @@ class RowValueReader(RowLoads, ValueReader):
         self.num_accumulators = 4 * tile.v_units * self.unit_mmas
 
     min_scale: float = 2.0**-80
-    """Stands for smaller scales, so that log2 of one of zero is finite: probabilities of 2**80 may still be added up."""
+    """Stands for smaller scales, so that log2 of zero is finite: probabilities of 2**80 may still be added up."""
 
     def scale(self, header) -> Any:
         """The scale in a header, fp32: here all of it."""
