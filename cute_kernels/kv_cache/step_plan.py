@@ -107,12 +107,6 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
     return None if config is None else Chosen(config, problem, schedule)
 
 
-def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
-    """The kernel that serves a step of one token a request in one launch; None where two launches do."""
-    found = chosen(append, attention)
-    return None if found is None else found.config
-
-
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
     """The plan of a checked step that has tokens; None where two launches serve it."""
     found = chosen(append, attention)

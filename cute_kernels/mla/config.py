@@ -132,10 +132,6 @@ class MlaConfig:
         return self.tiles.load.warps
 
     @property
-    def eager(self) -> bool:
-        return self.tiles.eager
-
-    @property
     def cooperative(self) -> bool:
         return self.tiles.cooperative
 

@@ -60,9 +60,9 @@ def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
 
 def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> list[KernelSpec]:
     """The kernels of a step, in one call or in two."""
-    alone = step_plan.config_of(append, attention) if fused else None
+    alone = step_plan.chosen(append, attention) if fused else None
     if alone is not None:
-        return [StepSpec(alone)]
+        return [StepSpec(alone.config)]
     schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
     return [AppendSpec(append_plan.config_of(append, leads=fused)), AttentionSpec(schedule.config)]
 

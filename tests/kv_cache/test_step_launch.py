@@ -210,9 +210,9 @@ def test_a_step_in_one_launch_is_given_its_own_tensors(name, launches):
 
 
 def alone_config(name: str) -> Any:
-    config = step_plan.config_of(*step_calls(name))
-    assert config is not None
-    return config
+    found = step_plan.chosen(*step_calls(name))
+    assert found is not None
+    return found.config
 
 
 def step_calls(name: str) -> Any:

@@ -85,7 +85,7 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
             assert parts == (STREAM_K if heads > BLOCK_HEADS else 1)
             assert isinstance(config, MlaConfig) and config.can_implement() is None
             assert (config.cluster, config.tiles.load.prefetch) == ((1, 0), (2, 1))[pairs]
-            assert ("paged", form, None, pairs, False, True) in SHIPPED or config.eager
+            assert ("paged", form, None, pairs, False, True) in SHIPPED or config.tiles.eager
             unboxed, same = choose("paged", form, 576, Workload(128, heads, 8192))
             assert isinstance(unboxed, MlaConfig) and not unboxed.tma_tiles and same == parts
     config, parts = choose("paged", "mla_bf16", 576, Workload(1, 128, 32768, tma_tiles=True))
@@ -135,13 +135,15 @@ def test_the_right_half_lags_where_shares_are_long():
         (296, 32768, True),
     ):
         config, _ = choose("sparse", "mla_fp8", 576, Workload(rows, 128, topk))
-        assert isinstance(config, MlaConfig) and config.crossover and config.delays_pv == config.eager == delays_pv
+        assert (
+            isinstance(config, MlaConfig) and config.crossover and config.delays_pv == config.tiles.eager == delays_pv
+        )
     for rows, delays_pv in ((1, False), (128, True)):
         config, _ = choose("paged", "mla_fp8", 576, Workload(rows, 256, 8192))
-        assert isinstance(config, MlaConfig) and config.crossover == config.eager == delays_pv
+        assert isinstance(config, MlaConfig) and config.crossover == config.tiles.eager == delays_pv
     for rows, heads, eager in ((128, 64, True), (128, 16, True), (1, 64, False), (1, 128, False), (128, 128, False)):
         config, _ = choose("paged", "mla_bf16", 576, Workload(rows, heads, 32768, tma_tiles=True))
-        assert isinstance(config, MlaConfig) and config.delays_pv and config.eager == eager
+        assert isinstance(config, MlaConfig) and config.delays_pv and config.tiles.eager == eager
 
 
 def test_16_bit_tokens_of_several_blocks_of_heads_go_in_steps():

@@ -126,7 +126,7 @@ class DelayedPV:
         write what a product adds to, or read it.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        eager = self.config.eager
+        eager = self.config.tiles.eager
         if const_expr(not eager):
             self.begin_scores(scores, held, memory, next_stage, next_phase)
             wgmma_tiles.commit()
