@@ -325,10 +325,9 @@ def _accuracy(options: argparse.Namespace) -> int:
 
     from bench import accuracy, accuracy_report
 
-    for option, given in (("--fit", options.fit is not None), ("--resume", options.resume)):
-        if given and not options.model:
-            print(f"{option}: got no --model, want it together with --model.", file=sys.stderr)
-            return 2
+    if options.resume and not options.model:
+        print("--resume: got no --model, want it together with --model.", file=sys.stderr)
+        return 2
     if options.beside_fp8:
         return _beside_fp8(options)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -363,7 +362,7 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
     recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type, resume=options.resume)
     if recorder is None:
         return 2
-    plan = model_accuracy.plan_for(device, options.quick, options.fit, not options.no_decode)
+    plan = model_accuracy.plan_for(device, options.quick, not options.no_decode)
     try:
         model_accuracy.run(recorder, plan, device, say=_teller(recorder))
     except model_accuracy.OtherTextError as error:

@@ -134,14 +134,6 @@ def _add_accuracy(commands: Any) -> None:
         action="store_true",
         help="instead, what the same model answers with each recommended cache, beside an FP8 cache; on a CPU",
     )
-    accuracy.add_argument(
-        "--fit",
-        type=_count,
-        nargs="?",
-        const=150,
-        metavar="STEPS",
-        help="--model: transforms fitted by gradient as well (default: 150 steps)",
-    )
     accuracy.add_argument("--resume", action="store_true", help="--model: measure only what the record at --json lacks")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")

@@ -43,24 +43,21 @@ class OtherTextError(ValueError):
     """A record that a run was to go on with is of another text than the run's."""
 
 
-PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
-BOTH, ON_TEXT, SCALED = "calibrated with V", "fitted, half on text", "calibrated scale"
+PLAIN, CENTRED, ROTATED, CALIBRATED = "plain", "centred", "centred, rotated", "calibrated"
+BOTH, SCALED = "calibrated with V", "calibrated scale"
 PARTS: dict[str, dict[str, Any]] = {
     CENTRED: {"factors": False, "rotation": False},
     ROTATED: {"factors": False},
     CALIBRATED: {},
     SCALED: {"center": False, "factors": False, "rotation": False},
     BOTH: {"values": "factors"},
-    FITTED: {"values": "factors"},
-    ON_TEXT: {"values": "factors"},
 }
-TEXT_WEIGHTS = {FITTED: 0.0, ON_TEXT: 0.5}  # methods that fit, and how much of what they lower is the text's own tokens
-WITH_VALUES, ONE_GROUP = (CALIBRATED, BOTH, *TEXT_WEIGHTS), ("int4_g1",)  # where V is rotated, too
+WITH_VALUES, ONE_GROUP = (CALIBRATED, BOTH), ("int4_g1",)  # where V is rotated, too
 KIVI, KIVI_TOKENS = "kivi32", 32
 """K a channel over 32 tokens, 4 bits and (fp16 scale, fp16 shift) a block: the rows of "int4_channel32" over a whole
 window, in PyTorch. A cache is better than that: it keeps the newest block in 16 bits."""
 WAYS_AT_A_TIME = 4  # that are measured before their rows are recorded
-MOMENTS_SHARE = 3  # one window in so many of those that a fit sees is enough for moments
+MOMENTS_SHARE = 3  # one calibration window in so many is enough for moments
 CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
 
 
@@ -79,10 +76,6 @@ class Way:
             return f"weights {self.weights}"
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format} + {self.v_format}"
         return formats if self.method == PLAIN else f"{formats}, {self.method}"
-
-    @property
-    def fitted(self) -> bool:
-        return self.method in TEXT_WEIGHTS
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -118,20 +111,16 @@ WAYS = (
     *(Way(KIVI, "int4_g2", method) for method in (PLAIN, ROTATED, CALIBRATED)),
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
-_FITTED_FORMATS = (("int4_g4",) * 2, ("int8_token_head", "int4_g2"), ("int4_g2",) * 2, ("int4_g1",) * 2)
-FITS = tuple(Way(k, v, method) for k, v in _FITTED_FORMATS for method in TEXT_WEIGHTS)
-"""Only where they are asked for: each is hundreds of passes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured: windows of tokens, steps of a fit, needles at each length."""
+    """How much is measured: windows of tokens, needles at each length."""
 
     window: int
     calibration_windows: int
     test_windows: int
     batch: int
-    fit_steps: int
     ways: Sequence[Way]
     needle_lengths: Sequence[int]
     needles: int
@@ -140,17 +129,21 @@ class Plan:
     decoded_tokens: int
 
 
-def plan_for(device: torch.device, quick: bool, fit: int | None = None, decode: bool = True) -> Plan:
-    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well, by so many
-    steps. ``decode``: some windows by the operators as well."""
+def plan_for(device: torch.device, quick: bool, decode: bool = True) -> Plan:
+    """``quick``: each part once, on a few tokens, for tests. ``decode``: some windows by the operators as well."""
     if quick:
-        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), Way(KIVI, "int4_g2", CALIBRATED), FITS[-1], WAYS[-1])
-        return Plan(64, 2, 2, 2, 1, some, (128,), 1, (some[1], some[3]) if decode else (), 1, 4)
-    ways = WAYS + (FITS if fit else ())
+        some = (
+            Way("bf16", "bf16"),
+            Way("int4_g4", "int4_g4"),
+            Way(KIVI, "int4_g2", CALIBRATED),
+            Way("int4_g1", "int4_g1", BOTH),
+            WAYS[-1],
+        )
+        return Plan(64, 2, 2, 2, some, (128,), 1, (some[1], some[3]) if decode else (), 1, 4)
     if device.type == "cuda":
-        decoded = [way for way in ways if way.method in WITH_VALUES and way.k_format != KIVI and decode]
-        return Plan(1024, 120, 88, 8, fit or 1, ways, (8000,), 10, decoded, 8, 48)
-    return Plan(512, 4, 4, 2, 4, ways, (), 0, (), 0, 0)
+        decoded = [way for way in WAYS if way.method in WITH_VALUES and way.k_format != KIVI and decode]
+        return Plan(1024, 120, 88, 8, WAYS, (8000,), 10, decoded, 8, 48)
+    return Plan(512, 4, 4, 2, WAYS, (), 0, (), 0, 0)
 
 
 # -- a way at work ----------------------------------------------------------------------------------------------------
@@ -181,7 +174,6 @@ def prepare(
     windows: torch.Tensor,
     way: Way,
     batch: int,
-    fit_steps: int = 1,
     moments: CacheMoments | None = None,
 ) -> Prepared:
     """What the way's method finds on calibration windows, or makes of the model's weights.
@@ -189,7 +181,6 @@ def prepare(
     moments: those of `moments_of`, where more than one way wants them.
     """
     from cute_kernels.integrations.transformers.calibrate import calibrate_cache
-    from cute_kernels.integrations.transformers.fit import fit_transforms
 
     if way.weights is not None:
         return Prepared(way, weights=tuple(_dequantised(model, way.weights)))
@@ -199,11 +190,6 @@ def prepare(
     if way.v_format in ONE_GROUP and way.method in WITH_VALUES:
         options["values"] = True
     constants = calibrate_cache(model, _parts(windows, batch), way.constants_formats, moments=moments, **options)
-    if way.fitted:
-        size = max(1, batch // 2)
-        parts = [{"input_ids": part} for part in windows[: max(size, len(windows) // size * size)].split(size)]
-        fit: dict[str, Any] = {"steps": fit_steps, "text_weight": TEXT_WEIGHTS[way.method]}
-        constants = fit_transforms(model, parts, way.formats, constants, cuda_graph=windows.is_cuda, **fit)
     return Prepared(way, constants)
 
 
@@ -429,10 +415,10 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
     ways: list[Prepared] = []
     for some in _at_a_time(lacking):
         for way in some:
-            ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps, moments))
+            ways.append(prepare(model, calibration, way, plan.batch, moments))
             constants = ways[-1].constants
             if constants is not None:
-                say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
+                say(f"{way.name}: {constants.about['method']}")
         new = [prepared for prepared in ways[-len(some) :] if prepared.way.name not in rows]
         if not new:
             continue
@@ -441,8 +427,6 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
         recorder.set("model", about)
         for prepared, (loss, kl) in zip(new, found, strict=True):
             row = _row(prepared.way, head_dim) | _increase(loss, exact) | _divergence(kl)
-            if prepared.way.fitted and prepared.constants is not None:
-                row["fitted"] = prepared.constants.about["fitted"]
             rows[row["name"]] = row
             recorder.add_row(row)
             say(
@@ -457,11 +441,8 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
 
 
 def _at_a_time(ways: Sequence[Way]) -> Iterator[Sequence[Way]]:
-    """Ways in the parts that they are measured in before rows are recorded: a fit alone, it takes its time."""
-    fits = [way for way in ways if way.fitted]
-    others = [way for way in ways if not way.fitted]
-    yield from (others[i : i + WAYS_AT_A_TIME] for i in range(0, len(others), WAYS_AT_A_TIME))
-    yield from ([way] for way in fits)
+    """Ways in the parts that they are measured in before rows are recorded."""
+    return (ways[i : i + WAYS_AT_A_TIME] for i in range(0, len(ways), WAYS_AT_A_TIME))
 
 
 def _find_needles(
@@ -490,8 +471,8 @@ def _find_needles(
 
 
 def _in_order(recorder: Recorder, ways: Sequence[Way]) -> None:
-    """Rows in the order of the ways, whichever run has measured them; others, say of fits, after them."""
-    place = {way.name: i for i, way in enumerate((*ways, *FITS))}
+    """Rows in the order of the ways, whichever run has measured them; others after them."""
+    place = {way.name: i for i, way in enumerate(ways)}
     recorder.data["rows"].sort(key=lambda row: place.get(row["name"], len(place)))
     recorder.save()
 

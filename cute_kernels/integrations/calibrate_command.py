@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from cute_kernels.formats.kv import LayerFormats, format_of, format_pair, formats_of_layer
+from cute_kernels.formats.kv import LayerFormats, format_of, format_pair
 from cute_kernels.kv_cache.constants import CacheConstants
 
 if TYPE_CHECKING:
@@ -81,12 +81,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("all", "factors"),
         help="V as well: its factors, and for one scale a row (int4_g1) a rotation",
     )
-    command.add_argument(
-        "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
-    )
-    command.add_argument(
-        "--text-weight", type=share, default=0.0, metavar="SHARE", help="of the text's own tokens in what --fit lowers"
-    )
     command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
     command.set_defaults(run=run)
     return command
@@ -137,7 +131,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from cute_kernels.integrations.transformers.budget import choose_formats
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
-        from cute_kernels.integrations.transformers.fit import fit_transforms
     except ImportError as error:
         raise ValueError(f"transformers: cannot be imported ({error}), want pip install 'transformers>=5.0'") from error
     tokenizer = tokenizer_of(arguments.model)
@@ -160,12 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
             model, batches, arguments.budget, needles=needles, say=partial(print, flush=True), calibration=calibration
         )
         return _write_formats(arguments.output, formats, constants)
-    constants = calibrate_cache(model, batches, arguments.kv_format, **calibration)
-    if arguments.fit is not None:
-        constants = fit_transforms(
-            model, batches, arguments.kv_format, constants, steps=arguments.fit, text_weight=arguments.text_weight
-        )
-    _write_constants(arguments.output, constants)
+    _write_constants(arguments.output, calibrate_cache(model, batches, arguments.kv_format, **calibration))
     return 0
 
 
@@ -196,23 +184,11 @@ def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants)
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for what can be seen before a model is loaded."""
-    if arguments.text_weight and arguments.fit is None:
-        raise ValueError(
-            f"--text-weight: got {arguments.text_weight:g} without --fit, want both: it is of what a fit lowers"
-        )
     if arguments.budget is not None:
-        for option, given in (("--kv-format", arguments.kv_format), ("--fit", arguments.fit)):
-            if given is not None:
-                raise ValueError(
-                    f"{option}: got it with --budget, want it in a run after that, with the file of formats"
-                )
+        if arguments.kv_format is not None:
+            raise ValueError("--kv-format: got it with --budget, want it in a run after that, with the file of formats")
         if arguments.output.suffix != ".json":
             raise ValueError(f"--output: got {arguments.output}, want a .json file with --budget")
-    formats = [format_of(name) for name in formats_of_layer(arguments.kv_format or "int4_g4", 0)]
-    if arguments.fit is not None and any(form.in_blocks for form in formats):
-        raise ValueError(
-            f"--fit: got it with {formats[0].name}, whose keys lie in blocks, want a format of rows, or no --fit"
-        )
     for path in arguments.text:
         if not path.exists():
             raise ValueError(f"--text: got {path}, which does not exist, want a file of text")

@@ -87,13 +87,6 @@ def test_values_have_factors_where_they_are_asked_for(model):
     assert own.transforms[0].key == both.transforms[0].key
 
 
-def test_fits_are_to_what_their_names_say(model):
-    windows = make_windows(4)
-    found = [model_accuracy.prepare(model, windows, way, 2, 1).constants for way in model_accuracy.FITS[:2]]
-    said = [constants.about["fitted"] for constants in found if constants is not None]
-    assert [text.rpartition(" ")[2] for text in said] == ["0", "0.5"]
-
-
 def test_kivi_is_a_grid_for_each_channel_and_block_of_tokens():
     k = torch.randn(2, 70, 3, 8) * torch.logspace(-2, 2, 8) + torch.linspace(-50, 50, 8)
     got = model_accuracy.store_of(Way(KIVI, "bf16"), None)(0, k.transpose(1, 2), k.transpose(1, 2))[0].transpose(1, 2)
@@ -221,7 +214,7 @@ def test_the_real_model_goes_through_every_part(tmp_path):
     assert main(command) == 2
 
 
-@pytest.mark.parametrize("option", [["--fit"], ["--fit", "300"], ["--resume"]])
+@pytest.mark.parametrize("option", [["--resume"]])
 def test_options_of_the_real_model_are_refused_without_it(option, tmp_path, capsys):
     assert main(["accuracy", *option, "--json", str(tmp_path / "record.json")]) == 2
     assert f"{option[0]}: got no --model, want it together with --model" in capsys.readouterr().err
@@ -245,10 +238,7 @@ def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu()
         again.resume_from(other)
 
 
-def test_fitted_ways_are_measured_where_they_are_asked_for():
-    gpu = torch.device("cuda")
-    plain, fitted = (model_accuracy.plan_for(gpu, False, fit) for fit in (None, 20))
-    assert set(model_accuracy.FITS) == set(fitted.ways) - set(plain.ways) and fitted.fit_steps == 20
-    assert all(way in fitted.decoded for way in model_accuracy.FITS)
-    assert all(way.k_format != KIVI for way in fitted.decoded)
-    assert not model_accuracy.plan_for(gpu, False, decode=False).decoded
+def test_some_ways_are_decoded_by_the_operators_as_well():
+    plan = model_accuracy.plan_for(torch.device("cuda"), False)
+    assert plan.decoded and all(way.k_format != KIVI for way in plan.decoded)
+    assert not model_accuracy.plan_for(torch.device("cuda"), False, decode=False).decoded

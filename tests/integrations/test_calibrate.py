@@ -1,20 +1,14 @@
 """Constants of a model's cache, from what its layers attend to."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import cute_kernels.integrations.transformers as ck
-from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.kv.transforms import key_of
-from cute_kernels.integrations.transformers.attend import attention
-from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
-from cute_kernels.integrations.transformers.fit import _Layer, _Recorded
-from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
+from cute_kernels.integrations.transformers.calibrate import gather_moments, watch
+from cute_kernels.kv_cache import CacheTransform, Calibrator, KVCache
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.llamas import small_llama
 
@@ -123,167 +117,15 @@ def test_what_cannot_be_calibrated_is_named():
         ck.calibrate_cache(model, make_batches(1), "int3")
 
 
-# -- fitted -----------------------------------------------------------------------------------------------------------
-
-
-def loss_of(model, batch, constants, kv_format):
-    """The loss that a fit begins with."""
-    losses: list[float] = []
-    ck.fit_transforms(model, [batch], kv_format, constants, steps=1, say=lambda step, loss: losses.append(loss))
-    return losses[0]
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", ("int4_g4", "int4_g1"), ("int8_token_head", "bf16"), "int8_g2"])
-def test_a_fit_lowers_the_divergence(kv_format):
-    """To less than 0.6 on any draw that was tried. A fit lowers what K's codes lose. Where V's lose as much or more,
-    the outcome is a matter of how a processor adds up.
-    """
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
-    constants: Any = CacheConstants(tuple(bad), about={"tokens": "48"})
-    before = loss_of(model, batches[0], constants, kv_format)
-    fitted: Any = ck.fit_transforms(model, batches, kv_format, constants, steps=25, learning_rate=0.05)
-    assert loss_of(model, batches[0], fitted, kv_format) < 0.9 * before
-    assert fitted.about["fitted"].startswith("25 steps, KL 0.") and fitted.about["tokens"] == "48"
-    for new, old in zip(fitted.transforms, constants.transforms, strict=True):
-        assert (new.k_rotation, new.v_rotation) == (old.k_rotation, old.v_rotation)
-        assert torch.equal(new.arrays["k_factor"].sign(), old.arrays["k_factor"].sign()) and new.key != old.key
-
-
-def excess_of(model, batch, constants, kv_format):
-    """Cross-entropy of the text's own tokens over that with exact K and V, nats a token, by transformers' loss."""
-    layers = [
-        _Layer(one, (kv_format, kv_format), torch.ones(one.k_factor.shape)) for one in constants.transforms if one
-    ]
-
-    def attend(module, query, key, value, *args, **options):
-        key, value = layers[module.layer_idx].read(key, value)
-        return attention(module, query, key, value, *args, **options)
-
-    with torch.no_grad():
-        exact = model(**batch, labels=batch["input_ids"]).loss
-        with attending(model, attend):
-            return float(model(**batch, labels=batch["input_ids"]).loss - exact)
-
-
-def test_a_fit_to_the_text_lowers_its_cross_entropy():
-    """By more than a fit to the model's answers, which promises nothing of the text. Codes jump, so a fit of 25 steps
-    ends elsewhere where a CPU adds up in another order, by as much as one draw's gain: a dozen are added up."""
-    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
-    excess = torch.zeros(3)
-    for seed in range(12):
-        draw = torch.Generator().manual_seed(seed)
-        factors = [torch.exp(torch.randn(2, 64, generator=draw)) for _ in range(2)]
-        constants: Any = CacheConstants(
-            tuple(CacheTransform(k_center=torch.zeros(2, 64), k_factor=factor) for factor in factors)
-        )
-        fit = {"steps": 25, "learning_rate": 0.05}
-        to_text: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, text_weight=1.0, **fit)
-        to_model: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, **fit)
-        excess += torch.tensor([excess_of(model, batch, one, "int4_g1") for one in (to_text, to_model, constants)])
-        assert to_text.about["fitted"].endswith("text weight 1")
-    of_text, of_model, before = excess.tolist()
-    assert of_text < of_model and of_text < before - 0.5 * abs(before), excess.tolist()
-
-
-@pytest.mark.parametrize("weight", [-0.1, 1.5, float("nan")])
-def test_a_weight_of_the_text_is_a_share(weight):
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
-    with pytest.raises(ValueError, match="text_weight: got .*, want a number from 0 to 1"):
-        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1, text_weight=weight)
-
-
-def test_a_fit_leaves_the_precision_of_products_as_it_was():
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
-    before = torch.get_float32_matmul_precision()
-    seen: list[str] = []
-    ck.fit_transforms(
-        model, batches, "int4_g4", constants, steps=1, say=lambda *_: seen.append(torch.get_float32_matmul_precision())
-    )
-    assert seen == ["high"] and torch.get_float32_matmul_precision() == before
-
-
-def test_a_fit_reads_what_a_cache_would():
-    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
-    constants: Any = ck.calibrate_cache(model, [batch], "int4_g4", values=True)
-    transform = constants.transforms[0]
-    k, v = torch.randn(2, 1, 2, 9, 64)
-    layer = _Layer(transform, ("int4_g4", "int4_g4"), torch.ones(2, 64))
-    with torch.no_grad():
-        got = layer.read(k, v)
-    form = format_of("int4_g4")
-    for found, x, there, back in (
-        (got[0], k, transform.keys, transform.original_keys),
-        (got[1], v, transform.values, transform.restore),
-    ):
-        rows = form.quantize(there(x.transpose(1, 2)))
-        want = back(form.dequantize(rows, 64, torch.float32)).transpose(1, 2)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_fit_leaves_the_model_as_it_was():
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    implementation = model.config._attn_implementation
-    ck.fit_transforms(model, batches, "int4_g4", ck.calibrate_cache(model, batches, "int4_g4"), steps=2)
-    assert model.config._attn_implementation == implementation
-    for name, weight in model.named_parameters():
-        assert torch.equal(weight, before[name]) and weight.requires_grad and weight.grad is None
-
-
-def test_what_cannot_be_fitted_is_named():
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
-    with pytest.raises(ValueError, match="kv_format: got 'e4m3_head', want INT4, INT8 with scales in the rows"):
-        ck.fit_transforms(model, batches, "e4m3_head", constants)
-    in_blocks = ("int4_channel32", "int4_g4")  # whose scales are not of rows, as the gradient takes them to be
-    with pytest.raises(ValueError, match="kv_format: got 'int4_channel32', want INT4, INT8 with scales in the rows"):
-        ck.fit_transforms(model, batches, in_blocks, constants)
-    with pytest.raises(ValueError, match="constants: got those of 1 layers, want 2, the model's"):
-        ck.fit_transforms(model, batches, "int4_g4", CacheConstants(constants.transforms[:1]))
-    with pytest.raises(ValueError, match="constants: got no factors and no centers"):
-        ck.fit_transforms(model, batches, "int4_g4", CacheConstants((None, CacheTransform(k_rotation=16))))
-    with pytest.raises(ValueError, match="batches: got list of none"):
-        ck.fit_transforms(model, [], "int4_g4", constants)
-
-
-def test_padding_has_no_part_in_a_fit():
-    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
-    constants: Any = ck.calibrate_cache(model, [batch], "int4_g4")
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :5] = 0
-    losses = []
-    for filler in (2, 7):
-        padded = {"input_ids": batch["input_ids"].masked_fill(mask == 0, filler), "attention_mask": mask}
-        for weight in (0.0, 1.0):
-            ck.fit_transforms(
-                model, [padded], "int4_g4", constants, steps=1, text_weight=weight, say=lambda _, x: losses.append(x)
-            )
-    assert losses[0] == pytest.approx(losses[2], rel=1e-3) and losses[1] == pytest.approx(losses[3], rel=1e-3)
-
-
-def test_a_fit_without_a_gpu_has_no_graph():
-    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
-    with pytest.raises(ValueError, match="cuda_graph: got a model on cpu, want one on one GPU"):
-        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1, cuda_graph=True)
-
-
 @pytest.mark.parametrize("weights", [None, "w8g64"])
-def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
+def test_an_accelerated_model_is_calibrated_as_the_model_itself(weights):
     model, batches = DECODERS["llama"].build(torch.bfloat16), make_batches(1)
     want: Any = ck.calibrate_cache(model, batches, "int4_g4").transforms
     ck.accelerate(model, kv_format="int4_g4", weights=weights, cuda_graphs=False)
-    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")  # which needs none
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
     if weights is None:
         assert constants.transforms[0].key == want[0].key
-    with pytest.raises(ValueError, match="model: got .*, which kernels without gradients compute; want the model as"):
-        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1)
-    ck.restore(model)
-    if weights is None:
-        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1)
+    assert len(constants.transforms) == 2
 
 
 # -- a cache that is written with them --------------------------------------------------------------------------------
@@ -381,35 +223,6 @@ def test_constants_that_do_not_fit_a_model_name_the_layer():
         ck.accelerate(model, kv_format=None, kv_transform=make_transforms())
     with pytest.raises(FileNotFoundError, match="no such file"):
         ck.accelerate(model, kv_transform="missing.safetensors")
-
-
-def test_a_fit_is_recorded_on_its_models_gpu_whichever_is_the_current_one(monkeypatch):
-    """With stand-ins for torch.cuda, which follow the current device as streams and graphs do."""
-    now, seen = [0], list[tuple[str, int]]()
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        now.append(device.index)
-        yield
-        now.pop()
-
-    graph = SimpleNamespace(replay=lambda: seen.append(("replay", now[-1])))
-    stream = SimpleNamespace(wait_stream=lambda _: seen.append(("wait", now[-1])))
-    stands_in = {
-        "device": on,
-        "Stream": lambda: stream,
-        "current_stream": lambda *_: stream,
-        "stream": lambda _: nullcontext(),
-        "CUDAGraph": lambda: graph,
-        "graph": lambda _, pool: nullcontext(seen.append(("record", now[-1]))),
-        "graph_pool_handle": lambda: (0, 1),
-    }
-    for name, one in stands_in.items():
-        monkeypatch.setattr(torch.cuda, name, one)
-    recorded = _Recorded(lambda batch: batch["input_ids"].float().sum(), torch.device("cuda", 1))
-    for _ in range(5):
-        recorded({"input_ids": torch.ones(2)})
-    assert seen == [("wait", 1)] * 6 + [("record", 1)] + [("replay", 1)] * 2 and now == [0]
 
 
 def test_input_ids_alone_are_batches_too_and_what_is_no_batch_is_refused():

@@ -49,11 +49,10 @@ def test_a_model_is_calibrated_on_text(directory, tmp_path, capsys):
     assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 1)] * 2
 
 
-def test_values_and_a_fit_are_had_for_the_asking(directory, tmp_path, capsys):
+def test_values_are_had_for_the_asking(directory, tmp_path):
     text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
-    options = ["--kv-format", "int4_g1", "--values", "--fit", "2", "--device", "cpu"]
+    options = ["--kv-format", "int4_g1", "--values", "--device", "cpu"]
     assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
-    assert "2 steps, KL" in capsys.readouterr().out
     first = CacheConstants.load(out).transforms[0]
     assert first is not None and first.v_rotation == 64 and first.v_factor is not None
 
@@ -86,10 +85,10 @@ def test_a_budget_of_bytes_gives_formats_by_layer_with_a_report(directory, tmp_p
     assert len(formats) == 2 and report["share"] <= 0.42 and report["needles"]["of"] <= 2
     constants = CacheConstants.load(tmp_path / "mix.safetensors")
     assert constants.num_layers == 2 and " in " in constants.about["kv_format"]
-    again = ["--kv-format", str(out), "--window", "48", "--device", "cpu", "--fit", "1"]
-    fitted = tmp_path / "fitted.safetensors"
-    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(fitted), *again]) == 0
-    assert CacheConstants.load(fitted).num_layers == 2
+    again = ["--kv-format", str(out), "--window", "48", "--device", "cpu"]
+    second = tmp_path / "second.safetensors"
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(second), *again]) == 0
+    assert CacheConstants.load(second).num_layers == 2
 
 
 def test_needles_are_told_before_they_are_asked_for():
@@ -122,11 +121,9 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fit", "3", "--kv-format", "int4_channel32,int4_g2"], "--fit: got it with int4_channel32"),
         (["--text", "none.txt"], "--text: got none.txt, which does not exist"),
         (["--budget", "0.4"], "--output: got"),
         (["--budget", "0.4", "--kv-format", "int8"], "--kv-format: got it with --budget"),
-        (["--budget", "0.4", "--fit", "3"], "--fit: got it with --budget"),
         ([], "MODEL: got /nowhere, which does not exist"),
     ],
 )
@@ -134,15 +131,6 @@ def test_what_needs_no_model_to_be_seen_is_refused_before_one_is_loaded(options,
     text, out = write_text(tmp_path / "text.txt", 10), tmp_path / "constants.safetensors"
     assert main(["calibrate", "/nowhere", "--text", str(text), "-o", str(out), *options]) == 1
     assert message in capsys.readouterr().err and not out.exists()
-
-
-def test_a_weight_of_the_text_is_not_ignored(directory, tmp_path, capsys):
-    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
-    options = ["--kv-format", "int4_g1", "--text-weight", "0.5", "--device", "cpu"]
-    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 1
-    assert "--text-weight: got 0.5 without --fit" in capsys.readouterr().err and not out.exists()
-    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options, "--fit", "1"]) == 0
-    assert "text weight 0.5" in CacheConstants.load(out).about["fitted"]
 
 
 @pytest.mark.parametrize(

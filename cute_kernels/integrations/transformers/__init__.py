@@ -22,7 +22,6 @@ from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.budget import choose_formats
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
 from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
-from cute_kernels.integrations.transformers.fit import fit_transforms
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
@@ -37,7 +36,6 @@ __all__ = [
     "calibrate",
     "calibrate_cache",
     "choose_formats",
-    "fit_transforms",
     "make_mask",
     "register",
     "restore",
