@@ -16,7 +16,7 @@ from cute_kernels.device.cuda import EMPTY_WORD
 from cute_kernels.gemm.experts import Routing
 from cute_kernels.gemm.experts.router import kernel as kernels
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
-from cute_kernels.gemm.experts.router.config import RouterConfig, SelectConfig, lane_experts_of
+from cute_kernels.gemm.experts.router.config import LOGITS, RouterConfig, lane_experts_of
 from cute_kernels.gemm.experts.router.reference import select_reference
 from cute_kernels.gemm.experts.router.routing import SCORINGS
 from simulator import Altered, Meanings
@@ -167,7 +167,7 @@ def select(logits: torch.Tensor, made: Case, run_on: Any) -> tuple[torch.Tensor,
     machine = RouterMachine()
     given, results = chosen(made, machine)
     given["logits"] = SimpleNamespace(shape=tuple(logits.shape), address=machine.put(logits))
-    config = SelectConfig(NAMES[made.hidden.dtype], lane_experts_of(logits.shape[1]))
+    config = RouterConfig(NAMES[made.hidden.dtype], LOGITS, lane_experts_of(logits.shape[1]))
     launched(kernels.SelectKernel, config, SELECT, given, machine, run_on)
     shape = len(logits), made.routing.top_k
     return machine.get(results["ids"], shape, torch.int32), machine.get(results["weights"], shape, FP32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import Kernel
@@ -28,10 +29,7 @@ class RoutingConfig:
 
     id_bits: int = 32
     use_pdl: bool = True
-
-    @property
-    def num_threads(self) -> int:
-        return ROUTING_WARPS * WARP_THREADS
+    num_threads: ClassVar[int] = ROUTING_WARPS * WARP_THREADS
 
     @property
     def smem_bytes(self) -> int:
@@ -70,10 +68,7 @@ class CombineConfig:
     id_bits: int = 0
     use_pdl: bool = True
     shares: str = "fp32"
-
-    @property
-    def num_threads(self) -> int:
-        return COMBINE_THREADS
+    num_threads: ClassVar[int] = COMBINE_THREADS
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""
@@ -110,10 +105,7 @@ class GatherConfig:
     row_threads: int = 32
     batch: int = 4
     use_pdl: bool = True
-
-    @property
-    def num_threads(self) -> int:
-        return GATHER_THREADS
+    num_threads: ClassVar[int] = GATHER_THREADS
 
     @property
     def thread_rows(self) -> int:

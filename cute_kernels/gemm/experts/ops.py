@@ -52,66 +52,27 @@ grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places, rou
 """`cute_kernels.gemm.experts.grouped_linear`."""
 
 
+_OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
+
+
 @torch.no_grad()
-def _grouped_fields_on_cpu(
-    x,
-    codes,
-    scales,
-    zeros,
-    expert_offsets,
-    rows,
-    bias,
-    format,
-    n,
-    k,
-    activation,
-    out_dtype,
-    batch_invariant=False,
-    activations=None,
-) -> torch.Tensor:
+def _grouped_fields_on_cpu(x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, *options) -> torch.Tensor:
     check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
-    options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
-    more = {"batch_invariant": batch_invariant, "activations": activations}
-    return grouped_linear_reference(x, weight, expert_offsets, **options, **more)
+    named = dict(zip(_OPTIONS, options, strict=False))
+    return grouped_linear_reference(x, weight, expert_offsets, rows=rows, bias=bias, **named)
 
 
 def _grouped_fields_on_cuda(
-    x,
-    codes,
-    scales,
-    zeros,
-    expert_offsets,
-    rows,
-    bias,
-    format,
-    n,
-    k,
-    activation,
-    out_dtype,
-    batch_invariant=False,
-    activations=None,
+    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, *options
 ) -> torch.Tensor:
     weight = experts_of(codes, scales, zeros, weight_format(format), (n, k))
-    options = activation, out_dtype, batch_invariant, None, activations
-    return grouped.launch(GroupedCall(x, weight, expert_offsets, rows, bias, *options))
+    named = dict(zip(_OPTIONS, options, strict=False))
+    return grouped.launch(GroupedCall(x, weight, expert_offsets, rows, bias, **named))
 
 
 def _grouped_fields_on_meta(
-    x,
-    codes,
-    scales,
-    zeros,
-    expert_offsets,
-    rows,
-    bias,
-    format,
-    n,
-    k,
-    activation,
-    out_dtype,
-    batch_invariant=False,
-    activations=None,
+    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype, *_
 ) -> torch.Tensor:
     places = x.shape[0] if rows is None else rows.shape[0]
     return x.new_empty((places, out_features(n, activation)), dtype=out_dtype)

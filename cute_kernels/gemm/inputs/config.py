@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_kernels.gemm.arguments import INPUT_ROWS, Kernel
 
@@ -25,10 +26,7 @@ class InputRowsConfig:
     dtype: str
     room: int = 0
     scaled: bool = False
-
-    @property
-    def num_threads(self) -> int:
-        return THREADS
+    num_threads: ClassVar[int] = THREADS
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""

@@ -108,10 +108,7 @@ class Fp8RowsConfig:
     dtype: str
     scales: str = BY_GROUP
     for_products: bool = True
-
-    @property
-    def num_threads(self) -> int:
-        return ROWS_THREADS
+    num_threads: ClassVar[int] = ROWS_THREADS
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""

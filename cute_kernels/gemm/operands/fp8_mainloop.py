@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
-
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_decode import e4m3_decoder
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift
+from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
 from layouts.weights.hopper import STEP_K
 
@@ -45,7 +42,7 @@ class Group:
     is_last: bool
 
 
-class Fp8Mainloop:
+class Fp8Mainloop(StageByStage):
     """One value of the mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
 
     x_scale_shift: as of `LimbReader`; None where tiles begin at any multiple of 8 rows.
@@ -60,20 +57,6 @@ class Fp8Mainloop:
 
     def masks(self, shape, lane):
         return None
-
-    @cute.jit
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
-        here, last = state
-        x_place = self.reader.x_scale_place(work_tile)
-        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            memory.pipeline.consumer_wait(here)
-            self.multiply_k_block(acc, memory, here.stage, place, x_place, tile_m)
-            cute.arch.sync_warp()
-            self.stages.release(memory, here, teller)
-            last = here
-            here = memory.pipeline.next(here)
-        return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
         """Adds a k block's products, group by group: while one's MMAs run the next one is decoded."""

@@ -23,8 +23,7 @@ from cute_kernels.device.pipeline import Barrier
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Places, corner_of
-from cute_kernels.gemm.wgmma.reduction import TileStore
-from cute_kernels.gemm.wgmma.tiles import DenseRounds
+from cute_kernels.gemm.wgmma.reduction import StoringReduction, TileStore
 
 JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
 VECTOR_WORDS = 4
@@ -129,14 +128,11 @@ class InterleavedReduction:
             ptx.store_shared(place, number * VECTOR_STRIDE, vector)
 
 
-class ClusterReduction:
+class ClusterReduction(StoringReduction):
     """Parts of K in the shared memory of a cluster, tile by tile: each tile of 64 features has a CTA that stores it."""
 
-    rounds = DenseRounds
-
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
-        self.config, self.epilogue, self.places = config, epilogue, places
-        self.prepares = epilogue.dense
+        super().__init__(config, epilogue, places)
         self.partials = Partials(config)
         self.interleaved = InterleavedReduction(config, self.partials)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import gcd
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
@@ -402,10 +402,7 @@ class LimbRowsConfig:
     """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
 
     dtype: str = "bf16"
-
-    @property
-    def num_threads(self) -> int:
-        return LIMB_ROWS_THREADS
+    num_threads: ClassVar[int] = LIMB_ROWS_THREADS
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""

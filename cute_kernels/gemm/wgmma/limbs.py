@@ -289,16 +289,11 @@ def no_shift(work_tile):
     return Int32(0)
 
 
-class LimbMainloop:
-    """MMAs of int8 limbs, stage by stage: decodes a k block, multiplies it, waits for it."""
+class StageByStage:
+    """A mainloop that decodes a k block, multiplies it and waits for it, of rows of x that have scales."""
 
-    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
-        self.config, self.stages = config, stages
-        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
-        self.products = limb_products(config, stages)
-
-    def masks(self, shape, lane):
-        return self.products.bytes_of.masks(nothing(shape, lane))
+    stages: StageReader
+    reader: LimbReader
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
@@ -313,6 +308,22 @@ class LimbMainloop:
             last = here
             here = memory.pipeline.next(here)
         return here, last
+
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int) -> None:
+        """Adds a k block's products."""
+        raise NotImplementedError
+
+
+class LimbMainloop(StageByStage):
+    """MMAs of int8 limbs, stage by stage: decodes a k block, multiplies it, waits for it."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
+        self.config, self.stages = config, stages
+        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
+        self.products = limb_products(config, stages)
+
+    def masks(self, shape, lane):
+        return self.products.bytes_of.masks(nothing(shape, lane))
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
         """Adds a k block's products."""

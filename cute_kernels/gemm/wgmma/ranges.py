@@ -12,8 +12,8 @@ from cutlass import Int32, Int64
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store
-from cute_kernels.gemm.wgmma.places import Places, corner_of
-from cute_kernels.gemm.wgmma.reduction import TileStore, add_published, publish_acc
+from cute_kernels.gemm.wgmma.places import corner_of
+from cute_kernels.gemm.wgmma.reduction import StoringReduction, add_published, publish_acc
 from cute_kernels.gemm.wgmma.results import RangeSplitK
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dense_grid, dense_sizes
 
@@ -108,20 +108,13 @@ class Ranges(DenseRounds):
         return RangeScheduler.of(shape, cta)
 
 
-class RangeReduction:
+class RangeReduction(StoringReduction):
     """The CTA that has a tile's last k block adds up what those before it left, and stores: `.reduction.TileReduction`.
 
     A CTA leaves one part at most, that of the tile which ends behind its range, so each has one place.
     """
 
     rounds = Ranges
-
-    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
-        self.config, self.epilogue, self.places = config, epilogue, places
-        self.prepares = epilogue.dense
-
-    def begin(self) -> None:
-        """Nothing."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):

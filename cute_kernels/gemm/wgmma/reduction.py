@@ -53,10 +53,10 @@ class TileStore(Protocol):
     def run(self, operands, shape, store, corner, acc, first: int, ordinal: int) -> None: ...
 
 
-class WorkspaceReduction:
-    """No parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
+class StoringReduction:
+    """What reductions have that store tiles of dense products, or of experts, through a store policy."""
 
-    rounds = DenseRounds
+    rounds: type[DenseRounds] = DenseRounds
 
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
@@ -64,6 +64,10 @@ class WorkspaceReduction:
 
     def begin(self) -> None:
         """Nothing."""
+
+
+class WorkspaceReduction(StoringReduction):
+    """No parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
@@ -129,17 +133,11 @@ def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr
         reset(place, offset=offsets[i])
 
 
-class SequentialReduction:
+class SequentialReduction(StoringReduction):
     """Parts of K that a CTA has one after the other: a second set of accumulators adds them up.
 
     Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
     """
-
-    rounds = DenseRounds
-
-    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
-        self.config, self.epilogue, self.places = config, epilogue, places
-        self.prepares = epilogue.dense
 
     def begin(self) -> None:
         """Makes the second set."""
@@ -167,17 +165,8 @@ class SequentialReduction:
                 self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
 
 
-class RowReduction:
+class RowReduction(StoringReduction):
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
-
-    rounds = DenseRounds
-
-    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
-        self.config, self.epilogue, self.places = config, epilogue, places
-        self.prepares = epilogue.dense
-
-    def begin(self) -> None:
-        """Nothing."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
         """Of the CTA's share of the rows of x."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import compile_kernel
-from cute_kernels.gemm.experts.router.config import TILE_TOKENS, RouterConfig, SelectConfig, lane_experts_of
+from cute_kernels.gemm.experts.router.config import LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
 from cute_kernels.runtime.spec import KernelSpec
 
 SHIPPED_EXPERTS = (128, 256)  # most of models' layers
@@ -16,7 +16,7 @@ SHIPPED_EXPERTS = (128, 256)  # most of models' layers
 class RouterSpec(KernelSpec):
     """One kernel of routers: takes what its configuration's `kernel` says, on torch's current stream."""
 
-    config: RouterConfig | SelectConfig
+    config: RouterConfig
     family: ClassVar[str] = "moe"
 
     def policies(self) -> tuple[object, ...]:
@@ -30,4 +30,7 @@ def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: up to 256 experts in bf16. Others compile on demand."""
     lanes = [lane_experts_of(experts) for experts in SHIPPED_EXPERTS]
     routers = [RouterConfig(lane_experts=count, tile_tokens=tile) for count in lanes for tile in TILE_TOKENS]
-    return [RouterSpec(config) for config in (*routers, *(SelectConfig(lane_experts=count) for count in lanes))]
+    return [
+        RouterSpec(config)
+        for config in (*routers, *(RouterConfig(weight=LOGITS, lane_experts=count) for count in lanes))
+    ]

@@ -9,21 +9,23 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import Kernel
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.wgmma.results import one_of
 
 WARPS = 8
 MAX_TOKENS = 64  # of a launch that has the product in it
 MAX_CHOICES = WARP_THREADS  # experts of a token, and groups: one of a lane
 LANE_EXPERTS = (4, 8, 16)
 TILE_TOKENS = (1, 8)
+LOGITS = "logits"
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The kernel from hidden states to experts, for up to `MAX_TOKENS` tokens.
+    """The kernel from hidden states to experts, for up to `MAX_TOKENS` tokens, or from logits, for any number of them.
 
     Attributes:
-        dtype: of hidden states.
-        weight: dtype of the router's weight, "own" (``dtype``) or "fp32".
+        dtype: of hidden states; of logits that of a bias or correction that is not fp32.
+        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS`: a product before had the weight.
         lane_experts: whose scores a lane has of a token: 32 times as many there may be.
         tile_tokens: whose products a thread adds up at the same time.
         use_pdl: programmatic dependent launch.
@@ -38,41 +40,26 @@ class RouterConfig:
 
     def kernel(self) -> Kernel:
         """What it is compiled as."""
+        if self.weight == LOGITS:
+            return Kernel("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return Kernel("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
 
     @property
     def name(self) -> str:
+        pdl, experts = "_pdl" if self.use_pdl else "", 32 * self.lane_experts
+        if self.weight == LOGITS:
+            return f"moe_select_{self.dtype}_e{experts}{pdl}"
         weight = "" if self.weight == "own" else f"_w{self.weight}"
-        sizes = f"e{32 * self.lane_experts}t{self.tile_tokens}"
-        return f"moe_router_{self.dtype}{weight}_{sizes}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_router_{self.dtype}{weight}_e{experts}t{self.tile_tokens}{pdl}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        wanted = {"dtype": ("bf16", "fp16"), "weight": ("own", "fp32"), "tile_tokens": TILE_TOKENS}
-        return _reason(self, {**wanted, "lane_experts": LANE_EXPERTS})
-
-
-@dataclass(frozen=True)
-class SelectConfig:
-    """The kernel from logits to experts, for any number of tokens; attributes as of `RouterConfig`, dtype: of a bias or
-    correction that is not fp32."""
-
-    dtype: str = "bf16"
-    lane_experts: int = 4
-    use_pdl: bool = True
-    num_threads: ClassVar[int] = WARPS * WARP_THREADS
-
-    def kernel(self) -> Kernel:
-        """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
-
-    @property
-    def name(self) -> str:
-        return f"moe_select_{self.dtype}_e{32 * self.lane_experts}{'_pdl' if self.use_pdl else ''}"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        return _reason(self, {"dtype": ("bf16", "fp16"), "lane_experts": LANE_EXPERTS})
+        return (
+            one_of(self.dtype, ("bf16", "fp16"), "dtype")
+            or one_of(self.weight, ("own", "fp32", LOGITS), "weight")
+            or one_of(self.tile_tokens, TILE_TOKENS, "tile_tokens")
+            or one_of(self.lane_experts, LANE_EXPERTS, "lane_experts")
+        )
 
 
 def lane_experts_of(experts: int) -> int:
@@ -81,10 +68,3 @@ def lane_experts_of(experts: int) -> int:
 
 
 assert LANE_EXPERTS[-1] * WARP_THREADS == MAX_EXPERTS
-
-
-def _reason(config: RouterConfig | SelectConfig, wanted: dict[str, tuple[object, ...]]) -> str | None:
-    for name, values in wanted.items():
-        if getattr(config, name) not in values:
-            return f"{name} {getattr(config, name)!r} is not one of {', '.join(map(str, values))}"
-    return None

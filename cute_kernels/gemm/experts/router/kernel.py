@@ -25,7 +25,7 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.device.types import extents
-from cute_kernels.gemm.experts.router.config import MAX_TOKENS, WARPS, RouterConfig, SelectConfig
+from cute_kernels.gemm.experts.router.config import MAX_TOKENS, WARPS, RouterConfig
 from cute_kernels.gemm.experts.router.selection import ALL_LANES, Choice, Selection
 
 VECTOR = 8  # elements of a thread's piece of a row: 16 bytes of 16-bit ones
@@ -192,9 +192,9 @@ class RouterKernel:
 
 
 class SelectKernel:
-    """Experts of tokens whose logits a product before has left: a warp for each; :class:`SelectConfig` says which."""
+    """Experts of tokens whose logits a product before has left: a warp for each; :class:`RouterConfig` says which."""
 
-    def __init__(self, config: SelectConfig):
+    def __init__(self, config: RouterConfig):
         self.config = config
         self.selection = Selection(config.lane_experts, config.dtype)
 

@@ -11,12 +11,12 @@ from torch.nn import functional
 from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import (
+    LOGITS,
     MAX_CHOICES,
     MAX_TOKENS,
     TILE_TOKENS,
     WARPS,
     RouterConfig,
-    SelectConfig,
     lane_experts_of,
 )
 from cute_kernels.gemm.experts.router.reference import route_reference
@@ -112,11 +112,11 @@ def expert_shift_of(experts: int, num_sms: int) -> int:
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
 
-def config_of(call: RouteCall, multiplies: bool) -> RouterConfig | SelectConfig:
+def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
     """The kernel that serves a checked call; multiplies: whether it has the product in it."""
     dtype, lanes = DTYPES[call.hidden.dtype], lane_experts_of(len(call.weight))
     if not multiplies:
-        return SelectConfig(dtype, lanes)
+        return RouterConfig(dtype, LOGITS, lanes)
     weight = "own" if call.weight.dtype == call.hidden.dtype else "fp32"
     return RouterConfig(dtype, weight, lanes, TILE_TOKENS[len(call.hidden) > 1])
 
