@@ -221,11 +221,6 @@ class TileSchedule:
         return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
 
 
-def efficiency(scheduler: int, ctas: int) -> float:
-    """Share of the CTAs' time that equal work tiles fill: the rest is the last wave's."""
-    return scheduler / (-(-scheduler // ctas) * ctas)
-
-
 @lru_cache(maxsize=4096)
 def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
     """The fastest schedule by the model."""
