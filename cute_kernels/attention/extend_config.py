@@ -40,24 +40,22 @@ from cute_kernels.attention.extend_policies import (
     ProducerPipeline,
     Queries,
     RaggedKeys,
+    ReadsCache,
     UnpackedKeys,
     cannot_multiply_fp8,
-    cannot_read,
     cannot_unpack,
-    columns_of,
     has_channel_scales,
     has_token_scale,
 )
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.base import Use
 from cute_kernels.formats.scores.features import PLAIN, Features
 
 
 @dataclass(frozen=True)
-class ExtendConfig:
+class ExtendConfig(ReadsCache):
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
@@ -159,11 +157,6 @@ class ExtendConfig:
         return isinstance(self.keys, CachedKeys) and self.keys.mapped
 
     @property
-    def takes_table(self) -> bool:
-        """Whether a launch finds pages."""
-        return self.page_tokens > 0
-
-    @property
     def ragged(self) -> bool:
         return isinstance(self.keys, RaggedKeys)
 
@@ -175,16 +168,6 @@ class ExtendConfig:
     def fp8(self) -> Fp8Products | None:
         """How products of 8 bits are made; None for those of 16."""
         return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
-
-    @property
-    def format_names(self) -> tuple[str, str]:
-        """Of K and of V."""
-        return self.k_format, self.v_format
-
-    @property
-    def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Of K and of V."""
-        return format_of(self.k_format), format_of(self.v_format)
 
     @property
     def coded(self) -> bool:
@@ -295,12 +278,6 @@ class ExtendConfig:
         return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
 
     @property
-    def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K and of V have scales: rows have theirs multiplied in, up to a power of 2 that some of the
-        tile's have in common, see :attr:`scale_runs`."""
-        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
-
-    @property
     def scale_runs(self) -> int:
         """Parts of a tile that have powers of 2 of their own: what a producer warp decodes, or all that is
         unpacked."""
@@ -331,11 +308,6 @@ class ExtendConfig:
         """Of every thread before they are shared out anew, which cannot make more of them: a warp would wait for ever
         for registers that its CTA does not have."""
         return SM_REGISTERS // self.num_threads // 8 * 8
-
-    @property
-    def columns(self) -> int:
-        """Of operands in shared memory: head_dim and zeros."""
-        return columns_of(self.head_dim)
 
     @property
     def tile_bytes(self) -> int:
@@ -405,15 +377,11 @@ class ExtendConfig:
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
-            if (reason := cannot_read(form)) is not None:
-                return reason
-            if kernel_format(name) != name:
-                return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            if not form.is_coded and name != self.q_dtype:
-                return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
-            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
-                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if (reason := self.problem_of_rows()) is not None:
+            return reason
+        for form in self.formats:
+            if not form.is_coded and form.name != self.q_dtype:
+                return f"q_dtype {self.q_dtype!r} is not that of a {form.name} cache"
         if self.unpacked and (reason := self.why_as_it_lies) is not None:
             return f"unpacked keys: {reason}"
         if self.producer_warps not in (4, 8):

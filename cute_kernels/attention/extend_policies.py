@@ -90,6 +90,50 @@ def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> st
     return None
 
 
+class ReadsCache:
+    """Of a configuration that reads rows of two cache formats: what follows from these.
+
+    Attributes:
+        k_format, v_format: names of the formats. head_dim: of rows.
+    """
+
+    k_format: str
+    v_format: str
+    head_dim: int
+
+    @property
+    def format_names(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return self.k_format, self.v_format
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def columns(self) -> int:
+        """Of operands in shared memory: head_dim and zeros."""
+        return columns_of(self.head_dim)
+
+    @property
+    def tile_scales(self) -> tuple[bool, bool]:
+        """Whether tiles of K and of V have scales: rows have theirs multiplied in, up to a power of 2 that some of the
+        tile's have in common."""
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    def problem_of_rows(self) -> str | None:
+        """Why rows cannot be read, or None."""
+        for name, form in zip(self.format_names, self.formats, strict=True):
+            if (reason := cannot_read(form)) is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        return None
+
+
 def columns_of(head_dim: int) -> int:
     """Of the operands that hold rows of head_dim, one of `HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
@@ -148,7 +192,7 @@ class Fp8Products:
 
 
 @dataclass(frozen=True)
-class UnpackConfig:
+class UnpackConfig(ReadsCache):
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
@@ -169,16 +213,6 @@ class UnpackConfig:
     head_major: bool = False
 
     @property
-    def format_names(self) -> tuple[str, str]:
-        """Of K and of V."""
-        return self.k_format, self.v_format
-
-    @property
-    def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Of K and of V."""
-        return format_of(self.k_format), format_of(self.v_format)
-
-    @property
     def element_bytes(self) -> int:
         """Of the rows that it makes."""
         return 1 if self.dtype == "e4m3" else ELEMENT_BYTES
@@ -188,19 +222,9 @@ class UnpackConfig:
         return TILE_TOKENS[self.columns]
 
     @property
-    def columns(self) -> int:
-        """Of the operands that its rows become."""
-        return columns_of(self.head_dim)
-
-    @property
     def warp_rows(self) -> int:
         """Rows of a tile that a warp takes."""
         return self.tile_tokens // UNPACK_WARPS
-
-    @property
-    def tile_scales(self) -> tuple[bool, bool]:
-        """As :class:`ExtendConfig` has them."""
-        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     @property
     def layout(self) -> str:
@@ -215,15 +239,12 @@ class UnpackConfig:
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
-            if (reason := cannot_read(form) or cannot_unpack(form)) is not None:
-                return reason
-            if kernel_format(name) != name:
-                return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            if self.dtype not in ("fp16", "e4m3"):
-                return f"dtype {self.dtype!r} is not 'fp16' or 'e4m3'"
-            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
-                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if (reason := self.problem_of_rows()) is not None:
+            return reason
+        if (reason := cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])) is not None:
+            return reason
+        if self.dtype not in ("fp16", "e4m3"):
+            return f"dtype {self.dtype!r} is not 'fp16' or 'e4m3'"
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:

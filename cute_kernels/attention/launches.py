@@ -123,18 +123,6 @@ class DecodeLaunch:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 
-@dataclass(frozen=True)
-class Unpacked:
-    """Unpacked keys of a launch.
-
-    Attributes:
-        tokens: that a request may have. scales: tiles', if they have any.
-    """
-
-    tokens: int
-    scales: torch.Tensor | None
-
-
 class Keys(NamedTuple):
     """What attention over a cache is called with.
 
@@ -184,9 +172,9 @@ class ExtendLaunch:
         self,
         keys: Keys,
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        unpacked: Unpacked | None = None,
+        **own: int,
     ) -> None:
-        """other: (out, lse) of another launch that the result is merged with."""
+        """other: (out, lse) of another launch that the result is merged with. own: arguments of unpacked keys."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
@@ -194,11 +182,8 @@ class ExtendLaunch:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         heads = self.num_kv_heads, config.tile_rows, config.tile_heads
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * splits
-        table = options["block_table"] if config.takes_table else None
+        table = options["block_table"] if config.page_tokens else None
         mask = options["tree_mask"] if config.tree else None
-        own = {}
-        if unpacked is not None:
-            own = {"max_pages": unpacked.tokens, "tile_scales": address_of(unpacked.scales)}
         self.send(
             q=q,
             k_cache=k_cache,
@@ -292,7 +277,7 @@ class UnpackedLaunch:
         )
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         rows = keys._replace(k_cache=k_rows, v_cache=v_rows)
-        attention.call(rows, unpacked=Unpacked(self.tokens(max_seq_len), scales))
+        attention.call(rows, max_pages=self.tokens(max_seq_len), tile_scales=address_of(scales))
 
 
 @dataclass(frozen=True)
