@@ -63,22 +63,19 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
         raise ValueError(f"q: got a batch of {batch}, want at most {MAX_BATCH}")
     if num_q_heads == 0:
         raise ValueError("q: got no query heads, want at least one per KV head")
-    _check_query_strides(q)
+    check_query_strides(q, "requests and queries")
 
 
-def _check_query_strides(q: torch.Tensor) -> None:
-    """Raises ValueError unless the heads of a position lie together, wherever that is."""
-    if not q.is_contiguous() and q.numel():
-        request, query, head, column = strides_of(q)
-        if column != 1 or head != q.shape[3]:
-            raise ValueError(
-                f"q: got strides {q.stride()} for shape {shape_of(q)}, want the last two dimensions contiguous"
-            )
-        if (request | query) * q.element_size() % ALIGNMENT:
-            raise ValueError(
-                f"q: got strides {q.stride()} for shape {shape_of(q)}, want requests and queries on multiples of "
-                f"{ALIGNMENT} bytes"
-            )
+def check_query_strides(q: torch.Tensor, what: str) -> None:
+    """Raises ValueError unless the heads of a position lie together, wherever that is. what: q's other dimensions."""
+    if q.is_contiguous() or not q.numel():
+        return
+    *others, head, column = strides_of(q)
+    found = f"q: got strides {q.stride()} for shape {shape_of(q)}"
+    if column != 1 or head != q.shape[-1]:
+        raise ValueError(f"{found}, want the last two dimensions contiguous")
+    if any(stride * q.element_size() % ALIGNMENT for stride in others):
+        raise ValueError(f"{found}, want {what} on multiples of {ALIGNMENT} bytes")
 
 
 def check_layout(cache_layout: object) -> None:
@@ -261,12 +258,15 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 # -- the result --------------------------------------------------------------------------------------------------------
 
 
-def check_out(out: object, q: torch.Tensor, v_head_dim: int) -> None:
+def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out: got {type(out).__name__}, want a torch.Tensor")
+    check_result(out, q, [*q.shape[:3], v_head_dim], ": q's, with the head_dim of V")
+
+
+def check_result(out: torch.Tensor, q: torch.Tensor, wanted: list[int], why: str) -> None:
+    """As :func:`check_out`, of a result of a shape; ``why`` it is that."""
+    check_tensors(out=out)
     if out.dtype != q.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
-    wanted = [*q.shape[:3], v_head_dim]
     if shape_of(out) != wanted:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}: q's, with the head_dim of V")
+        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}{why}")

@@ -11,12 +11,13 @@ from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.mainloops.tree import attend_to_trees
-from cute_kernels.attention.options import CallOptions, options_of, with_blocks, with_score_options
+from cute_kernels.attention.options import CallOptions, options_of, with_more
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.attention.transformed import checked_transform, restore, transform_query
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 
 if TYPE_CHECKING:
@@ -222,9 +223,10 @@ def decode_attention(
         result, lse = attend_to_trees(q, k_cache, v_cache, seq_lens, tree_mask, **others)
         return (result, lse) if return_lse else result
     if score_options:
-        options = with_score_options(options, score_options)
+        check_mapping(score_options)
+        options = with_more(options, score_options=score_options)
     if block_list is not None or block_counts is not None or block_tokens is not None:
-        options = with_blocks(options, block_list, block_counts, block_tokens)
+        options = with_more(options, block_list=block_list, block_counts=block_counts, block_tokens=block_tokens)
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
     if transform is not None and transform.changes_values:

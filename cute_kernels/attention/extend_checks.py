@@ -106,11 +106,7 @@ def check_new(
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
-    check_tensors(out=out)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
-    if out.shape != q.shape:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
+    checks.check_result(out, q, shape_of(q), ", that of q")
 
 
 def check_query(q: torch.Tensor) -> None:
@@ -123,7 +119,7 @@ def check_query(q: torch.Tensor) -> None:
         raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:
         raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
-    _check_query_strides(q)
+    checks.check_query_strides(q, "queries")
 
 
 def row_stride(q: torch.Tensor) -> int | None:
@@ -134,21 +130,6 @@ def row_stride(q: torch.Tensor) -> int | None:
     if stride == q.shape[1] * q.shape[2] or (q.shape[0] < 2 and stride % PIECE):
         return None
     return stride
-
-
-def _check_query_strides(q: torch.Tensor) -> None:
-    """Raises ValueError unless the heads of a query lie together, wherever that is."""
-    if q.is_contiguous() or not q.numel():
-        return
-    query, head, column = strides_of(q)
-    if column != 1 or head != q.shape[2]:
-        raise ValueError(
-            f"q: got strides {q.stride()} for shape {shape_of(q)}, want the last two dimensions contiguous"
-        )
-    if query % PIECE:
-        raise ValueError(
-            f"q: got strides {q.stride()} for shape {shape_of(q)}, want queries on multiples of {ALIGNMENT} bytes"
-        )
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:

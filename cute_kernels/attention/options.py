@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.formats.kv.transforms import CacheTransform
-from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 OF_BOTH = (
     "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
@@ -131,21 +133,9 @@ def options_of(
     }
 
 
-def with_score_options(options: CallOptions | None, given: Mapping[str, torch.Tensor]) -> CallOptions:
-    """Complete options, and those that are registered; TypeError unless these are a mapping."""
-    check_mapping(given)
-    return cast(CallOptions, {**(options or NO_OPTIONS), "score_options": given})
-
-
-def with_blocks(
-    options: CallOptions | None,
-    block_list: torch.Tensor | None,
-    block_counts: torch.Tensor | None,
-    block_tokens: int | None,
-) -> CallOptions:
-    """Complete options, and chosen blocks."""
-    blocks = {"block_list": block_list, "block_counts": block_counts, "block_tokens": block_tokens}
-    return cast(CallOptions, {**(options or NO_OPTIONS), **blocks})
+def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
+    """Complete options, and ``more``: registered ones, or chosen blocks."""
+    return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 
 def keys_seen(window: WindowSize | None) -> int | None:

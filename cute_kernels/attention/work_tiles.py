@@ -106,12 +106,13 @@ class Lengths:
     """How long things are; addresses of int32.
 
     cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, of ragged keys, where each request's begin, [batch + 1]. counter:
-    of work tiles. prefix_only: 1 if a request's last tokens, its queries' own, are left to another launch, else 0.
+    of work tiles, None where there is none. prefix_only: 1 if a request's last tokens, its queries' own, are left to
+    another launch, else 0.
     """
 
     cu_seqlens_q: Int64
     seq_lens: Int64
-    counter: Int64
+    counter: Int64 | None
     prefix_only: Int32
 
 

@@ -22,9 +22,10 @@ from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_un
 from cute_kernels.attention.loads import rows as decode
 from cute_kernels.attention.loads import unpack
 from cute_kernels.attention.loads.memory import Rows, Source
-from cute_kernels.attention.loads.unpack import TOPS_BYTES, UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
+from cute_kernels.attention.loads.unpack import TOPS_BYTES, UnpackKernel, UnpackSizes, UnpackTarget
 from cute_kernels.attention.mainloops.fp8 import KEYS_IN_ORDER
 from cute_kernels.attention.plan import problem_of
+from cute_kernels.attention.work_tiles import Lengths
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.kv import format_of
 from simulator import LANES, Altered, Int32, Int64, Lanes, Meanings, Scheduler, Warp, running
@@ -167,7 +168,7 @@ class Unpacked:
                 Int32(len(call.q)), Int32(batch), heads, Int32(max_seq_len), Int32(window), Int32(self.room)
             )
             target = UnpackTarget(*(Int64(at[name]) for name in ("k_rows", "v_rows", "scales")))
-            lengths = UnpackLengths(Int64(at["ends"]), Int64(at["lengths"]), Int32(prefix_only))
+            lengths = Lengths(Int64(at["ends"]), Int64(at["lengths"]), None, Int32(prefix_only))
             kernel: Any = UnpackKernel(self.config)
             source: Any = Source(places[0], places[1], pages, None, Int64(0))
             for cta in range(NUM_CTAS):

@@ -13,7 +13,7 @@ from cute_kernels.attention.problem import AttentionProblem
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.extend_schedule import choose, choose_unpacked
-from cute_kernels.attention.loads.unpack import UnpackKernel, UnpackLengths
+from cute_kernels.attention.loads.unpack import UnpackKernel
 from cute_kernels.attention.work_tiles import ExtendSizes, Lengths, Work, Worker
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.scores.features import Features
@@ -59,7 +59,7 @@ def test_blocks_that_work_tiles_ask_for_are_unpacked(name: str, sound: bool):
                 *map(Int32, (num_slots, num_slots * splits, window)),
             )
             places = Int64(0), Int64(8)
-            made = kernel.tokens(sizes, UnpackLengths(*places, Int32(prefix_only)), Int32(LANES))
+            made = kernel.tokens(sizes, Lengths(*places, None, Int32(prefix_only)), Int32(LANES))
             begin, end = (int(np.asarray(each)[0]) for each in made)
             for tile in range(0, num_slots * splits, 32):
                 numbers = Int32(LANES) + tile

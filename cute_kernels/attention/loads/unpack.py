@@ -35,7 +35,7 @@ from cute_kernels.attention.loads.memory import KEYS, VALUES, Rows, Source
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2
 from cute_kernels.attention.loads.rows import CodedRows
 from cute_kernels.attention.mainloops import fp8
-from cute_kernels.attention.work_tiles import tokens_of
+from cute_kernels.attention.work_tiles import Lengths, tokens_of
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
@@ -63,15 +63,6 @@ class UnpackSizes:
     max_seq_len: Int32
     window: Int32
     room: Int32
-
-
-@dataclass(frozen=True)
-class UnpackLengths:
-    """Addresses of int32, and prefix_only, as :class:`.extend.work.Lengths` has them."""
-
-    cu_seqlens_q: Int64
-    seq_lens: Int64
-    prefix_only: Int32
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,7 @@ class UnpackKernel:
             window=given.window,
             room=target[2],
         )
-        lengths = UnpackLengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.prefix_only)
+        lengths = Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), None, given.prefix_only)
         rows = UnpackTarget(ptx.address(given.k_rows), ptx.address(given.v_rows), given.tile_scales)
         sizes = {"grid": (given.num_ctas, 1, 1), "block": (UNPACK_WARPS * WARP_THREADS, 1, 1), "stream": stream}
         sizes |= {"min_blocks_per_mp": UNPACK_CTAS_PER_SM, "preferred_smem_carveout": SHARED_PERCENT}

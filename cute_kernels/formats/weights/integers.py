@@ -18,8 +18,27 @@ SCALE_DTYPES = (torch.bfloat16, torch.float16)
 SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `SubnormalDecoder`
 
 
+class UnsignedCodes:
+    """Integer codes from 0 on. The base in front of `WeightFormat`."""
+
+    bits: int
+
+    @property
+    def symmetric_zero(self) -> int:
+        """The code that stands for 0 without zero points, or for a shift: 8 or 128."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def pad_code(self) -> int:
+        return self.symmetric_zero
+
+    @property
+    def codes_as_bytes(self) -> bool:
+        return self.bits == 4
+
+
 @dataclass(frozen=True, eq=False)
-class IntegerFormat(WeightFormat):
+class IntegerFormat(UnsignedCodes, WeightFormat):
     """Unsigned codes, whose zero is half their range or a zero point of the group. `integers` finds the objects."""
 
     has_zeros: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -57,19 +76,6 @@ class IntegerFormat(WeightFormat):
 
     def with_zero_points(self, has_zeros: bool) -> WeightFormat:
         return integers(self.bits, self.group_size, has_zeros)
-
-    @property
-    def symmetric_zero(self) -> int:
-        """The code that stands for 0 without zero points: 8 or 128."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def pad_code(self) -> int:
-        return self.symmetric_zero
-
-    @property
-    def codes_as_bytes(self) -> bool:
-        return self.bits == 4
 
     # -- values --------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import WordScales
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
-from cute_kernels.formats.weights.integers import GROUP_SIZES, SCALE_LIMIT
+from cute_kernels.formats.weights.integers import GROUP_SIZES, SCALE_LIMIT, UnsignedCodes
 
 FP16_LIMIT = 128.0  # that fp16 scales are below: kernels multiply them by 2**9
 # Of packed pairs: codes of rows g and g + 8 in a word of four bits each, and those of bytes 0 and 2, 1 and 3.
@@ -32,7 +32,7 @@ MANTISSA, BIAS = {"bf16": 7, "fp16": 10}, {"bf16": 127, "fp16": 15}
 
 
 @dataclass(frozen=True, eq=False)
-class ShiftedFormat(WordScales, WeightFormat):
+class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
     """Unsigned codes; each group has a scale and a shift."""
 
     bits: int = 4
@@ -47,19 +47,6 @@ class ShiftedFormat(WordScales, WeightFormat):
     @property
     def title(self) -> str:
         return f"INT{self.bits} in groups of {self.group_size} with floating zero points"
-
-    @property
-    def symmetric_zero(self) -> int:
-        """The code that stands for the shift: 8 or 128."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def pad_code(self) -> int:
-        return self.symmetric_zero
-
-    @property
-    def codes_as_bytes(self) -> bool:
-        return self.bits == 4
 
     @property
     def sums_inputs(self) -> bool:
