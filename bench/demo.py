@@ -24,7 +24,8 @@ from bench.small_llama import llama_config
 from bench.timing import ColdL2, time_cold
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.formats import kv as kv_formats
-from cute_kernels.runtime.resources import KernelResources, ToolMissingError, resource_report, short_name
+from cute_kernels.runtime.doctor import ToolMissingError
+from tools.resources import KernelResources, resource_report, short_name
 
 TOLERANCE = 4e-3  # relative error (norm) of the kernel against the fp64 reference on the model's own cache
 SCORE_DEVIATION = 2.5  # standard deviation of the attention scores, as in trained models rather than in random ones

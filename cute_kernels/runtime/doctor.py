@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +20,27 @@ from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.aot import BundleError, open_bundle
 from cute_kernels.runtime.device import UnsupportedGPUError, arch_of
 from cute_kernels.runtime.installed import PACKAGES, installed
-from cute_kernels.runtime.resources import ToolMissingError, find_tool
 from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory, nearest
 from cute_kernels.runtime.trust import distrust
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
+
+
+class ToolMissingError(RuntimeError):
+    """A disassembly tool is not installed."""
+
+
+@functools.cache
+def find_tool(name: str) -> str:
+    """Path of "cuobjdump" or "nvdisasm": the pip package's (newest first), else PATH's. Raises ToolMissingError."""
+    for folder in sys.path:
+        for candidate in sorted(Path(folder or ".").glob(f"nvidia/c*/bin/{name}"), reverse=True):
+            if os.access(candidate, os.X_OK):
+                return str(candidate)
+    found = shutil.which(name)
+    if found is None:
+        raise ToolMissingError(f"{name} was not found: pip install nvidia-cuda-{name}, or put a CUDA toolkit on PATH")
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from cute_kernels.attention.combine.states_config import MergeStatesConfig
 from cute_kernels.attention.compile import AttentionSpec, compile_merge_states, shipped_specs
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime import default_cache, native
-from cute_kernels.runtime.resources import resource_report
 from tests.attention.cases import Call, assert_close, make_call
 from tests.attention.states import State, fp64, random_states
+from tools.resources import resource_report
 
 
 def test_the_package_offers_it():

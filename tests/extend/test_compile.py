@@ -30,8 +30,9 @@ from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_ne
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.runtime import default_cache
-from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
+from cute_kernels.runtime.doctor import ToolMissingError, find_tool
 from tests import golden
+from tools.resources import cubins_in, resource_report
 
 FEATURES = Features(causal=True, window=True, soft_cap=True, sinks=True, alibi=True, paged=True)
 CONFIGS = {

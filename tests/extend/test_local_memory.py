@@ -11,7 +11,8 @@ from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.runtime import default_cache, native
-from cute_kernels.runtime.resources import cubins_in, find_tool
+from cute_kernels.runtime.doctor import find_tool
+from tools.resources import cubins_in
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 FORMAT = "int8_token_head"

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from cute_kernels import families
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
-from cute_kernels.runtime.resources import KernelResources, resource_report, short_name
 from cute_kernels.runtime.sources import source_state
+from tools.resources import KernelResources, resource_report, short_name
 
 ARCH = "sm_90a"
 SAMPLED = 32  # of a test file's kernels one in so many

@@ -37,9 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.runtime.artifact import Artifact, launches_from_json
-from cute_kernels.runtime.resources import ToolMissingError, resource_report, short_name
+from cute_kernels.runtime.doctor import ToolMissingError
 from tests import golden
 from tests.golden.fingerprint import fingerprint
+from tools.resources import resource_report, short_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLLECT = Path(__file__).with_name("collect.py")

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cute_kernels.runtime.resources import cubins_in
+from tools.resources import cubins_in
 
 _NOBITS = 8  # a section that takes no room in the file
 _FUNCTION = 2

@@ -6,7 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from cute_kernels.runtime.resources import cubins_in, find_tool
+from cute_kernels.runtime.doctor import find_tool
+from tools.resources import cubins_in
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(?: (.*?))? ;")
 _LABEL = re.compile(r"^(\.L_x_\d+):")

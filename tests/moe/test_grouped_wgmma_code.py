@@ -19,9 +19,10 @@ from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
-from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
+from cute_kernels.runtime.doctor import ToolMissingError, find_tool
 from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions
+from tools.resources import resource_report
 
 ALL = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, integers(4), "bf16"))]
 TILES = golden.worth_compiling(ALL, ExpertSpec)

@@ -14,9 +14,10 @@ from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.wgmma.limbs import MMA_K
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
-from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
+from cute_kernels.runtime.doctor import ToolMissingError, find_tool
 from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions, main_loop
+from tools.resources import resource_report
 
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(getattr(spec.config, "activations", None), EntryLimbs)]
 CONFIGS = golden.worth_compiling(SHIPPED, ExpertSpec)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.runtime import doctor, native
-from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding
+from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding, ToolMissingError
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from cute_kernels.runtime.resources import ToolMissingError
 from cute_kernels.runtime.store import DiskStore
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from bench import demo
-from cute_kernels.runtime import KernelCache, compile_options, resources
+from cute_kernels.runtime import KernelCache, compile_options
 from cute_kernels.runtime.artifact import Launch, launches_in
-from cute_kernels.runtime.resources import KernelResources, ToolMissingError, cubins_in, resource_report
+from cute_kernels.runtime.doctor import ToolMissingError, find_tool
 from tests import golden
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import NUM_THREADS, TinyConfig, TinySpec, tiny_specs
+from tools import resources
+from tools.resources import KernelResources, cubins_in, resource_report
 
 # One of the test kernels is launched with a block size that is not known at compile time.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamic variable in block size")
@@ -93,7 +95,7 @@ def test_a_missing_tool_names_its_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.path", [])
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ToolMissingError, match="pip install nvidia-cuda-nvdisasm"):
-        resources.find_tool.__wrapped__("nvdisasm")
+        find_tool.__wrapped__("nvdisasm")
 
 
 def test_host_code_without_launches_has_none():

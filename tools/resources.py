@@ -6,13 +6,10 @@ packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or from a CUDA toolkit 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.runtime.artifact import Artifact, Launch, launches_in
+from cute_kernels.runtime.doctor import find_tool
 
 # Opcodes worth a gate, by the hardware they occupy. Counted by base name: MUFU.EX2 and MUFU.RCP are both MUFU.
 KEY_OPCODES: dict[str, tuple[str, ...]] = {
@@ -36,10 +34,6 @@ _KEYS = frozenset(name for names in KEY_OPCODES.values() for name in names)
 
 _ELF_MAGIC = b"\x7fELF"
 _EM_CUDA = 190
-
-
-class ToolMissingError(RuntimeError):
-    """A disassembly tool is not installed."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +61,6 @@ class KernelResources:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@functools.cache
-def find_tool(name: str) -> str:
-    """Path of "cuobjdump" or "nvdisasm": the pip package's (newest first), else PATH's. Raises ToolMissingError."""
-    for folder in sys.path:
-        for candidate in sorted(Path(folder or ".").glob(f"nvidia/c*/bin/{name}"), reverse=True):
-            if os.access(candidate, os.X_OK):
-                return str(candidate)
-    found = shutil.which(name)
-    if found is None:
-        raise ToolMissingError(f"{name} was not found: pip install nvidia-cuda-{name}, or put a CUDA toolkit on PATH")
-    return found
 
 
 def resource_report(source: object) -> list[KernelResources]:
