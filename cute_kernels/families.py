@@ -17,11 +17,7 @@ ROOMS = (
     "mla.cache",
     "norm",
 )
-
-
-def family_rooms() -> list[str]:
-    """Names of the packages under `cute_kernels` that ship kernels: each has a `compile` module that lists them."""
-    return list(ROOMS)
+"""The packages under `cute_kernels` that ship kernels: each has a `compile` module that lists them."""
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -32,7 +28,7 @@ def shipped_specs() -> list[KernelSpec]:
     """
     specs: list[KernelSpec] = []
     owners: dict[str, KernelSpec] = {}
-    for room in family_rooms():
+    for room in ROOMS:
         for spec in importlib.import_module(f"cute_kernels.{room}.compile").shipped_specs():
             other = owners.setdefault(spec.symbol, spec)
             if other is not spec:

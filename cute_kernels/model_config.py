@@ -31,18 +31,10 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
-            optional = tuple(
-                each for each in (*TENSOR_NAMES[2:], *EXTRA_NAMES) if getattr(module, each, None) is not None
-            )
-            form = _form(module, optional, module.batch_invariant)
-            form += () if module.activations is None else (("activations", module.activations),)
-            linear.setdefault(form, []).append(name)
+            linear.setdefault(_form(module, module, (*TENSOR_NAMES[2:], *EXTRA_NAMES)), []).append(name)
         elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
             for own in ("gate_up", "down"):
-                part: QuantizedExperts = getattr(module, own)
-                optional = tuple(each for each in ("zeros", "bias") if getattr(part, each) is not None)
-                form = _form(part, optional, module.batch_invariant)
-                form += () if module.activations is None else (("activations", module.activations),)
+                form = _form(getattr(module, own), module, ("zeros", "bias"))
                 experts.setdefault(form, []).append(f"{name}.{own}")
     return {
         "quant_method": METHOD,
@@ -123,11 +115,16 @@ def untie_quantised(model: nn.Module) -> Mapping[str, str]:
 
 
 def _form(
-    layer: QuantizedLinear | QuantizedExperts, optional: tuple[str, ...], batch_invariant: bool
+    layer: QuantizedLinear | QuantizedExperts,
+    owner: QuantizedLinear | QuantizedMoE | QuantizedRoutedExperts,
+    names: tuple[str, ...],
 ) -> tuple[tuple[str, Any], ...]:
-    form = layer.weight_format
+    """owner: what multiplies with the layer's weight. names: of tensors that the layer may have."""
+    form, there = layer.weight_format, tuple(name for name in names if getattr(layer, name, None) is not None)
     dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
-    return (*form.options.items(), ("dtype", dtype), ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
+    found = {"dtype": dtype, "tensors": there, "batch_invariant": bool(owner.batch_invariant)}
+    rounded = {} if owner.activations is None else {"activations": owner.activations}
+    return tuple((form.options | found | rounded).items())
 
 
 def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

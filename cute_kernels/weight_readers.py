@@ -47,7 +47,7 @@ def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         for reading in _readings(type(module)):
-            if any(_value(test, module) is not wanted for test, wanted in reading.guards if _is_known(test, module)):
+            if any(_value(test, module) not in (None, wanted) for test, wanted in reading.guards):
                 continue
             for name, layer in module.named_modules():
                 if name == reading.path or (not reading.of_self and name.endswith(f".{reading.path}")):
@@ -100,10 +100,6 @@ def _places(
         return
     for each in ast.iter_child_nodes(node):
         yield from _places(each, guards)
-
-
-def _is_known(test: ast.expr, module: nn.Module) -> bool:
-    return _value(test, module) is not None
 
 
 def _value(test: ast.expr, module: nn.Module) -> bool | None:

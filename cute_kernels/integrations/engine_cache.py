@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,15 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
 def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
     """Bytes of a row of K and of V: one token of one KV head."""
     return formats.k.row_bytes(head_size), formats.v.row_bytes(head_size)
+
+
+def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K's and V's pages [pages, page_size, KV heads, row] of their buffers [slots, KV heads, bytes of a row]."""
+    k, v = (
+        buffer.view(form.cache_dtype).unflatten(0, (-1, page_size))
+        for buffer, form in zip(buffers, (formats.k, formats.v), strict=True)
+    )
+    return k, v
 
 
 def rows_of(queries: torch.Tensor) -> torch.Tensor:

@@ -76,26 +76,18 @@ def specs(
     down: ExpertsForm,
     topk: int,
     tokens: Iterable[int],
-    dtype: torch.dtype,
     invariant: bool,
     activation: ActivationFunction = SWIGLU,
 ) -> list[KernelSpec]:
     """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
-    found: dict[KernelSpec, None] = {}
-    for count in tokens:
-        found.update(dict.fromkeys(_specs_of(gate_up, down, count * topk, dtype, invariant, activation)))
-    return list(found)
+    found = (spec for count in tokens for spec in _specs_of(gate_up, down, count * topk, invariant, activation))
+    return list(dict.fromkeys(found))
 
 
 def _specs_of(
-    gate_up: ExpertsForm,
-    down: ExpertsForm,
-    count: int,
-    dtype: torch.dtype,
-    invariant: bool,
-    activation: ActivationFunction,
+    gate_up: ExpertsForm, down: ExpertsForm, count: int, invariant: bool, activation: ActivationFunction
 ) -> Iterator[KernelSpec]:
-    kinds, name = ((gate_up, invariant, activation), (down, invariant)), DTYPE_NAMES[dtype]
+    kinds, name = ((gate_up, invariant, activation), (down, invariant)), DTYPE_NAMES[gate_up.dtype]
     layouts = [layout_of(count, *kind) for kind in kinds]
     few = None if invariant else assigned(count, [problem_of(count, *kind) for kind in kinds], layouts)
     if few is not None:

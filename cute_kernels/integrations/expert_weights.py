@@ -15,6 +15,11 @@ from cute_kernels.gemm.quantize import pack_codes
 from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations.checkpoints import awq, fields
 
+COMPRESSED_TENSORS = "{}_weight_packed", "{}_weight_scale", "{}_weight_zero_point"
+"""Engines' names of words, scales and zero points, "{}" standing for "w13" and "w2"."""
+AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
+"""The same of GPTQ and AWQ."""
+
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
     """[E, 2 I, ...] with gate's rows before up's as rows of both in turn."""

@@ -45,7 +45,7 @@ def kernels(request: pytest.FixtureRequest):
             )
             for n, k in ((2 * EXPERT_N, EXPERT_K), (EXPERT_K, EXPERT_N))
         )
-        specs += expert_kernels.specs(gate_up, down, 2, ROWS, dtype, False)
+        specs += expert_kernels.specs(gate_up, down, 2, ROWS, False)
     prepare.load(torch.device("cuda", 0), specs)
 
 

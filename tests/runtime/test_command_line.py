@@ -111,7 +111,7 @@ def test_the_cache_is_listed_and_cleared(
 
 def test_shipped_specs_are_those_of_every_room(monkeypatch: pytest.MonkeyPatch):
     rooms = {"one": tiny_specs(1), "two": tiny_specs(2)[1:]}
-    monkeypatch.setattr(families, "family_rooms", lambda: sorted(rooms))
+    monkeypatch.setattr(families, "ROOMS", sorted(rooms))
     monkeypatch.setattr(
         families.importlib,
         "import_module",

@@ -17,8 +17,7 @@ from cute_kernels.integrations import attention_kernels, engine_cache, ready
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.log import logger, say_once
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, reasons_against
+from cute_kernels.integrations.sglang.seams import WANTED, Hook, logger, reasons_against, say_once
 from cute_kernels.integrations.sglang.versions import Interface
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, extend_attention
-from cute_kernels.integrations.engine_cache import rows_of
+from cute_kernels.integrations.engine_cache import paged, rows_of
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import attention
 from cute_kernels.integrations.sglang.seams import share_workspaces
@@ -165,13 +165,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
 
     def _caches(self, layer: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's pages of a layer [pages, page_size, KV heads, row], as they lie in the pool."""
-        k, v = (
-            cache.view(form.cache_dtype).unflatten(0, (-1, self.page_size))
-            for cache, form in zip(
-                self.pool.get_kv_buffer(layer.layer_id), (self.formats.k, self.formats.v), strict=True
-            )
-        )
-        return k, v
+        return paged(self.pool.get_kv_buffer(layer.layer_id), self.formats, self.page_size)
 
     def _options(self, layer: Foreign, more: dict[str, object]) -> dict[str, Any]:
         sinks = cast("torch.Tensor | None", more.pop("sinks", None))

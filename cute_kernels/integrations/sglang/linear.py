@@ -21,8 +21,15 @@ from cute_kernels.integrations import engine_linear, ready
 from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.log import logger, say_once
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, reasons_against, share_workspaces
+from cute_kernels.integrations.sglang.seams import (
+    WANTED,
+    Hook,
+    hooks_of_layers,
+    logger,
+    reasons_against,
+    say_once,
+    share_workspaces,
+)
 from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.gpu import GPU
 
@@ -46,26 +53,18 @@ class Kind:
     """Layers of a kind of checkpoint.
 
     Attributes:
-        checkpoint: the field of `versions.Interface` that names their owner.
+        owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
         names: parameters of codes, scales, zero points and groups of inputs.
         form: (owner, layer) to the layer's form; ValueError says why it has none.
         pack: (form, codes, scales, zeros, groups of inputs) to the weight.
     """
 
-    checkpoint: str
+    owner: str
     product: str
     names: tuple[str, str, str, str]
     form: Callable[[Foreign, torch.nn.Module], Form]
     pack: Callable[..., PackedWeight] = engine_linear.packed
-
-    def hooks(self, owner: str) -> dict[str, Hook]:
-        """What is put around the methods of an owner, by their full names."""
-        load = functools.partial(_load, self)
-        return {
-            f"{owner}.process_weights_after_loading": Hook(load, ("self", "layer")),
-            f"{owner}.{self.product}": Hook(_multiply, ("self", "layer", "x", "bias")),
-        }
 
 
 def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
@@ -82,7 +81,7 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
     except (AttributeError, TypeError, ValueError) as error:
         form, reason, tensors = None, str(error), None
     if form is None or tensors is None:
-        say_once(f"linear layers are left to SGLang: {kind.checkpoint}: {reason}", logging.WARNING)
+        say_once(f"linear layers are left to SGLang: {kind.owner}: {reason}", logging.WARNING)
         original(owner, layer)
         return
     if device.type == "cuda":
@@ -167,10 +166,7 @@ KINDS = (
 
 def hooks(interface: Interface) -> dict[str, Hook]:
     """What is put around methods of SGLang's, by their full names."""
-    found: dict[str, Hook] = {}
-    for kind in KINDS:
-        found |= kind.hooks(getattr(interface, kind.checkpoint))
-    return found
+    return hooks_of_layers(interface, KINDS, _load, _multiply, ("x", "bias"))
 
 
 def serve(interface: Interface, wanted: bool) -> None:

@@ -6,7 +6,6 @@ them out: a layer sees ids of its own experts, and -1 for those of other GPUs, w
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,15 @@ from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights, ready
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.log import logger, say_once
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, reasons_against, share_workspaces
+from cute_kernels.integrations.sglang.seams import (
+    WANTED,
+    Hook,
+    hooks_of_layers,
+    logger,
+    reasons_against,
+    say_once,
+    share_workspaces,
+)
 from cute_kernels.integrations.sglang.versions import Interface
 
 WHAT: str = "experts with 4- and 8-bit weights"
@@ -72,13 +78,6 @@ class Kind:
     zeros: str
     form: Callable[[Foreign], Form]
     pack: Callable[..., PackedExperts] = expert_weights.from_inputs_packed
-
-    def hooks(self, owner: str) -> dict[str, Hook]:
-        """What is put around the methods of an owner, by their full names."""
-        return {
-            f"{owner}.process_weights_after_loading": Hook(functools.partial(_load, self), ("self", "layer")),
-            f"{owner}.{self.product}": Hook(_multiply, ("self", "layer", "dispatch_output")),
-        }
 
 
 def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
@@ -159,7 +158,7 @@ def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
         return []
     tokens = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS)
     forms = packed[0].form, packed[1].form
-    specs = expert_kernels.specs(*forms, layer.top_k, tokens, packed[0].form.dtype, rows.is_deterministic())
+    specs = expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic())
     if (reason := ready.why_not_ready(device, specs, WANTED)) is not None:
         return [reason]
     share_workspaces()
@@ -205,25 +204,15 @@ def _awq_form(kernel: Foreign) -> Form:
 
 
 KINDS = (
-    Kind(
-        "compressed_tensors_experts",
-        "apply_weights",
-        "{}_weight_packed",
-        "{}_weight_scale",
-        "{}_weight_zero_point",
-        _compressed_tensors_form,
-    ),
-    Kind("gptq_experts", "apply", "{}_qweight", "{}_scales", "{}_qzeros", _gptq_form),
-    Kind("awq_experts", "apply", "{}_qweight", "{}_scales", "{}_qzeros", _awq_form, expert_weights.from_awq),
+    Kind("compressed_tensors_experts", "apply_weights", *expert_weights.COMPRESSED_TENSORS, _compressed_tensors_form),
+    Kind("gptq_experts", "apply", *expert_weights.AUTO, _gptq_form),
+    Kind("awq_experts", "apply", *expert_weights.AUTO, _awq_form, expert_weights.from_awq),
 )
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
     """What is put around methods of SGLang's, by their full names."""
-    found: dict[str, Hook] = {}
-    for kind in KINDS:
-        found |= kind.hooks(getattr(interface, kind.owner))
-    return found
+    return hooks_of_layers(interface, KINDS, _load, _multiply, ("dispatch_output",))
 
 
 def serve(interface: Interface, wanted: bool) -> None:

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.sglang import attention, linear, moe, rows, versions
-from cute_kernels.integrations.sglang.log import logger, say_once
-from cute_kernels.integrations.sglang.seams import Hook
+from cute_kernels.integrations.sglang.seams import Hook, logger, say_once
 
 SWITCH = "CUTE_KERNELS_SGLANG"
 

@@ -43,8 +43,5 @@ class RowsPool(MHATokenToKVPool):
         if given := [name for name, value in more.items() if value is not None]:
             raise NotImplementedError(f"set_kv_buffer: got {', '.join(given)}, want none")
         slots, _, _ = unwrap_write_loc(loc_info)
-        k, v = (
-            cache.view(form.cache_dtype).unflatten(0, (-1, self.page_size))
-            for cache, form in zip(self.get_kv_buffer(layer.layer_id), (self.formats.k, self.formats.v), strict=True)
-        )
+        k, v = engine_cache.paged(self.get_kv_buffer(layer.layer_id), self.formats, self.page_size)
         append_kv(cache_k, cache_v, k, v, kv_format=self.formats.name, slot_mapping=slots)

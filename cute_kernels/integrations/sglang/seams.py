@@ -1,18 +1,29 @@
-"""What seams have in common: hooks around SGLang's functions, and what keeps any of them from serving a server."""
+"""What seams have in common: hooks around SGLang's functions, what keeps any of them from serving, lines of the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
+from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
+logger = logging.getLogger("sglang.cute_kernels")
 CAPABILITY = (9, 0)
 WANTED = "wanted_by_sglang.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
+
+
+@functools.cache
+def say_once(line: str, level: int = logging.INFO) -> None:
+    """Writes a line to SGLang's log, unless this process wrote it already."""
+    logger.log(level, "cute-kernels: %s", line)
 
 
 class Hook(NamedTuple):
@@ -20,6 +31,26 @@ class Hook(NamedTuple):
 
     function: Callable[..., Any]
     parameters: tuple[str, ...]
+
+
+def hooks_of_layers(
+    interface: Interface,
+    kinds: Iterable[Foreign],
+    load: Callable[..., None],
+    multiply: Callable[..., Any],
+    parameters: tuple[str, ...],
+) -> dict[str, Hook]:
+    """What is put around the two methods of the owners of layers, by their full names.
+
+    kinds: each with its ``owner``, a field of the interface, and ``product``, the owner's method that multiplies.
+    load: around what brings loaded weights into order, with the kind before. parameters: of ``multiply``.
+    """
+    found: dict[str, Hook] = {}
+    for kind in kinds:
+        owner = getattr(interface, kind.owner)
+        found[f"{owner}.process_weights_after_loading"] = Hook(functools.partial(load, kind), ("self", "layer"))
+        found[f"{owner}.{kind.product}"] = Hook(multiply, ("self", "layer", *parameters))
+    return found
 
 
 def reasons_against(device: torch.device) -> list[str]:

@@ -73,20 +73,12 @@ class CuteKernelsAttentionBackend(Pages):
         return kv_cache_dtype in kv_formats.served_dtypes()
 
     @classmethod
-    def supports_sink(cls) -> bool:
+    def _supports(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True  # `validate_configuration` has the formats of which it is not so
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return True  # those that move whole pages: `attention_pages.reason_of_connector`
+    supports_sink = supports_sliding_window = _supports
+    supports_batch_invariance = _supports  # `validate_configuration` has the formats of which it is not so
+    supports_kv_connector = _supports  # those that move whole pages: `attention_pages.reason_of_connector`
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -7,7 +7,9 @@ results again behind the product; the pass over the graph takes that away togeth
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from vllm import envs
@@ -27,8 +29,10 @@ from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_sha
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import COUNTERS
 
+SpecT = TypeVar("SpecT", bound=KernelSpec)
 VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
 GATED = "gate_up_proj"
 """What models call the layer of gate and up together."""
@@ -109,15 +113,22 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
     ]
 
 
+def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
+    """Loads kernels that are compiled, or compiles them where there is a compiler; which are there then."""
+    index = torch.cuda.current_device()
+    arch, can_compile = arch_of(index), compiler_version() is not None
+    there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
+    prepare.load(torch.device("cuda", index), there)
+    return there
+
+
 @functools.cache
 def settle_norms(columns: int, dtype: torch.dtype) -> None:
     """Loads the norms of rows of so many columns, with a residual and without, which may lie beside a layer. Which are
     there, compiled or from a bundle, decides what graphs are made of, and vLLM keeps those."""
-    index = torch.cuda.current_device()
-    arch, can_compile, specs = arch_of(index), compiler_version() is not None, norm_specs(columns, dtype)
-    there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
-    prepare.load(torch.device("cuda", index), there)
-    _norms[columns, dtype] = frozenset(spec.config.has_residual for spec in there)
+    _norms[columns, dtype] = frozenset(
+        spec.config.has_residual for spec in _load_those_there(norm_specs(columns, dtype))
+    )
     plugin.note_served(f"norm {columns} {dtype} {sorted(_norms[columns, dtype])}")
 
 
@@ -136,13 +147,9 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """
-    index = torch.cuda.current_device()
-    device, arch = torch.device("cuda", index), arch_of(index)
     problems = [replace(problem, m=m) for m in rows.all()]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
-    specs = dict.fromkeys(GemmSpec(config) for config in found if config is not None)
-    can_compile = compiler_version() is not None
-    prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])
+    _load_those_there(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
 
 
 @functools.cache

@@ -87,25 +87,14 @@ def _awq_form(method: Foreign) -> tuple[int, int, bool, bool]:
     return config.weight_bits, config.group_size, True, False
 
 
+COMPRESSED = functools.partial(
+    Source, *expert_weights.COMPRESSED_TENSORS, expert_weights.from_inputs_packed, _compressed_tensors_form
+)
 SOURCES = {
-    "CompressedTensorsWNA16MarlinMoEMethod": Source(
-        "{}_weight_packed",
-        "{}_weight_scale",
-        "{}_weight_zero_point",
-        expert_weights.from_inputs_packed,
-        _compressed_tensors_form,
-        backends=("MARLIN",),
-    ),
-    "CompressedTensorsWNA16MoEMethod": Source(
-        "{}_weight_packed",
-        "{}_weight_scale",
-        "{}_weight_zero_point",
-        expert_weights.from_inputs_packed,
-        _compressed_tensors_form,
-        outputs_first=True,
-    ),
-    "AutoGPTQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_inputs_packed, _gptq_form),
-    "AutoAWQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_awq, _awq_form),
+    "CompressedTensorsWNA16MarlinMoEMethod": COMPRESSED(backends=("MARLIN",)),
+    "CompressedTensorsWNA16MoEMethod": COMPRESSED(outputs_first=True),
+    "AutoGPTQMoEMethod": Source(*expert_weights.AUTO, expert_weights.from_inputs_packed, _gptq_form),
+    "AutoAWQMoEMethod": Source(*expert_weights.AUTO, expert_weights.from_awq, _awq_form),
 }
 """By the name of the method's class."""
 
@@ -293,7 +282,7 @@ def _specs(
     invariant: bool,
     activation: ActivationFunction,
 ) -> tuple[KernelSpec, ...]:
-    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant, activation))
+    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, invariant, activation))
 
 
 def _asked(

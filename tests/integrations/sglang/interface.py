@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.integrations.sglang import linear, log, plugin, register, rows, seams, versions
+from cute_kernels.integrations.sglang import linear, plugin, register, rows, seams, versions
 from tests.integrations.sglang import layers, seam_attention, seam_moe
 from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
@@ -101,11 +101,11 @@ def targets() -> list[str]:
 
 def left(form: Checkpoint, full_k: int | None = None) -> str:
     """The one line that says why a layer is left to SGLang, whose own method has it then."""
-    log.say_once.cache_clear()
+    seams.say_once.cache_clear()
     made = layers.make(form, full_k)
-    kind = next(kind for kind in linear.KINDS if kind.checkpoint.startswith(form.checkpoint.replace("ct", "comp")))
+    kind = next(kind for kind in linear.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
     before, original = dict(made.layer.named_parameters()), mock.Mock()
-    with mock.patch.object(log, "logger") as said:
+    with mock.patch.object(seams, "logger") as said:
         linear._load(kind, original, made.owner, made.layer)
         linear._load(kind, original, made.owner, made.layer)
     assert original.call_args_list == [mock.call(made.owner, made.layer)] * 2
@@ -212,14 +212,14 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def line(switch: str | None = None, version: str = VERSION, **environment: str) -> str:
-        log.say_once.cache_clear()
+        seams.say_once.cache_clear()
         environment |= {} if switch is None else {plugin.SWITCH: switch}
         with (
             mock.patch.dict(os.environ, environment),
             mock.patch.object(sys.modules["sglang"], "__version__", version),
             mock.patch.object(HookRegistry, "register") as hooked,
             mock.patch.object(HookRegistry, "apply_hooks", lambda: None),
-            mock.patch.object(log, "logger") as said,
+            mock.patch.object(seams, "logger") as said,
         ):
             register()
             register()

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from cute_kernels import dequantize_kv, quantize_kv
-from cute_kernels.integrations.sglang import attention, log, rows
+from cute_kernels.integrations.sglang import attention, rows, seams
 from tests.integrations.sglang.checks import check, lines
 from tests.integrations.vllm.steps import causal_attention
 
@@ -396,8 +396,8 @@ def kernels_of_a_models_steps_are_known_before_it_runs() -> None:
 
 @check
 def what_is_served_is_said_once() -> None:
-    log.say_once.cache_clear()
-    with mock.patch.object(log, "logger") as said:
+    seams.say_once.cache_clear()
+    with mock.patch.object(seams, "logger") as said:
         make(runner())
         make(runner())
     assert lines(said) == ["20 cute-kernels: %s attention over a e4m3_tensor pool in pages of 16 runs here"]

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.integrations.sglang import log, moe, rows
+from cute_kernels.integrations.sglang import moe, rows, seams
 from tests.integrations.sglang.checks import check, lines
 from tests.integrations.vllm.layers import AWQ_ORDER, EXPERTS, Checkpoint, words
 
@@ -166,13 +166,13 @@ def left(
     form: Checkpoint, changes: dict[str, Any] | None = None, server: dict[str, Any] | None = None, **config: Any
 ) -> str:
     """The one line that says why a layer is left to SGLang, whose own methods have it then."""
-    log.say_once.cache_clear()
+    seams.say_once.cache_clear()
     made, original = make(form, **config), mock.Mock()
     for name, value in (changes or {}).items():
         setattr(made.layer, name, value)
     kind = next(kind for kind in moe.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
     before = dict(made.layer.named_parameters())
-    with dispatched(**(server or {})), mock.patch.object(log, "logger") as said:
+    with dispatched(**(server or {})), mock.patch.object(seams, "logger") as said:
         moe._load(kind, original, made.owner, made.layer)
         moe._load(kind, original, made.owner, made.layer)
     assert original.call_args_list == [mock.call(made.owner, made.layer)] * 2

@@ -209,7 +209,7 @@ def test_experts_of_any_number_of_tokens_have_kernels():
     rows = prepare.RowCounts((1, 2, 4, 8, 16, 24, 32), 4096).all()
 
     def asked(tokens: Iterable[int]) -> set[KernelSpec]:
-        return set(expert_kernels.specs(gate_up, down, 8, tokens, torch.bfloat16, False))
+        return set(expert_kernels.specs(gate_up, down, 8, tokens, False))
 
     ready = asked(expert_kernels.tokens_of(rows, 8192))
     for tokens in (*range(1, 300), *range(300, 4096, 37)):
@@ -226,14 +226,14 @@ def test_the_wheel_has_the_kernels_of_an_engines_experts(experts: engine_kernels
     up, down = (ExpertsForm(experts.num_experts, n, k, k, integers(8, 128), torch.bfloat16, 0) for n, k in shapes)
     for captured, most in (((1, 2, 4, 8), 8192), (engine_kernels.CAPTURED[:20], 2048), ((), 16384)):
         tokens = expert_kernels.tokens_of(prepare.RowCounts(captured, most).all(), MAX_TOKENS)
-        assert set(expert_kernels.specs(up, down, experts.topk, tokens, torch.bfloat16, False)) <= listed
+        assert set(expert_kernels.specs(up, down, experts.topk, tokens, False)) <= listed
 
 
 @pytest.mark.usefixtures("h200")
 def test_experts_of_few_and_of_many_tokens_are_ready():
     gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 0)
     down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 0)
-    specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
+    specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), False)
     kinds = {type(spec.config).__name__ for spec in specs}
     assert {"LinearConfig", "WgmmaConfig", "RoutingConfig", "CombineConfig"} <= kinds
     assert len(specs) == len(set(specs))
