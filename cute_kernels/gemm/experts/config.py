@@ -24,11 +24,9 @@ class RoutingConfig:
 
     Attributes:
         id_bits: of an expert's id, 32 or 64.
-        use_pdl: programmatic dependent launch.
     """
 
     id_bits: int = 32
-    use_pdl: bool = True
     num_threads: ClassVar[int] = ROUTING_WARPS * WARP_THREADS
 
     @property
@@ -44,7 +42,7 @@ class RoutingConfig:
 
     @property
     def name(self) -> str:
-        return f"moe_routing_i{self.id_bits}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_routing_i{self.id_bits}_pdl"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -98,13 +96,11 @@ class GatherConfig:
         dtype: of x, "bf16" or "fp16".
         row_threads: that copy neighbouring pieces of 16 bytes of a row: a slice of the columns.
         batch: rows of which a thread asks for its piece before it stores the first.
-        use_pdl: programmatic dependent launch.
     """
 
     dtype: str = "bf16"
     row_threads: int = 32
     batch: int = 4
-    use_pdl: bool = True
     num_threads: ClassVar[int] = GATHER_THREADS
 
     @property
@@ -123,7 +119,7 @@ class GatherConfig:
 
     @property
     def name(self) -> str:
-        return f"moe_gather_{self.dtype}_t{self.row_threads}b{self.batch}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_gather_{self.dtype}_t{self.row_threads}b{self.batch}_pdl"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
@@ -38,7 +38,7 @@ class GatherKernel:
         self.kernel(ptx.address(given.x), given.end, given.rows, given.out, row_pieces, given.places).launch(
             grid=(blocks, slices, 1),
             block=(config.num_threads, 1, 1),
-            use_pdl=config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -49,9 +49,8 @@ class GatherKernel:
         block, piece_block, _ = cute.arch.block_idx()
         piece = piece_block * config.row_threads + thread % config.row_threads
         place = block * config.block_places + thread // config.row_threads
-        if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         (count,) = ptx.load_global_words(end, 0, 1, constant=False)
         numbers = self.load_numbers(rows, place, places - 1)
         if piece < row_pieces:

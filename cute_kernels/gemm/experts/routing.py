@@ -33,7 +33,7 @@ class RoutingKernel:
             grid=(1, 1, 1),
             block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,
-            use_pdl=self.config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -54,9 +54,8 @@ class RoutingKernel:
         smem = cutlass.utils.SmemAllocator()
         counts = smem.allocate(4 * MAX_EXPERTS * ROUTING_WARPS, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
-        if const_expr(self.config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         # Few assignments are those of few warps.
         num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), ROUTING_WARPS)
         run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS

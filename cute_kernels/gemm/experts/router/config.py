@@ -28,14 +28,12 @@ class RouterConfig:
         weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS`: a product before had the weight.
         lane_experts: whose scores a lane has of a token: 32 times as many there may be.
         tile_tokens: whose products a thread adds up at the same time.
-        use_pdl: programmatic dependent launch.
     """
 
     dtype: str = "bf16"
     weight: str = "own"
     lane_experts: int = 4
     tile_tokens: int = 1
-    use_pdl: bool = True
     num_threads: ClassVar[int] = WARPS * WARP_THREADS
 
     def kernel(self) -> Kernel:
@@ -46,11 +44,11 @@ class RouterConfig:
 
     @property
     def name(self) -> str:
-        pdl, experts = "_pdl" if self.use_pdl else "", 32 * self.lane_experts
+        experts = 32 * self.lane_experts
         if self.weight == LOGITS:
-            return f"moe_select_{self.dtype}_e{experts}{pdl}"
+            return f"moe_select_{self.dtype}_e{experts}_pdl"
         weight = "" if self.weight == "own" else f"_w{self.weight}"
-        return f"moe_router_{self.dtype}{weight}_e{experts}t{self.tile_tokens}{pdl}"
+        return f"moe_router_{self.dtype}{weight}_e{experts}t{self.tile_tokens}_pdl"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

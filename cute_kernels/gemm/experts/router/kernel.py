@@ -67,7 +67,7 @@ class RouterKernel:
             grid=(ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,
-            use_pdl=self.config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -107,9 +107,8 @@ class RouterKernel:
         row = operands.weight + Int64(expert) * operands.vectors * self.weight_bytes
         # A thread that has no piece reads the last one, which counts for nothing.
         own = self.load_weight(row, cutlass.min(first, operands.vectors - 1))
-        if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         sums = cute.make_rmem_tensor(config.tile_tokens, Float32)
         for begin in cutlass.range(0, operands.tokens, config.tile_tokens, unroll=1):
             sums.fill(0.0)
@@ -204,7 +203,7 @@ class SelectKernel:
         self.kernel(ptx.address(given.logits), tokens, Choice.of(given, experts)).launch(
             grid=(cute.ceil_div(tokens, WARPS), 1, 1),
             block=(self.config.num_threads, 1, 1),
-            use_pdl=self.config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -213,9 +212,8 @@ class SelectKernel:
         block, _, _ = cute.arch.block_idx()
         token = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        if const_expr(self.config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         if token < tokens:
             self.choose(logits + Int64(token) * choice.experts * 4, choice, token, lane)
 
