@@ -138,7 +138,8 @@ def check_pages(call: AttentionCall) -> None:
 def check_values(call: AttentionCall) -> None:
     """Raises ValueError for a list that cannot be right; looks at it, so it waits for the device."""
     assert call.blocks is not None
-    blocks, q_lens = call.blocks, _q_lens(call)
+    blocks, ends = call.blocks, call.cu_seqlens_q
+    q_lens = [call.q_len] * call.batch if ends is None else ends.diff().tolist()
     chosen, counts, lengths = blocks.list.tolist(), blocks.counts.tolist(), call.seq_lens.tolist()
     for request, (length, q_len) in enumerate(zip(lengths, q_lens, strict=True)):
         there = -(-length // blocks.tokens)
@@ -155,12 +156,6 @@ def check_values(call: AttentionCall) -> None:
                     f"block_list: got {row} for {where}, want it to end with {list(own)}, blocks of the queries' own "
                     "tokens"
                 )
-
-
-def _q_lens(call: AttentionCall) -> list[int]:
-    if call.cu_seqlens_q is None:
-        return [call.q_len] * call.batch
-    return call.cu_seqlens_q.diff().tolist()
 
 
 def as_paged(call: AttentionCall) -> AttentionCall:

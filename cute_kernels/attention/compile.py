@@ -17,7 +17,7 @@ from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats import scores as score_options
-from cute_kernels.formats.kv import code_of, load_code, modules_of
+from cute_kernels.formats.kv import KvFormat, code_of, load_code, modules_of
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
@@ -151,7 +151,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     def cache(form, cache_type):
         if cache_type is None:
-            return _strided(cutlass.Uint8, (*blocks, form.row_elements(config.head_dim)), (4, 4, 4), 4)
+            return _coded_cache(config, form, blocks)
         return _strided(_element_type(cache_type), (*blocks, config.head_dim), (16, 16, 16), 16)
 
     k_cache, v_cache = map(cache, config.formats, config.cache_types)
@@ -178,10 +178,7 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
     dtype = _element_type(config.dtype)
     *blocks, requests, heads, room = (cute.sym_int() for _ in range(6))
 
-    def cache(form):
-        return _strided(cutlass.Uint8, (*blocks, form.row_elements(config.head_dim)), (4, 4, 4), 4)
-
-    k_cache, v_cache = map(cache, config.formats)
+    k_cache, v_cache = (_coded_cache(config, form, blocks) for form in config.formats)
     tensors = {
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -224,6 +221,12 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
     tensors = {f"out{of}": _dense(dtype, (*rows, row), VECTOR_BYTES) for of in states}
     tensors |= {f"lse{of}": _dense(cutlass.Float32, rows) for of in states}
     return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
+
+
+def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:
+    """A fake tensor of rows of codes, which begin on any word."""
+    shape = (*blocks, form.row_elements(config.head_dim))
+    return _strided(_element_type("e4m3"), shape, (WORD, WORD, WORD), WORD)
 
 
 def _element_type(name: str) -> Any:

@@ -115,15 +115,12 @@ def _key_of(name: str, value: object) -> Any:
     if value is None:
         return None
     if name == "score_options":
-        return _scores_key(cast("Mapping[str, torch.Tensor]", value))
+        given = cast("Mapping[str, torch.Tensor]", value)
+        return tuple((name, identity(tensor)) for name, tensor in given.items())
     if not isinstance(value, torch.Tensor):
         return value
     shape, *others = identity(value)
     return (cast(torch.Size, shape)[1:], *others) if name in ROWS_OF_QUERIES else (shape, *others)
-
-
-def _scores_key(given: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    return tuple((name, identity(tensor)) for name, tensor in given.items())
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
@@ -277,15 +274,14 @@ def bind_config(
     complete: dict[str, Any] | None = {**NO_EXTEND_OPTIONS, **options}
     if cu_seqlens_q is None:
         complete = {**NO_OPTIONS, **options} if options else None
+    given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
+    if cu_seqlens_q is None:
         call = make_call(q, k_cache, v_cache, seq_lens, kv_format=formats, out=out, **options)
     else:
-        call = _checked(
-            q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q
-        )
+        call = _checked(*given)
     plan = make_plan(call, config, num_splits)
 
     def run() -> Any:
-        given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
         result = on_device_of(plan, *given)
         return out if cu_seqlens_q is None else result
 
@@ -303,7 +299,8 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_optional_positive("softmax_scale", softmax_scale)
-    call = _checked(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
+    given = (q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
+    call = _checked(*given)
     batch, q_len, heads, head_dim = call.out_shape
     if q_len != 1:
         raise ValueError(f"q: got q_len {q_len}, want 1")
@@ -314,7 +311,6 @@ def launch_splits(
     plan = make_plan(call)
     partial_words = plan.products[0].schedule.config.partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
-    given = (q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
     out, _ = on_device_of(plan, *given, partials=workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens
     values = workspace.view(torch.float32)

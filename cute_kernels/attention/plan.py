@@ -363,6 +363,7 @@ def _lies_in_pieces(operand: CacheOperand) -> bool:
 
 def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
     """One launch of attention, compiled."""
+    arch, cannot_split = arch_of(call.q.device.index), config.merges or call.num_splits == 1
     return ExtendLaunch(
         send=_extend_sender(call, config),
         config=config,
@@ -373,7 +374,7 @@ def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
         softmax_scale=call.softmax_scale,
         max_seq_len=call.max_seq_len,
         num_splits=call.num_splits,
-        combine=None if config.merges or call.num_splits == 1 else _combiner(config, call.q.device),
+        combine=None if cannot_split else COMBINE.bound(load(combine_spec(config), arch), {}),
     )
 
 
@@ -390,10 +391,6 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
     options = _found_in_options("k_scale", "v_scale", "sinks", "alibi_slopes") | _score_tensors(config.features)
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
     return extend_arguments(config.features).bound(function, fixed, options)
-
-
-def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
-    return COMBINE.bound(load(combine_spec(config), arch_of(device.index)), {})
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:

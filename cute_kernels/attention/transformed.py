@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.attention.checks import check_cache, check_formats, check_layout, check_query, head_dim_of_row
+from cute_kernels.attention.reference import apply_sinks
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 
@@ -121,6 +122,5 @@ def results_of(
     restored = transform.restore(result)
     if sinks is not None:
         assert lse is not None
-        kept = torch.sigmoid(lse - sinks).masked_fill(lse == -torch.inf, 0)
-        restored = (restored.float() * kept.unsqueeze(-1)).to(result.dtype)
+        restored = apply_sinks(restored.float(), lse, sinks).to(result.dtype)
     return restored, lse

@@ -252,6 +252,10 @@ class _Operand:
         """Where a stage's rows begin."""
         return self.stage_address(tiles.ring, stage)
 
+    def enter(self, source, block):
+        """The source of one block; here of all, whose copies name theirs."""
+        return source
+
     @property
     def run_bytes(self) -> int:
         """Bytes of a part of the tile that holds all its tokens, in order."""
@@ -414,9 +418,6 @@ class RowMapOperand(RowOperand):
         cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))
         return RowMapSource(atom, cache, ring, Int32(before))
 
-    def enter(self, source: RowMapSource, block) -> RowMapSource:
-        return source
-
     def arriving_bytes(self, tokens):
         if not self.config.page_tokens:
             return self.num_boxes * self.box_bytes
@@ -495,9 +496,6 @@ class TensorMapOperand(_Operand):
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(cache, 0, 2)
         )
         return TensorMapSource(atom, parts[0], parts[1], place.first_head)
-
-    def enter(self, source: TensorMapSource, block) -> TensorMapSource:
-        return source
 
     def arriving_bytes(self, tokens):
         if not self.config.page_tokens:

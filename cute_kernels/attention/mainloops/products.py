@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN
 
@@ -55,7 +53,8 @@ class Fp8Products:
     """Of E4M3, which add nothing to what accumulators hold."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, config.columns + config.ones_rows
+        self.config = config
+        self.rows = config.columns + config.ones_rows  # of V's transpose, and those of ones behind them
         self.packed_words = config.tile_tokens // 8
 
     def score(self, scores, memory, group, stage) -> None:
@@ -66,10 +65,6 @@ class Fp8Products:
         queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.columns, Float8E4M3FN)
         wgmma_tiles.begin()
         fp8.multiply(scores, queries, keys, config.tile_tokens)
-
-    def make_part(self) -> Any:
-        """Accumulators of a block: for each column of V, and for the rows of ones behind them."""
-        return wgmma_tiles.make_sums(self.rows)
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
         """Issues sums = probabilities times the values of a block, and times ones, to be committed."""

@@ -76,7 +76,7 @@ class TwoLevelSums:
     def multiply(self, packed, memory, state) -> Any:
         """Accumulators of a block's values, on their way."""
         memory.pipelines[VALUES].consumer_wait(state)
-        part = self.products.make_part()
+        part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)
         wgmma_tiles.commit()
         return part

@@ -108,12 +108,9 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:
     """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
-    return tuple(name for name in _term_modules(features) if name.partition(".")[0] != __name__.partition(".")[0])
-
-
-def _term_modules(features: Features | None = None) -> tuple[str, ...]:
     options = known() if features is None else options_in(features)
-    return tuple(dict.fromkeys(option.term.partition(":")[0] for option in options))
+    names = dict.fromkeys(option.term.partition(":")[0] for option in options)
+    return tuple(name for name in names if name.partition(".")[0] != __name__.partition(".")[0])
 
 
 def code_of(features: Features) -> tuple[object, ...]:
