@@ -113,13 +113,6 @@ def run_cache_clear(_: argparse.Namespace) -> int:
     return 0
 
 
-def job_count(text: str) -> int:
-    """A number of at least 1 as an argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="cute-kernels", description="Kernels: what works here, bundles, cache.")
     root.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
@@ -145,7 +138,9 @@ def parser() -> argparse.ArgumentParser:
         help="instead, the kernels of a list that a program without the compiler has written (may be repeated)",
     )
     build.add_argument("--engines", action="store_true", help="and what models that are served ask for")
-    build.add_argument("--jobs", type=job_count, help="worker processes (default: by cores and free memory)")
+    build.add_argument(
+        "--jobs", type=calibrate_command.positive, help="worker processes (default: by cores and free memory)"
+    )
     build.set_defaults(run=run_aot_build)
     listing = bundles.add_parser("list", help="the kernels that ship, which `build` compiles (nothing is compiled)")
     listing.add_argument("--only", action="append", metavar="PATTERN", help="as of `build`")

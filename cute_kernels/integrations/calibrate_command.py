@@ -58,19 +58,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="--budget: that are hidden in text and asked for (default: 8)",
     )
-    command.add_argument(
-        "--window",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="tokens at a time, best as many as prompts have (default: 1024)",
-    )
-    command.add_argument(
-        "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
-    )
-    command.add_argument(
-        "--batch", type=positive, default=4, metavar="N", help="windows that go through the model together (default: 4)"
-    )
+    for name, default, what in (
+        ("window", 1024, "tokens at a time, best as many as prompts have"),
+        ("windows", 32, "how many, evenly spread over the text"),
+        ("batch", 4, "windows that go through the model together"),
+    ):
+        command.add_argument(
+            f"--{name}", type=positive, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
     for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
         command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")

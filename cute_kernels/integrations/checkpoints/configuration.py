@@ -25,7 +25,11 @@ def checked(name: str, config: object) -> Config:
     """The configuration, if it is a mapping; TypeError else."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
-    return _unwrapped(config)
+    inner = config.get("quantization_config")
+    if isinstance(inner, Mapping):  # which transformers wraps beside one of sparsity
+        outer = {key: value for key, value in config.items() if key != "quantization_config"}
+        return {**outer, **inner}
+    return config
 
 
 def read_config(path: Path) -> Config:
@@ -73,15 +77,6 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
     for key, value in settings.items():
         if key not in KEYS:
             yield from _all_configs(value, f"{prefix}{key}.")
-
-
-def _unwrapped(config: Config) -> Config:
-    """A configuration that transformers wraps beside one of sparsity, without the wrapping."""
-    inner = config.get("quantization_config")
-    if isinstance(inner, Mapping):
-        outer = {key: value for key, value in config.items() if key != "quantization_config"}
-        return {**outer, **inner}
-    return config
 
 
 # -- what goes for one layer -------------------------------------------------------------------------------------------

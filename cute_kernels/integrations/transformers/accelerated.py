@@ -173,7 +173,10 @@ def accelerate(
     old = getattr(model, _STATE, None)
     if isinstance(old, _State):
         old.remove()
-    state = _State(model, kv_format, scales, kv_transform, max_seq_len, cuda_graphs)
+    make_cache = None
+    if kv_format is not None:
+        make_cache = functools.partial(DecodeCache, kv_format, max_seq_len, scales=scales, kv_transform=kv_transform)
+    state = _State(model, make_cache, cuda_graphs)
     state.install()
     is_chosen = kv_format is not None and state.wants_cache({})
     rows.append(("cache", "transformers'", _named(kv_format) if is_chosen else "as before"))
@@ -222,20 +225,11 @@ def restore(model: nn.Module) -> None:
 class _State:
     """What an accelerated model has besides: its own methods, and memory for caches that `generate` has let go of."""
 
-    def __init__(
-        self,
-        model: Foreign,
-        kv_format: object,
-        scales: Scales | None,
-        kv_transform: object,
-        max_seq_len: int | None,
-        graphs: bool,
-    ) -> None:
-        self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
-        self.kv_transform = kv_transform
+    def __init__(self, model: Foreign, make_cache: functools.partial[DecodeCache] | None, graphs: bool) -> None:
+        self.make_cache = make_cache
         self.generate, self.forward = model.generate, model.forward
         self.own = {name: vars(model)[name] for name in ("generate", "forward") if name in vars(model)}
-        self.replay = StepReplay(model.forward) if graphs and kv_format is not None else None
+        self.replay = StepReplay(model.forward) if graphs and make_cache is not None else None
         self.spare: list[tuple[list[Any], Any]] = []
 
     @property
@@ -258,7 +252,7 @@ class _State:
         """Puts the model's methods in place."""
         model = self.model
         setattr(model, _STATE, self)
-        if self.kv_format is None:
+        if self.make_cache is None:
             return
         replace_expansions(model)
         if self.replay is not None:
@@ -291,8 +285,8 @@ class _State:
                 break
         else:
             del found  # before new memory is taken
-            options: dict[str, Any] = {"scales": self.scales, "kv_transform": self.kv_transform}
-            cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
+            assert self.make_cache is not None
+            cache = self.make_cache(capacity=columns)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
 

@@ -276,7 +276,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         for piece in pieces:
             tokens = piece.tokens
             if piece.way is Way.FLASH and not shared:
-                call.first_chunks(piece, query[tokens], key[tokens], value[tokens], output[tokens])
+                call.flash(piece, query[tokens], key[tokens], value[tokens], output[tokens], piece)
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
         return output
@@ -333,11 +333,6 @@ class _LayerCall:
         rows = {"kv_format": self.impl.formats.name, "transform": self.impl.transform}
         append_kv(key, value, self.k_cache, self.v_cache, slot_mapping=slots, **rows, **self.scales)
 
-    def first_chunks(
-        self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
-    ) -> None:
-        self._flash(query, key, value, output, piece.starts, piece.longest, piece.starts, piece.longest)
-
     def extend(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
         extend_attention(
@@ -383,29 +378,28 @@ class _LayerCall:
         )
         if transform is not None:  # FlashAttention is given what it was before
             k, v = (x.to(query.dtype) for x in (transform.original_keys(k), transform.restore(v)))
-        self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)
+        self.flash(piece, query, k, v, output, context)
 
-    def _flash(
+    def flash(
         self,
+        piece: Piece,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        q_starts: torch.Tensor,
-        longest_q: int,
-        k_starts: torch.Tensor,
-        longest_k: int,
+        keys: Piece | Context,
     ) -> None:
+        """FlashAttention. keys: whose tokens K and V are, one request behind the other."""
         impl = self.impl
         fa_utils.flash_attn_varlen_func(
             q=query,
             k=key,
             v=value,
             out=output,
-            cu_seqlens_q=q_starts,
-            max_seqlen_q=longest_q,
-            cu_seqlens_k=k_starts,
-            max_seqlen_k=longest_k,
+            cu_seqlens_q=piece.starts,
+            max_seqlen_q=piece.longest,
+            cu_seqlens_k=keys.starts,
+            max_seqlen_k=keys.longest,
             softmax_scale=impl.scale,
             causal=True,
             window_size=[-1, -1] if impl.sliding_window is None else [impl.sliding_window - 1, 0],
