@@ -14,8 +14,8 @@ from bench.peers import relative_error
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_graph_cold
 from cute_kernels.gemm.experts import Routing, fused_moe, route
+from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
-from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.runtime import KernelSpec
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def specs(model: MoeModel) -> list[KernelSpec]:
     """The kernels of a model's router."""
     lanes = lane_experts_of(model.experts)
     routers = [RouterConfig(lane_experts=lanes, tile_tokens=tile) for tile in TILE_TOKENS]
-    return [ExpertSpec(config) for config in (*routers, RouterConfig(weight=LOGITS, lane_experts=lanes))]
+    return [RouterSpec(config) for config in (*routers, RouterConfig(weight=LOGITS, lane_experts=lanes))]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from cute_kernels.gemm.experts import Routing, fused_moe, route
 from cute_kernels.gemm.experts.router import ops
 from cute_kernels.gemm.experts.router.call import RouteCall
+from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.plan import config_of, takes_product
 from cute_kernels.gemm.experts.router.reference import select_reference
-from cute_kernels.gemm.experts.spec import ExpertSpec
 from tests.gpu.compiled import compiled
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ GROUPED = Routing(8, "sigmoid", True, 2.5, 8, 4)
 NEAR = 1e-5  # of the numbers that experts are ranked by: closer ones may change places
 
 
-def specs() -> list[ExpertSpec]:
+def specs() -> list[RouterSpec]:
     """The kernels of this module."""
     lanes = (128, 256, 512)
     found = []
@@ -33,7 +33,7 @@ def specs() -> list[ExpertSpec]:
                 for tokens in (1, 2):
                     hidden, kernel = torch.empty(tokens, 8, dtype=dtype), torch.empty(experts, 8, dtype=weight)
                     call = RouteCall(hidden, kernel, Routing(1))
-                    found += [ExpertSpec(config_of(call, multiplies)) for multiplies in (True, False)]
+                    found += [RouterSpec(config_of(call, multiplies)) for multiplies in (True, False)]
     return list(dict.fromkeys(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, code_of, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
@@ -11,9 +11,6 @@ from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
-
-if TYPE_CHECKING:
-    from cute_kernels.gemm.experts.router.config import RouterConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +21,7 @@ class ExpertSpec(KernelSpec):
     dense product's, and its work tiles are those of all experts.
     """
 
-    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig | RouterConfig
+    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
     family: ClassVar[str] = "moe"
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cute_kernels.gemm.experts.router.config import LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.runtime.spec import KernelSpec
@@ -9,9 +11,16 @@ from cute_kernels.runtime.spec import KernelSpec
 SHIPPED_EXPERTS = (128, 256)  # most of models' layers
 
 
+@dataclass(frozen=True, eq=False)
+class RouterSpec(ExpertSpec):
+    """One kernel of routers."""
+
+    config: RouterConfig
+
+
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: up to 256 experts in bf16. Others compile on demand."""
     lanes = [lane_experts_of(experts) for experts in SHIPPED_EXPERTS]
     routers = [RouterConfig(lane_experts=count, tile_tokens=tile) for count in lanes for tile in TILE_TOKENS]
     routers += [RouterConfig(weight=LOGITS, lane_experts=count) for count in lanes]
-    return [ExpertSpec(config) for config in routers]
+    return [RouterSpec(config) for config in routers]

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
+from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import (
     LOGITS,
     MAX_CHOICES,
@@ -21,7 +22,6 @@ from cute_kernels.gemm.experts.router.config import (
 from cute_kernels.gemm.experts.router.reference import route_reference
 from cute_kernels.gemm.experts.router.routing import SCORINGS
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
-from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.inputs.launch import contiguous
 from cute_kernels.gemm.product import workspace
 from cute_kernels.runtime.cache import load
@@ -136,7 +136,7 @@ def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
     }
     for name, tensor in (("bias", call.bias), ("correction", call.correction)):
         fixed[f"{name}_wide"] = int(tensor is None or tensor.dtype == torch.float32)
-    function = load(ExpertSpec(config), arch_of(index))
+    function = load(RouterSpec(config), arch_of(index))
     if not multiplies:
         return config.kernel().arguments.bound(function, fixed)
     fixed |= {"experts": experts, "expert_shift": expert_shift_of(experts, GPU.num_sms(index))}
