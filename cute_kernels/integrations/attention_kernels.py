@@ -115,11 +115,8 @@ def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: in
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
     """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
-    num_sms = GPU.num_sms(device)
-    found: dict[KernelSpec, None] = {}
-    for impl in {_kind(impl): impl for impl in impls}.values():
-        found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))
-    return list(found)
+    num_sms, kinds = GPU.num_sms(device), {_kind(impl): impl for impl in impls}
+    return list(dict.fromkeys(spec for impl in kinds.values() for spec in _specs_of(impl, decodes, num_sms)))
 
 
 def _kind(impl: Foreign) -> tuple[object, ...]:

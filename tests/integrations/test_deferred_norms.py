@@ -314,8 +314,9 @@ def test_a_note_is_of_a_sum_as_it_was_left_and_of_one_norm(kernels):
     into = Sum(torch.randn(2, 1, 128).bfloat16(), norm, Product(layer.self_attn.forward.merged))
     down = Product(model.model.layers[0].mlp.down_proj)
     with torch.no_grad():
-        assert into.takes(x, down)
-        total = with_deferred_norm(into.of(x, down), norm)
+        given = into.given(x, down)
+        assert given is not None
+        total = with_deferred_norm(given, norm)
         rows = deferred_norm_of(total, norm)
         assert rows is not None and rows.rows is total
         assert torch.equal(norm(total), rms_norm(total, norm.weight, eps=norm.variance_epsilon))

@@ -79,28 +79,19 @@ def from_float_codes(
         TypeError, ValueError: a tensor is missing or does not fit, or a scale is NaN, negative or infinite; the message
             names it.
     """
-    return _made(pack_weight, 2, tensors, names, dtype, device)
+    return made_of(pack_weight, tensors, names, dtype, device)
 
 
-def experts_from_float_codes(
-    tensors: Mapping[str, torch.Tensor],
-    names: Names,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PackedExperts:
-    """`from_float_codes` of all experts of a layer, with a dimension of experts in front."""
-    return _made(pack_experts, 3, tensors, names, dtype, device)
-
-
-def _made(
+def made_of(
     make: Callable[..., _Made],
-    dim: int,
     tensors: Mapping[str, torch.Tensor],
     names: Names,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> _Made:
+    """As `from_float_codes`. make: `pack_weight`, or `pack_experts` of all experts of a layer, with a dimension of
+    experts in front."""
+    dim = 3 if make is pack_experts else 2
     codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
     fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")
     fields.check_tensor(names.scales, scales, (*_FLOATS, torch.uint8, E4M3, E8M0), scales.dim(), "any")

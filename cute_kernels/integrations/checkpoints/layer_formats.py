@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from cute_kernels.gemm.from_codes import pack_experts
 from cute_kernels.gemm.module import checked_shifts
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import with_shifts
@@ -18,7 +19,7 @@ from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
 from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, FP8, MODELOPT, Config
 from cute_kernels.integrations.checkpoints.fields import check_tensor
-from cute_kernels.integrations.checkpoints.float_codes import Names, experts_from_float_codes, from_float_codes
+from cute_kernels.integrations.checkpoints.float_codes import Names, from_float_codes, made_of
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq, words_of_v2
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import from_hqq
@@ -183,7 +184,7 @@ def _gpt_oss(
         raise ValueError(f"blocks: got shape {list(blocks.shape)}, want [experts, N, K / 32, 16]")
     found = {"blocks": blocks.flatten(-2), "scales": tensors["scales"]}
     found = {name: tensor if device is None else tensor.to(device) for name, tensor in found.items()}
-    return experts_from_float_codes(found, Names("blocks", "scales"), dtype=dtype, device=device)
+    return made_of(pack_experts, found, Names("blocks", "scales"), dtype, device)
 
 
 def _check_no_transforms(config: Config) -> None:

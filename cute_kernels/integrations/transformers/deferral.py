@@ -121,15 +121,13 @@ class Sum(NamedTuple):
             return taker.codes.device == x.device and taker.format.activation_dtype(taker.scales.dtype) == x.dtype
         return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
-    def of(self, x: torch.Tensor, product: Product) -> NormedRows:
-        """The sum, with its norm, of a product that it `takes`."""
+    def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
+        """The sum of a product of x, with its norm; None if the product does not leave that to the next one."""
+        if not self.takes(x, product):
+            return None
         weight, eps, offset = terms_of(self.norm)
         options = {"residual": self.residual, "norm": weight, "norm_eps": eps, "norm_offset": offset}
         return quantized_linear_norm(x, product.weight, product.bias, following=self.taker.weight, **options)
-
-    def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
-        """The sum of a product of x, with its norm; None if the product does not leave that to the next one."""
-        return self.of(x, product) if self.takes(x, product) else None
 
 
 class Ending(NamedTuple):
