@@ -17,7 +17,7 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, ROWS_THREADS, Fp8RowsConfig
-from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs
+from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs, row_of
 
 OUT_PIECE_BYTES = 8  # of a lane: 8 inputs
 WARPS = ROWS_THREADS // WARP_THREADS
@@ -113,12 +113,7 @@ class Fp8RowsKernel:
         _, parts, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        count = place + 1
-        if end != 0:
-            count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
-        row = place
-        if rows != 0:
-            row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        count, row = row_of(end, rows, place)
         if place < count:
             first, lane = thread // GROUP_LANES, thread % GROUP_LANES
             factor, scale = Float32(0.0), Uint32(0)

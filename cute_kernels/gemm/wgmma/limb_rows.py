@@ -92,6 +92,17 @@ class RowLimbs:
         return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]
 
 
+@cute.jit
+def row_of(end, rows, place):
+    """(places that have a row, this one's row); end, rows: of `LIMB_ROWS`, 0 where every place has its own row."""
+    count, row = place + 1, place
+    if end != 0:
+        count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
+    if rows != 0:
+        row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+    return count, row
+
+
 class LimbRowsKernel:
     """One compiled variant; :class:`LimbRowsConfig` says which."""
 
@@ -130,12 +141,7 @@ class LimbRowsKernel:
         # In this order: what comes next reads weights and routing without waiting for limbs.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        count = place + 1
-        if end != 0:
-            count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
-        row = place
-        if rows != 0:
-            row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        count, row = row_of(end, rows, place)
         if place < count:
             piece = group * GROUP_LANES + lane
             words = self.limbs.load(x, row, piece, row_pieces)
