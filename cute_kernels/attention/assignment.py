@@ -7,7 +7,7 @@ parts of about equal size, numbered row by row, and CTA i takes unit i: one requ
 short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may have more;
 what is left over has nothing to do.
 
-:func:`cute_kernels.attention.decode_schedule.cut_rows` says in plain Python how rows are cut.
+`tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
 
 from dataclasses import dataclass

@@ -9,11 +9,3 @@ def advance(stage, phase, num_stages: int):
     stage = stage + 1
     wrapped = stage == num_stages
     return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)
-
-
-def advance_by(turns: int, stage, phase, num_stages: int):
-    """As `advance`, of one of so many that take the places in turn, which divide the ring's."""
-    stage = stage + turns
-    wrapped = stage >= num_stages
-    stage = cutlass.select_(wrapped, stage - num_stages, stage)
-    return stage, cutlass.select_(wrapped, phase ^ 1, phase)

@@ -13,7 +13,6 @@ from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import shipped_specs
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import (
-    cut_rows,
     estimate_us,
     expected_costs,
     make_schedule,
@@ -26,6 +25,7 @@ from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of
 from cute_kernels.formats.scores.features import Features
 from layouts.kv.tile import RowTile
+from tests.attention.cut_rows import cut_rows
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
 BYTE_FORMATS = ["int8_token_head", "int8_tensor", "int8_head", "int8_channel", "e4m3_token_head", "e4m3_head", "e5m2"]

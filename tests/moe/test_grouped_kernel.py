@@ -236,9 +236,19 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
     if schedule.num_slices == 1 and schedule.num_launches == 1:
         entries = sum(-(-count // schedule.entry_rows) for count in counts)
         assert each == [
-            config.n_tiles * config.k_block_bytes * k_blocks for k_blocks in schedule.group_k_blocks(entries)
+            config.n_tiles * config.k_block_bytes * k_blocks for k_blocks in group_k_blocks(schedule, entries)
         ]
         assert max(each) - sum(each) / len(each) <= config.n_tiles * config.k_block_bytes * max(1, schedule.slack + 1)
+
+
+def group_k_blocks(schedule: GroupedSchedule, entries: int) -> list[int]:
+    """K blocks of each group of a launch that finds so many entries."""
+    blocks = entries * schedule.num_blocks
+    k_blocks = blocks * schedule.slice_k_blocks
+    is_whole = -(-blocks // schedule.num_groups) * schedule.slice_k_blocks - k_blocks // schedule.num_groups
+    count, grain = (blocks, schedule.slice_k_blocks) if is_whole <= schedule.slack else (k_blocks, 1)
+    base, rest = divmod(count, schedule.num_groups)
+    return [grain * (base + (group < rest)) for group in range(schedule.num_groups)]
 
 
 CLAMPED = ClampedSwiglu(limit=3.0)

@@ -85,15 +85,6 @@ class GroupedSchedule:
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
         return parts * self.entry_rows * self.config.block_rows
 
-    def group_k_blocks(self, entries: int) -> list[int]:
-        """K blocks of each group of a launch that finds so many entries."""
-        blocks = entries * self.num_blocks
-        k_blocks = blocks * self.slice_k_blocks
-        is_whole = -(-blocks // self.num_groups) * self.slice_k_blocks - k_blocks // self.num_groups <= self.slack
-        count, grain = (blocks, self.slice_k_blocks) if is_whole else (k_blocks, 1)
-        base, rest = divmod(count, self.num_groups)
-        return [grain * (base + (group < rest)) for group in range(self.num_groups)]
-
 
 @lru_cache(maxsize=4096)
 def make_schedule(problem: GroupedProblem) -> GroupedSchedule:
