@@ -403,7 +403,7 @@ MLA = Figure(
         Arrow("warpgroup 1", "partial results"),
     ),
     (
-        Barrier("full", "2 tiles x tile_parts", "full_arrivals of the load, and the bytes of asynchronous copies", "consumer warps", ("mla/config.py:full_arrivals",)),
+        Barrier("full", "2 tiles x tile_parts", "full_arrivals of the load, and the bytes of asynchronous copies", "consumer warps", ("mla/policies.py:full_arrivals",)),
         Barrier("empty", "2 tiles x tile_parts", "empty_arrivals: the consumer warps that read the part, of both CTAs of a pair", "producer warps", ("mla/config.py:empty_arrivals",)),
         Barrier("queries_full", "1", "1 and the bytes of the queries", "consumer warps", ("mla/shared_memory.py:queries_full",)),
         Barrier("CONSUMERS_READY (1), PRODUCERS_READY (8)", "the CTA", "the warp that made the barriers", "consumers; producers", ("mla/barriers.py:CONSUMERS_READY",)),
