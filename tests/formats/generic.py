@@ -142,7 +142,7 @@ class KvFormatTests:
         general = config.for_all()
         for kernel in dict.fromkeys((config, general)):
             own = clone_caches(call)
-            changes = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
+            changes = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
             assert_appended(own, call, simulate_append(own, 2, **changes))
 
     @needs_dsl

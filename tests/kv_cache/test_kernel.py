@@ -26,7 +26,7 @@ def check_call(call: AppendCall, rows_per_team: int = 2) -> list[AppendCall]:
     done = []
     for kernel in dict.fromkeys((config, general)):
         own = clone_caches(call)
-        choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
+        choice = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
         q_out = simulate_append(own, rows_per_team, **choice)
         assert_appended(own, call, q_out)
         done.append(own)

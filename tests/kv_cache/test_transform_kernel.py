@@ -29,7 +29,7 @@ def check(shape: Shape, shift: bool = True, rows_per_team: int = 2, **of_transfo
     assert config.transform is not None
     for kernel in dict.fromkeys((config, config.for_all())):
         own = clone_caches(call)
-        choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
+        choice = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
         q_out = simulate_append(own, rows_per_team, **choice)
         assert_appended(own, call, q_out)
         assert_shifted(own)
@@ -45,7 +45,7 @@ def test_many_tokens_with_several_constants_share_rows_among_half_as_many_lanes(
     assert few == config_of(call) and many.lanes * 2 == few.lanes and many.ctas_per_sm < few.ctas_per_sm
     assert replace(many, transform=None).for_decode(MANY_TOKENS) == replace(few, transform=None)
     own = clone_caches(call)
-    assert_appended(own, call, simulate_append(own, decode=True, lane_columns=many.lane_columns))
+    assert_appended(own, call, simulate_append(own, decode=True, lane_columns=many.teams.lane_columns))
     assert_shifted(own)
 
 

@@ -118,6 +118,8 @@ class Machine:
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.consumers: Any = self.subject.consumers
+        assert isinstance(self.subject.epilogue, epilogue.TileEpilogue)
+        self.epilogue = self.subject.epilogue
         self.consumers.stages.release = lambda *_: None
 
     def acc(self, warp: int, k_blocks: int = 1) -> machine.Registers:
@@ -150,7 +152,7 @@ class Machine:
                     first = (tile * config.tile_m + start) // 2
                     for warp, acc in warps:
                         store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
-                        stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_acc
+                        stage = self.epilogue.stage_packed if packed else self.epilogue.stage_acc
                         stage(store, acc, first, tile_m)
                     rows = slice(64 * (group * config.n_tiles + tile), 64 * (group * config.n_tiles + tile + 1))
                     found[start : start + tile_m, rows] = self.staged(packed, tile_m)
@@ -166,7 +168,7 @@ class Machine:
                 for start, tile_m in config.chunks:
                     for warp, acc in warps:
                         store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
-                        self.subject.epilogue.stage_gated(store, acc, (tile * config.tile_m + start) // 2, tile_m)
+                        self.epilogue.stage_gated(store, acc, (tile * config.tile_m + start) // 2, tile_m)
                     bits = self.shared[STAGING : STAGING + tile_m * pitch].view(np.int16)
                     part = torch.from_numpy(bits.reshape(tile_m, -1)[:, :32].copy())
                     first = 32 * (group * config.n_tiles + tile)
