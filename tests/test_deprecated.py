@@ -185,7 +185,7 @@ def test_minus_one_is_one_scale_a_row():
     assert layer.group_size is None
     model = ck.quantize_model(torch.nn.Sequential(torch.nn.Linear(128, 64)), group_size=-1)
     assert model[0].group_size is None  # pyright: ignore[reportIndexIssue]
-    with pytest.raises(ValueError, match="^group_size: got -2, want one of 32, 64, 128, 256, or None or -1"):
+    with pytest.raises(ValueError, match="^group_size: got -2, want one of 16, 32, 64, 128, 256, or None or -1"):
         ck.quantize_weight(w, group_size=-2)
 
 

@@ -267,6 +267,16 @@ Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 
 @dataclass(frozen=True)
+class Queries:
+    """How queries lie: a query's heads together; strided: queries apart, as parts of a fused projection's rows do."""
+
+    strided: bool = False
+
+
+SIDE_BY_SIDE = Queries()
+
+
+@dataclass(frozen=True)
 class KeyRows:
     """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
 

@@ -64,9 +64,9 @@ def merge_over_ranks(
         (out, lse) for all keys. Parts are merged in the order of the ranks, so every rank has the same bits.
 
     Raises:
-        TypeError, ValueError: as `merge_states`.
+        TypeError, ValueError: an argument is not as above; the message names it.
     """
-    check_states(out, lse, out, lse)
+    check_states(out=out, lse=lse)
     count = torch.distributed.get_world_size(group)
     outs, sums = ([torch.empty_like(own) for _ in range(count)] for own in (out, lse))
     torch.distributed.all_gather(outs, out, group)
@@ -77,23 +77,23 @@ def merge_over_ranks(
     return merged
 
 
-def check_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless the tensors are two states of one shape."""
-    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+def check_states(**tensors: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless the tensors, by their arguments' names, are states of one shape."""
     check_tensors(**tensors)
-    if out_a.dim() not in NDIMS:
-        raise ValueError(f"out_a: got {out_a.dim()} dimensions, want 3 or 4: [..., num_heads, head_dim]")
-    if out_a.dtype not in DTYPES:
-        raise TypeError(f"out_a: got dtype {out_a.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
-    row_bytes = out_a.shape[-1] * out_a.element_size()
+    first, out = next(iter(tensors.items()))
+    if out.dim() not in NDIMS:
+        raise ValueError(f"{first}: got {out.dim()} dimensions, want 3 or 4: [..., num_heads, head_dim]")
+    if out.dtype not in DTYPES:
+        raise TypeError(f"{first}: got dtype {out.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    row_bytes = out.shape[-1] * out.element_size()
     if row_bytes % VECTOR_BYTES or not row_bytes:
-        raise ValueError(f"out_a: got rows of {row_bytes} bytes, want a multiple of {VECTOR_BYTES}")
-    if out_a.numel() * out_a.element_size() // VECTOR_BYTES > MAX_VECTORS:
-        raise ValueError(f"out_a: got shape {shape_of(out_a)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes")
+        raise ValueError(f"{first}: got rows of {row_bytes} bytes, want a multiple of {VECTOR_BYTES}")
+    if out.numel() * out.element_size() // VECTOR_BYTES > MAX_VECTORS:
+        raise ValueError(f"{first}: got shape {shape_of(out)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes")
     for name, tensor in tensors.items():
-        if tensor.device != out_a.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {out_a.device}, where out_a is")
-        dtype, shape = (out_a.dtype, out_a.shape) if name.startswith("out") else (torch.float32, out_a.shape[:-1])
+        if tensor.device != out.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {out.device}, where {first} is")
+        dtype, shape = (out.dtype, out.shape) if name.startswith("out") else (torch.float32, out.shape[:-1])
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
         if tensor.shape != shape:
@@ -105,7 +105,7 @@ def reference(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU implementation."""
-    check_states(out_a, lse_a, out_b, lse_b)
+    check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = merge_states_reference(out_a, lse_a, out_b, lse_b)
     return out.to(out_a.dtype), lse
 
@@ -120,7 +120,7 @@ def _checked(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first state, once all that can be said of a call is said."""
-    check_states(out_a, lse_a, out_b, lse_b)
+    check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_aligned(name, tensor, VECTOR_BYTES)
     return out_a, lse_a

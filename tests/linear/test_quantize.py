@@ -139,7 +139,7 @@ BAD = {
     "three dimensions": ({"w": torch.zeros(2, 4, 4)}, r"w: got shape \[2, 4, 4\], want \[N, K\]"),
     "no rows": ({"w": torch.zeros(0, 4)}, r"w: got shape \[0, 4\], want"),
     "bits": ({"bits": 2}, "bits: got 2, want 4 or 8"),
-    "group_size": ({"group_size": 0}, "group_size: got 0, want one of 32, 64, 128, 256, or None"),
+    "group_size": ({"group_size": 0}, "group_size: got 0, want one of 16, 32, 64, 128, 256, or None"),
     "zero_point": ({"zero_point": 8}, "zero_point: got 8, want True or False"),
     "dtype": ({"dtype": FP32}, "dtype: got torch.float32, want None, torch.bfloat16 or torch.float16"),
     "NaN": ({"w": torch.tensor([[1.0, float("nan")]])}, "w: got NaN or infinite values"),

@@ -161,6 +161,16 @@ def merge() -> Call:
 
 
 @case
+def activations() -> Call:
+    return ck.quantize_activations, {"x": numbers(3, 128), "group_size": 128}
+
+
+@case
+def activations_of_a_scale() -> Call:
+    return ck.quantize_activations, {"x": numbers(3, 128), "scale": torch.tensor([0.5])}
+
+
+@case
 def fbgemm_decode() -> Call:
     call = {"XQ": numbers(2, 1, 4, 64), "cache_K": rows(2, 32, 1), "cache_V": rows(2, 32, 1)}
     call |= {"seq_positions": ints(4, 31), "qk_scale": 0.1, "num_split_ks": 2, "kv_cache_quant_num_groups": 1}

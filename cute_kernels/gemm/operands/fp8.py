@@ -48,7 +48,7 @@ def quantize_activations(
         raise TypeError(f"x: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x: got shape {list(x.shape)}, want [..., K]")
-    if group_size not in (0, X_GROUP):
+    if type(group_size) is not int or group_size not in (0, X_GROUP):
         raise ValueError(f"group_size: got {group_size!r}, want {X_GROUP}, or 0 for one scale per row")
     if scale is not None:
         check_scale(scale, x.device, "scale")
