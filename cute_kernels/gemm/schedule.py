@@ -79,15 +79,6 @@ class StreamSchedule:
         first = group * base + min(group, rest)
         return first, first + base + (group < rest)
 
-    def segments(self, group: int, slice_index: int) -> Iterator[tuple[int, int, int, bool]]:
-        """(block, begin, end, last) of a CTA's segments, in its order, as :class:`.work.Work` computes them."""
-        first, end = self.group_range(group)
-        own = min(self.slice_k_blocks, self.k_blocks - slice_index * self.slice_k_blocks)
-        for block in range((end - 1) // self.slice_k_blocks, first // self.slice_k_blocks - 1, -1):
-            start = block * self.slice_k_blocks
-            stop = min(end - start, self.slice_k_blocks)
-            yield block, max(first - start, 0), min(stop, own), stop == self.slice_k_blocks
-
     @property
     def sizes(self) -> dict[str, int]:
         """The numbers of a launch, by name, that it decides."""

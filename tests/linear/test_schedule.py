@@ -16,6 +16,7 @@ from cute_kernels.gemm.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.schedule import FEW_ROWS, StreamSchedule, candidate_configs, make_schedule
 from simulator import PlainThread, running
+from tests.linear.segments import segments_of
 
 FORMATS = st.tuples(
     st.sampled_from([4, 8]), st.sampled_from(["bf16", "fp16"]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans()
@@ -88,7 +89,7 @@ def test_every_k_block_of_every_block_is_taken_once(schedule: StreamSchedule):
     taken = Counter()
     for group in range(schedule.num_groups):
         for slice_index in range(schedule.num_slices):
-            for block, begin, end, _ in schedule.segments(group, slice_index):
+            for block, begin, end, _ in segments_of(schedule, group, slice_index):
                 first = slice_index * schedule.slice_k_blocks
                 taken.update((block, first + k_block) for k_block in range(begin, end))
     wanted = {(block, k_block) for block in range(schedule.num_blocks) for k_block in range(schedule.k_blocks)}
@@ -107,7 +108,7 @@ def test_groups_take_equally_many_k_blocks(schedule: StreamSchedule):
 def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: StreamSchedule):
     groups, last = defaultdict(set), defaultdict(set)
     for group in range(schedule.num_groups):
-        for block, _, _, is_last in schedule.segments(group, 0):
+        for block, _, _, is_last in segments_of(schedule, group, 0):
             groups[block].add(group)
             if is_last:
                 last[block].add(group)
@@ -151,7 +152,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: 
     """Consumer warps want a buffer, epilogue warps want accumulators and others' parts: all of them come to their
     ends."""
     ctas = [(group, index) for group in range(schedule.num_groups) for index in range(schedule.num_slices)]
-    segments = {cta: list(schedule.segments(*cta)) for cta in ctas}
+    segments = {cta: list(segments_of(schedule, *cta)) for cta in ctas}
     warps = [(cta, number) for cta in ctas for number in range(2)]
     steps = {
         (cta, number): epilogue_steps(segments[cta], schedule.num_slices, num_buffers, has_outputs=number == 0)
@@ -216,7 +217,7 @@ def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
                 own = work.Work.of(shape, group, index)
                 segments = [own.segment(i) for i in range(own.num_segments)]
                 found = [(s.block, s.begin, s.end, s.last) for s in segments]
-                assert found == list(schedule.segments(group, index))
+                assert found == list(segments_of(schedule, group, index))
                 for segment in segments:
                     first_groups.setdefault(segment.block, group)
                     assert own.first_group(segment.block) == first_groups[segment.block]

@@ -18,6 +18,7 @@ from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from tests.linear.segments import segments_of
 
 GPU = "NVIDIA H200"
 GROUPS = (None, 32, 64, 128, 256)
@@ -55,7 +56,7 @@ def inputs_of(schedule: StreamSchedule | TileSchedule) -> int:
         return sum(min(size, schedule.k_blocks - begin) for begin in begins) * schedule.config.block_k
     done: Counter[tuple[int, int]] = Counter()
     for group, part in product(range(schedule.num_groups), range(schedule.num_slices)):
-        for block, begin, end, _ in schedule.segments(group, part):
+        for block, begin, end, _ in segments_of(schedule, group, part):
             done.update((block, part * schedule.slice_k_blocks + k_block) for k_block in range(begin, end))
     each_once = set(done.values()) == {1} and len(done) == schedule.num_blocks * schedule.k_blocks
     return schedule.k_blocks * schedule.config.block_k if each_once else 0
