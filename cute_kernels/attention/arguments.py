@@ -112,7 +112,7 @@ COMBINE = joined(
 
 @functools.lru_cache(maxsize=256)
 def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
-    """Of a variant of decode attention with these features; paged: whether its caches are."""
+    """Returns the arguments of a variant of decode attention with these features; paged: whether its caches are."""
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
     of_tail = TAIL if features.tail else ()
@@ -122,6 +122,6 @@ def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
 
 @functools.lru_cache(maxsize=256)
 def extend_arguments(features: Features) -> LaunchArguments:
-    """Of a variant of extend attention with these features."""
+    """Returns the arguments of a variant of extend attention with these features."""
     options = (Argument(each.name, "address") for each in tensors_in(features))
     return joined(EXTEND.arguments, options)

@@ -114,7 +114,7 @@ class AttentionCall:
 
     @property
     def q_len(self) -> int:
-        """Of every request; 1 where requests differ in it."""
+        """Counts the queries of every request; 1 where requests differ."""
         return 1 if self.ragged else self.q.shape[1]
 
     @property

@@ -40,7 +40,7 @@ class ChosenBlocks:
 
     @property
     def given(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """As the calls name them (`NAMES`)."""
+        """Returns list, counts and tokens of a block, in the order of `NAMES`."""
         return self.list, self.counts, self.tokens
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:

@@ -65,12 +65,12 @@ class DecodeConfig:
 
     @property
     def format_names(self) -> tuple[str, str]:
-        """Of K and of V."""
+        """Lists K's and V's, in this order."""
         return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Of K and of V."""
+        """Lists K's and V's, in this order."""
         return self.k.form, self.v.form
 
     @property
@@ -83,7 +83,7 @@ class DecodeConfig:
 
     @property
     def copies(self) -> tuple[str, str]:
-        """Of K and of V."""
+        """Lists K's and V's, in this order."""
         return self.k.copy, self.v.copy
 
     @property

@@ -103,17 +103,17 @@ class ReadsCache:
 
     @property
     def format_names(self) -> tuple[str, str]:
-        """Of K and of V."""
+        """Lists K's and V's, in this order."""
         return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Of K and of V."""
+        """Lists K's and V's, in this order."""
         return format_of(self.k_format), format_of(self.v_format)
 
     @property
     def columns(self) -> int:
-        """Of operands in shared memory: head_dim and zeros."""
+        """Counts columns of operands in shared memory: head_dim and zeros."""
         return columns_of(self.head_dim)
 
     @property

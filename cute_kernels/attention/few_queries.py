@@ -60,7 +60,7 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
         cu_seqlens_q=None,
     ):  # fmt: skip
-        """As `DecodeLaunch` launches."""
+        """Launches it as `DecodeLaunch` does."""
         shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))

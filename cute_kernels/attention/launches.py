@@ -244,7 +244,7 @@ class UnpackedLaunch:
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """That a request has at most."""
+        """Returns how many tokens a request has at most."""
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 

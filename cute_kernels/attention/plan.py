@@ -277,7 +277,7 @@ def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | N
 
 
 def _table_pages(call: AttentionCall) -> int:
-    """Of a request; 0 without a table."""
+    """Returns how many pages a request has in the table; 0 without one."""
     return 0 if call.block_table is None else call.block_table.shape[1]
 
 
@@ -379,7 +379,7 @@ def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
 
 
 def _num_sms(call: AttentionCall) -> int:
-    """That a launch may use."""
+    """Returns how many SMs a launch may use."""
     return max(GPU.num_sms(call.q.device) - call.sm_margin, 1)
 
 

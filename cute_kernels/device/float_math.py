@@ -10,7 +10,7 @@ Number = Numeric | float
 
 
 class FloatMath:
-    """Of sm_90 and later. An activation is given one, so that its file needs no compiler to be imported."""
+    """Computes on sm_90 and later. An activation is given one, so that its file needs no compiler to be imported."""
 
     def number(self, value: Number) -> Float32:
         return Float32(value)

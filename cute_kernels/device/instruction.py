@@ -57,7 +57,7 @@ def struct_of(element, count: int):
 
 
 def loaded(num_words: int) -> str:
-    """Behind a load's name: its type, and the words that are its results."""
+    """Returns what stands behind a load's name: its type, and the words that are its results."""
     results = ", ".join(f"${i}" for i in range(num_words))
     return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
 

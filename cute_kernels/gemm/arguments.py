@@ -62,7 +62,7 @@ class Kernel:
 
 
 def code_of(config: object) -> tuple[str, ...]:
-    """Where the device code of a configuration's reduction is, which nothing imports before it is compiled."""
+    """Names the module of a configuration's reduction, which nothing imports before it is compiled."""
     reduction = getattr(getattr(config, "tiles", config), "reduction", None)
     return () if reduction is None else (reduction.made_by,)
 

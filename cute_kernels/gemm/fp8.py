@@ -109,7 +109,7 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
 
 
 def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
-    """By our kernels: one launch that makes rows of E4M3, and the product."""
+    """Plans our kernels: one launch that makes rows of E4M3, and the product."""
     given, (m, n, k) = call.linear, call.linear.size
     form, dtype = given.weight.format, given.x.dtype
     problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)

@@ -168,7 +168,7 @@ def _sparse_checked(call: SparseCall) -> CheckedSparse:
 
 
 def _sparse_plan(checked: CheckedSparse) -> Plan[[SparseCall], SparseResults] | None:
-    """As :func:`_dense_plan`."""
+    """Returns the plan of a checked sparse call; None where nothing is launched."""
     from cute_kernels.mla.plan import chosen, sparse_plan  # the kernels' side
 
     problem = checked.problem

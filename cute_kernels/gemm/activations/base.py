@@ -55,11 +55,11 @@ class ActivationFunction(ABC):
 
     @abstractmethod
     def reference(self, *values: torch.Tensor) -> torch.Tensor:
-        """In torch, in the dtype of the values: x, or gate and up."""
+        """Computes it in torch, in the dtype of the values: x, or gate and up."""
 
     @abstractmethod
     def device(self, math: FloatMath, *values: Float32) -> Float32:
-        """Of one thread: x, or gate and up. It computes with ``math`` alone, so its file needs no compiler."""
+        """Computes one thread's x, or gate and up, with ``math`` alone: its file needs no compiler."""
 
     def of_rows(self, y: torch.Tensor) -> torch.Tensor:
         """The reference of y [..., N]; [..., N / 2] where even columns are gates and odd ones ups."""
@@ -81,7 +81,7 @@ def register(kind: KindT) -> KindT:
 
 
 def registered_names() -> tuple[str, ...]:
-    """Those of all activations, with usual numbers, the standard ones first."""
+    """Returns the names of all activations, with usual numbers, the standard ones first."""
     return tuple(one.name for one in _registered())
 
 
@@ -104,7 +104,7 @@ def activation_named(given: object) -> ActivationFunction | None:
 
 
 def gated_activation(given: object) -> ActivationFunction:
-    """As `activation_named`, of a gated one. Raises ValueError for any other."""
+    """Returns `activation_named` of a gated one. Raises ValueError for any other."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction) or not found.gated:
         names = ", ".join(repr(one.name) for one in _registered() if one.gated)

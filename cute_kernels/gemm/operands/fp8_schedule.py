@@ -62,7 +62,7 @@ def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Of a k block of a CTA's tile: the longest of MMAs, issue slots, memory and what comes from L2."""
+    """Times a k block of a CTA's tile: the longest of MMAs, issue slots, memory and what comes from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)

@@ -208,7 +208,7 @@ class DecodedCost:
 
 
 class RangesCost(DecodedCost):
-    """Of tiles as work ranges: `RangeSplitK`."""
+    """Models tiles that are cut into work ranges: `RangeSplitK`."""
 
     # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
     hand_over, apart = 4600, 1.05

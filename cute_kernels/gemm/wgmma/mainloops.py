@@ -258,7 +258,7 @@ class Limbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """In fp32, from a multiple of 16 bytes on."""
+        """Returns bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:

@@ -146,7 +146,7 @@ class WorkspaceSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
-    """Tiles are dealt out as work ranges (stream-K): each CTA has as many k blocks as any other. `.ranges`.
+    """Tiles are cut into work ranges (stream-K): each CTA has as many k blocks as any other. `.ranges`.
 
     Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
     blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It begins with the last

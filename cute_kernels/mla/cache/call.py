@@ -32,7 +32,7 @@ class AppendMlaCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that every call has, by name."""
+        """Lists the tensors that every call has, by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     @property

@@ -103,7 +103,7 @@ class LimbCost:
 
 
 class Fp8Cost:
-    """Of `Fp8Wgmma`, of arithmetic alone: see docs/design/fp8_gemm.md."""
+    """Models `Fp8Wgmma` by arithmetic alone: see docs/design/fp8_gemm.md."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         return config.block_tiles * 2 * tile_m
