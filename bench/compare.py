@@ -161,7 +161,7 @@ def run(
     verdicts = {row.name: Verdict(row.name, row.kind) for row in rows}
     for side, turn in in_turn(trees, timer, names, say):
         _add(verdicts, side, turn, "us")
-    _record(recorder, verdicts.values())
+        _record(recorder, verdicts.values())
     suspects = [verdict.name for verdict in verdicts.values() if verdict.is_suspect]
     if suspects:
         say(f"{len(suspects)} rows are slower by more than {SLOWER - 1:.0%}: once more")

@@ -19,8 +19,13 @@ def test_needles_are_found_as_by_products_of_16_bits(tokens, weight, margin):
     wide, narrow = (
         extend_attention(q, k, v, lengths, fp8_products=fp8, **options)[:, 0].cpu() for fp8 in (False, True)
     )
-    assert hay.hits(narrow) >= hay.hits(wide) - 2 / QUERIES and hay.hits(wide) >= 0.97 * hay.hits(exact(hay))
-    want = exact(hay)
-    off = [(x.double() - want).norm() for x in (narrow, emulated(hay))]
+    want, emulation = exact(hay), emulated(hay)
+    margins = hay.margins(want)
+    # Nearer to a tie than twice what the emulated arithmetic moves, a query's word is the rounding's choice.
+    decided = margins.abs() > 2 * (hay.margins(emulation.bfloat16()) - margins).abs().max()
+    assert decided.sum() >= QUERIES // 3
+    for out in (wide, narrow):
+        assert torch.equal(hay.margins(out)[decided] > 0, margins[decided] > 0)
+    off = [(x.double() - want).norm() for x in (narrow, emulation)]
     # The output is bf16; the emulation's is not: its values of mean 1 are 2^-9 off at most.
     assert off[0] < 1.5 * off[1] + 2**-9 * want.norm()
