@@ -27,7 +27,7 @@ class Limits:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Of all CTAs of an SM together, what is reserved for each among it."""
+        """Shared memory that all CTAs of an SM have together, with what is reserved for each CTA."""
         return self.shared_bytes + self.reserved_shared_bytes
 
     def holds(self, other: Limits) -> bool:

@@ -123,7 +123,7 @@ class AttentionCall:
 
     @property
     def head_dim(self) -> int:
-        """Of q and K; V's is ``v.head_dim``."""
+        """The head_dim of q and K; V's is ``v.head_dim``."""
         return self.q.shape[-1]
 
     @property

@@ -77,7 +77,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
-    """Of extend attention: causal calls over pages of 64 tokens."""
+    """Configurations of extend attention that bundles have: causal calls over pages of 64 tokens."""
     problems = [AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
     problems += [AttentionProblem.ragged(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
     problems += [AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
@@ -230,7 +230,7 @@ def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Se
 
 
 def _element_type(name: str) -> Any:
-    """Of tensors; codes come as bytes."""
+    """The type of a tensor's elements; codes come as bytes."""
     import cutlass
 
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "e4m3": cutlass.Uint8}

@@ -99,7 +99,7 @@ class QueryRows:
         return QueryRows(q.iterator.toint(), Int64(q.stride[0]) * 2, Int64(q.stride[1]) * 2)
 
     def address(self, config: DecodeConfig, request, query, head):
-        """Of a query head's row."""
+        """The address of a query head's row."""
         address = self.base + Int64(request) * self.request_bytes + Int64(head) * (config.head_dim * 2)
         return address + Int64(query) * self.query_bytes if config.features.queries else address
 

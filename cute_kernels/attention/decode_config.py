@@ -88,12 +88,12 @@ class DecodeConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of q and K."""
+        """The head_dim of q and K."""
         return self.k.head_dim
 
     @property
     def v_head_dim(self) -> int:
-        """Of V and out."""
+        """The head_dim of V and out."""
         return self.v.head_dim
 
     @property
@@ -157,7 +157,7 @@ class DecodeConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of the consumer warps."""
+        """Threads of the consumer warps."""
         return self.num_warps * WARP_THREADS
 
     @property

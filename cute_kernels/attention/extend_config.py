@@ -99,7 +99,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def key_rows(self) -> KeyRows | None:
-        """Of products whose rows are keys; None where they are queries."""
+        """The layout of MMAs whose rows are keys; None where their rows are queries."""
         if self.tile_rows == TILE_ROWS:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
@@ -148,12 +148,12 @@ class ExtendConfig(ReadsCache):
 
     @property
     def page_tokens(self) -> int:
-        """Of :class:`CachedKeys`; 0 without pages."""
+        """Tokens of a page of :class:`CachedKeys`; 0 without pages."""
         return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
 
     @property
     def mapped(self) -> bool:
-        """Of :class:`CachedKeys`."""
+        """Whether :class:`CachedKeys` are loaded through tensor maps."""
         return isinstance(self.keys, CachedKeys) and self.keys.mapped
 
     @property
@@ -224,17 +224,17 @@ class ExtendConfig(ReadsCache):
 
     @property
     def operand_bytes(self) -> int:
-        """Of an operand's element."""
+        """Bytes of an operand's element."""
         return ELEMENT_BYTES if self.fp8 is None else 1
 
     @property
     def slab_columns(self) -> int:
-        """Of a tile, that lie in rows of the swizzle."""
+        """Columns of a tile that lie in one row of the swizzle."""
         return ROW_BYTES // self.operand_bytes
 
     @property
     def cache_bytes(self) -> tuple[int, int]:
-        """Of an element of K and of V as the kernel is given them."""
+        """Bytes of an element of K and of V as the kernel is given them."""
         k, v = (1 if own else self.operand_bytes for own in self.decoded)
         return k, v
 
@@ -295,7 +295,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread."""
+        """(registers of a producer thread, registers of a consumer thread)."""
         if self.fp8 is not None:
             return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
@@ -305,13 +305,13 @@ class ExtendConfig(ReadsCache):
 
     @property
     def launch_registers(self) -> int:
-        """Of every thread before they are shared out anew, which cannot make more of them: a warp would wait for ever
-        for registers that its CTA does not have."""
+        """Registers of every thread at launch. Redistribution between warps cannot make more of them: a warp would wait
+        for ever for registers that its CTA does not have."""
         return SM_REGISTERS // self.num_threads // 8 * 8
 
     @property
     def tile_bytes(self) -> int:
-        """Of K or V."""
+        """Bytes of a tile of K or V."""
         return self.tile_tokens * self.columns * self.operand_bytes
 
     @property
@@ -326,22 +326,22 @@ class ExtendConfig(ReadsCache):
 
     @property
     def slab_bytes(self) -> int:
-        """Of a tile's columns that lie in rows of the swizzle."""
+        """Bytes of a tile's columns that lie in one row of the swizzle."""
         return self.tile_tokens * ROW_BYTES
 
     @property
     def query_bytes(self) -> int:
-        """Of a warpgroup, as they come."""
+        """Bytes of a warpgroup's queries as they are loaded."""
         return WARPGROUP_ROWS * self.columns * ELEMENT_BYTES
 
     @property
     def query_code_bytes(self) -> int:
-        """Of a warpgroup's queries in E4M3, which lie beside those that come."""
+        """Bytes of a warpgroup's queries in E4M3, which are kept apart from those that are loaded."""
         return 0 if self.fp8 is None else WARPGROUP_ROWS * self.columns
 
     @property
     def scale_bytes(self) -> int:
-        """Of a tile's scales."""
+        """Bytes of a tile's scales."""
         return TILE_SCALE_BYTES if any(self.tile_scales) else 0
 
     @property

@@ -91,7 +91,7 @@ def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> st
 
 
 class ReadsCache:
-    """Of a configuration that reads rows of two cache formats: what follows from these.
+    """A configuration that reads rows of two cache formats, and what follows from the formats.
 
     Attributes:
         k_format, v_format: names of the formats. head_dim: of rows.
@@ -135,7 +135,7 @@ class ReadsCache:
 
 
 def columns_of(head_dim: int) -> int:
-    """Of the operands that hold rows of head_dim, one of `HEAD_DIMS`."""
+    """Columns of the operands that hold rows of head_dim, which is one of `HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
@@ -214,7 +214,7 @@ class UnpackConfig(ReadsCache):
 
     @property
     def element_bytes(self) -> int:
-        """Of the rows that it makes."""
+        """Bytes of an element of the rows that it writes."""
         return 1 if self.dtype == "e4m3" else ELEMENT_BYTES
 
     @property
@@ -228,7 +228,7 @@ class UnpackConfig(ReadsCache):
 
     @property
     def layout(self) -> str:
-        """Of the cache, in its kernels' names."""
+        """The cache's layout, in its kernels' names."""
         return (f"_p{self.page_tokens}" if self.page_tokens else "") + ("_head_major" if self.head_major else "")
 
     @property
@@ -292,12 +292,12 @@ class KeyRows:
 
     @property
     def query_bytes(self) -> int:
-        """Of a head."""
+        """Bytes of a head's queries."""
         return self.tile_rows * KEY_ROWS_HEAD_DIM * ELEMENT_BYTES
 
     @property
     def probability_bytes(self) -> int:
-        """Of one of the two places that a warpgroup has."""
+        """Bytes of one of a warpgroup's two buffers of probabilities."""
         return self.tile_rows * GROUP_TOKENS * ELEMENT_BYTES
 
     @property

@@ -220,7 +220,7 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 
     def time(sms: int) -> float:
-        """Of the longer one."""
+        """The time of the longer of the two calls, in us."""
         own = decode_us * max(1.0, STREAMING_SMS / sms)
         return STREAMS_US + SIDE_BY_SIDE_COST * max(own, prefill_us * num_sms / (num_sms - sms))
 
@@ -264,7 +264,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """Of the busiest CTA, in blocks of keys."""
+        """The time of the busiest CTA, in blocks of keys."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

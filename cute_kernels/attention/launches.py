@@ -215,7 +215,7 @@ class ExtendLaunch:
             )  # fmt: skip
 
     def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
-        """Of a launch; max_seq_len: of its requests, if known."""
+        """The number of splits of a launch. max_seq_len: of its requests, if known."""
         if self.combine is None:
             return 1
         if self.num_splits is not None:
@@ -239,7 +239,7 @@ class UnpackedLaunch:
     attention: ExtendLaunch
 
     def num_bytes(self, max_seq_len: int | None) -> int:
-        """Of the unpacked keys and values."""
+        """Bytes of the unpacked keys and values."""
         rows = self.attention.batch * self.attention.num_kv_heads * self.room(max_seq_len)
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
@@ -249,11 +249,11 @@ class UnpackedLaunch:
         return most if max_seq_len is None else min(most, max_seq_len)
 
     def room(self, max_seq_len: int | None) -> int:
-        """That a request has there."""
+        """Tokens that a request has room for among the unpacked ones."""
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:
-        """As that of the attention alone."""
+        """Unpacks the cache, then launches attention; takes the arguments of `ExtendLaunch.call`."""
         config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
         room = self.room(max_seq_len)
         shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
@@ -354,6 +354,6 @@ class ExtendLaunches:
         launch.call(keys._replace(k_cache=k_cache, v_cache=v_cache, options=options))
 
     def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
-        """That of the algorithm that serves a call; max_seq_len: of its requests, if known."""
+        """The launch of the algorithm that supports a call. max_seq_len: of its requests, if known."""
         found = (each for each in self.algorithms if each.supports is None or each.supports(num_queries, max_seq_len))
         return next(found).launch

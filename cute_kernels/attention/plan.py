@@ -222,7 +222,8 @@ def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> 
 
 
 def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
-    """Of a call's launches: over the cache, and over the queries' own tokens if they come beside it."""
+    """Configurations of a call's launches: over the cache, and over the queries' own tokens if these are given
+    apart."""
     config = choose(problem_of(call)) if config is None else config
     if call.new is None:
         return [config]
@@ -232,8 +233,8 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """Those of calls whose configuration is ``config``, up to the first that supports all: what would never be asked is
-    not compiled."""
+    """The algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those behind
+    it would never be chosen, so they are not compiled."""
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
         algorithms += algorithms_of(call, config)
@@ -339,8 +340,8 @@ def lies_in_maps(call: AttentionCall) -> bool:
 
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
-    """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
-    other's."""
+    """Whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; others must be those
+    of a token, one head's behind the other's."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -351,8 +352,8 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Of K's or V's: rows of a multiple of 16 bytes by pieces of 16; bytes behind a scale by all pieces that they
-    touch, in blocks that begin with one; others by words."""
+    """Whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes behind a scale
+    are loaded with all pieces that they touch, from blocks that begin with a piece; other rows in words."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride

@@ -86,7 +86,7 @@ class AttentionProblem:
 
     @property
     def token_bytes(self) -> int:
-        """Of K and V of one token and KV head."""
+        """Bytes of K and V of one token and KV head."""
         return format_of(self.k_format).row_bytes(self.head_dim) + format_of(self.v_format).row_bytes(self.v_head_dim)
 
     @property

@@ -55,7 +55,7 @@ class FlashMLASchedMeta:
 
     @dataclasses.dataclass
     class Config:
-        """Of the calls; FlashMLA's field names."""
+        """What the calls of a schedule have in common, by FlashMLA's field names."""
 
         b: int
         s_q: int
@@ -277,7 +277,7 @@ def _sparse(
 
 
 def _format_of(q: torch.Tensor, is_fp8: bool) -> str:
-    """Of the cache: FlashMLA tells its formats by q's columns and dtype."""
+    """The cache's format. FlashMLA tells its formats apart by q's columns and dtype."""
     if is_fp8:
         return "mla_fp8" if q.shape[-1] == 576 else "mla_model1"
     return "mla_fp16" if q.dtype == torch.float16 else "mla_bf16"

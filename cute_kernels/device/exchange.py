@@ -76,7 +76,7 @@ class Poll:
 
     @property
     def num_words(self) -> int:
-        """Of all sources."""
+        """Words of all sources."""
         return sum(source.words for source in self.sources)
 
     @cute.jit

@@ -34,7 +34,7 @@ def max_or_nan(a: Float32, b: Float32) -> Asm[Float32]:
 
 @pure
 def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str) -> Asm[Uint32]:
-    """Of two packed pairs the elements of greater magnitude, NaN if either is; their signs mean nothing.
+    """The elements of greater magnitude of two packed pairs, NaN if either is; their signs mean nothing.
 
     dtype: "bf16" or "fp16".
     """

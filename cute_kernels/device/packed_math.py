@@ -11,7 +11,8 @@ from cute_kernels.device import numbers, ptx
 
 
 class HopperMath:
-    """Of sm_90 and later. Every sum and product of a pair of ``dtype``, "bf16" or "fp16", is rounded once."""
+    """Arithmetic of packed pairs on sm_90 and later. Every sum and product of a pair of ``dtype``, "bf16" or "fp16", is
+    rounded once."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype

@@ -40,7 +40,7 @@ class OnlineSoftmax:
 
     @staticmethod
     def make(count: int) -> OnlineSoftmax:
-        """Of so many queries, which have met no key."""
+        """Makes the state of so many queries, before their first key."""
         references, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
         references.fill(LOWEST)
         totals.fill(0.0)

@@ -249,7 +249,7 @@ class LinearConfig(Generic[ActivationsT]):
 
     @property
     def num_barriers(self) -> int:
-        """Of full and of empty stages and staging buffers."""
+        """The number of mbarriers, of full and empty stages and of staging buffers."""
         return 2 * self.num_stages + 2 * self.num_buffers
 
     @property

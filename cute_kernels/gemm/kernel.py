@@ -99,7 +99,7 @@ def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
 
 
 def init_barriers(memory: StreamMemory) -> None:
-    """Of one thread, before any other uses them."""
+    """One thread initialises all barriers, before any other uses them."""
     memory.pipeline.init()
     memory.results.init()
     fence_init()

@@ -223,7 +223,7 @@ class QuantizedLinear(OfWeight):
         fp8.forget_row_codes(self.codes)
 
     def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
-        """Of x, by the weight in 16 bits, unpacked anew each time."""
+        """The gradient of x, by the weight in 16 bits, which is unpacked anew each time."""
         return (of_y @ self.dequantize(of_y.dtype),)
 
     def extra_repr(self) -> str:

@@ -43,7 +43,7 @@ class OfFormat:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The bits of a code."""
         return self._form.bits
 
     @property
@@ -84,12 +84,12 @@ class Packed(OfFormat):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations that the weights take; that of the scales of integers."""
+        """The dtype of the activations that the weights take, which is that of the scales of integers."""
         return self.format.activation_dtype(self.scales.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """The device of all tensors."""
         return self.codes.device
 
     @property

@@ -131,7 +131,7 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
 
 
 def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """Of the activations that a weight of ``dtype`` is quantised for where nothing is said."""
+    """The dtype of the activations that a weight of ``dtype`` is quantised for unless another is given."""
     if DTYPES.get(dtype) in chosen.dtypes:
         return dtype
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)

@@ -97,7 +97,7 @@ class WeightForm(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations that the weight takes."""
+        """The dtype of the activations that the weight takes."""
         return self.format.activation_dtype(self.scale_dtype)
 
     @property

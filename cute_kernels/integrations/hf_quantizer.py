@@ -235,7 +235,7 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
 
 
 def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | QuantizedRoutedExperts:
-    """Of a block that `QuantizedMoE` takes, or of experts by themselves."""
+    """An empty `QuantizedMoE` for a block that it takes, or for experts by themselves."""
     alone = is_experts(block)
     if not alone and not is_moe_block(block):
         raise TypeError(f"got {type(block).__name__} in the model, want a mixture of experts that is served")

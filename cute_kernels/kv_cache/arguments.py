@@ -51,7 +51,7 @@ TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 
 @functools.cache
 def append_arguments(transformed: bool) -> LaunchArguments:
-    """Of an append, to caches that are transformed or not."""
+    """The arguments of an append, to caches that are transformed or not."""
     return joined(APPEND, TRANSFORM if transformed else ())
 
 
@@ -71,5 +71,5 @@ BLOCKS = (
 
 @functools.cache
 def bulk_arguments(strided: bool, transformed: bool) -> LaunchArguments:
-    """Of whole caches; strided: in blocks, as those that are transformed always are taken."""
+    """The arguments for whole caches. strided: in blocks, as transformed caches always are."""
     return joined(BULK, BLOCKS if strided else (), arguments("address", "center", "factor") if transformed else ())

@@ -290,7 +290,7 @@ class AppendConfig:
 
     @property
     def smem_percent(self) -> int:
-        """Of an SM's memory for L1 and shared memory, what is shared.
+        """The share of an SM's memory for L1 and shared memory that is to be shared memory, in percent.
 
         All that attention needs if it `leads`: attention would not start on an SM before this kernel is done there. For
         decode what its CTAs have for pages' numbers (1 KiB each is the hardware's). Else nothing.
@@ -446,7 +446,7 @@ class FillConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of a CTA: two columns each."""
+        """Threads of a CTA: two columns each."""
         return self.head_dim // 2
 
     @property

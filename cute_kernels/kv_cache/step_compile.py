@@ -30,7 +30,7 @@ POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "positio
 
 
 def step_arguments(config: StepConfig) -> LaunchArguments:
-    """Of a step in one launch."""
+    """The arguments of a step in one launch."""
     attention = config.attention
     of_attention = decode_arguments(attention.features, attention.page_tokens > 0).arguments
     of_transform = () if config.append.transform is None else arguments("address", *CONSTANTS)

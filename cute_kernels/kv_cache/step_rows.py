@@ -34,8 +34,8 @@ from cute_kernels.kv_cache.step_config import query_pitch
 
 @dataclass(frozen=True)
 class NewRowOperands:
-    """Of the newest tokens; run-time values. Addresses; bytes from a request's row to the next one's of k and v, and
-    from a block, a token, a head to the next one of the caches."""
+    """Where the newest tokens and the caches are; run-time values. Addresses; bytes from a request's row to the next
+    one's of k and v, and from a block, a token, a head to the next one of the caches."""
 
     k: Int64
     v: Int64
@@ -188,7 +188,7 @@ class NewRows:
         return cta.roles.head if self.attention.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """Of the queries of its KV head, the first that a warp rotates: warps of a head take turns."""
+        """The first query of its KV head that a warp rotates: warps of a head take turns."""
         turn = cta.warp // self.attention.num_heads if self.attention.num_heads > 1 else cta.warp
         return turn * self.teams
 
@@ -258,7 +258,7 @@ class NewRows:
         return (last - cta.warp < 2 * self.writers) & ((last - cta.warp) % 2 == of_k)
 
     def first_head(self, cta):
-        """Of the CTA's KV heads, the first whose row such a warp writes."""
+        """The first of the CTA's KV heads whose row such a warp writes."""
         return (self.attention.num_warps - 1 - cta.warp) // 2 * self.teams if self.writers > 1 else 0
 
     @cute.jit

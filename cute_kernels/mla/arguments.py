@@ -61,5 +61,5 @@ COMBINE = joined(
 
 
 def arguments_of(tokens: str) -> LaunchArguments:
-    """Of decode; tokens: "sparse" or "paged"."""
+    """The arguments of decode. tokens: "sparse" or "paged"."""
     return SPARSE if tokens == "sparse" else PAGED

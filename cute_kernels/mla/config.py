@@ -81,7 +81,7 @@ class PartialForm:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's values."""
+        """Bytes of a row's values."""
         return V_HEAD_DIM * self.value_bytes
 
 
@@ -154,7 +154,7 @@ class MlaConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return (CONSUMER_WARPS + self.producer_warps) * WARP_THREADS
 
     @property
@@ -189,7 +189,7 @@ class MlaConfig:
         return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Index, part: int) -> Index:
-        """Of a part of a tile, among all that have barriers."""
+        """The number of a part of a tile, among all that have barriers."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 
     @property
@@ -214,7 +214,7 @@ class MlaConfig:
 
     @property
     def tile_bytes(self) -> int:
-        """Of 64 tokens in shared memory."""
+        """Bytes of 64 tokens in shared memory."""
         return BLOCK_TOKENS * self.head_dim * 2
 
     @property
@@ -224,7 +224,7 @@ class MlaConfig:
 
     @property
     def launch_registers(self) -> int:
-        """Of a thread when a CTA begins."""
+        """Registers of a thread when a CTA begins."""
         return LAUNCH_REGISTERS[self.producer_warps]
 
     @property
@@ -288,7 +288,7 @@ class CombineConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of a CTA: a vector of 4 columns each."""
+        """Threads of a CTA: a vector of 4 columns each."""
         return self.slots * (V_HEAD_DIM // 4)
 
     @property

@@ -35,5 +35,5 @@ BF16, FP16 = ElementType(BFloat16, _pack_bf16), ElementType(Float16, _pack_fp16)
 
 
 def of_name(dtype: str) -> ElementType:
-    """Of "bf16" or "fp16"."""
+    """The element type called "bf16" or "fp16"."""
     return {"bf16": BF16, "fp16": FP16}[dtype]

@@ -68,7 +68,7 @@ class TokenLayout:
 
 @lru_cache(maxsize=64)
 def layout_of(form: str, head_dim: int) -> TokenLayout:
-    """Of the format called ``form``; ValueError for a name or a width that there is not."""
+    """The layout of the format called ``form``; ValueError for a name or a width that there is not."""
     token = format_of(form).token(head_dim)
     if isinstance(token, MlaDense):
         return TokenLayout(token.dtype, head_dim // SLAB_COLUMNS, token.row_bytes)

@@ -44,7 +44,7 @@ class NormConfig:
 
     @property
     def columns(self) -> int:
-        """Of the longest row that the kernel takes."""
+        """Columns of the longest row that the kernel takes."""
         return self.threads * self.vectors * VECTOR
 
     @property

@@ -112,12 +112,12 @@ class Bundle:
 
     @property
     def arch(self) -> str:
-        """That all of its kernels are compiled for, such as "sm_90a"."""
+        """The architecture that all of its kernels are compiled for, such as "sm_90a"."""
         return self.manifest["arch"]
 
     @property
     def symbols(self) -> list[str]:
-        """Of its kernels, sorted."""
+        """The symbols of its kernels, sorted."""
         return sorted(self.manifest["kernels"])
 
     def holds(self, spec: KernelSpec, arch: str) -> bool:

@@ -152,7 +152,7 @@ class _Semaphore:
 
     @property
     def post_address(self) -> int:
-        """Of the function that takes a semaphore's address and adds 1."""
+        """The address of the function that takes a semaphore's address and adds 1."""
         address = ctypes.cast(self._library.sem_post, ctypes.c_void_p).value
         assert address is not None
         return address

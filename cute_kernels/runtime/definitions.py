@@ -346,7 +346,8 @@ class _Uses(ast.NodeVisitor):
 
 
 class _HeldUses(_Uses):
-    """Of a class whose values exist: neither bases, which are told apart, nor defaults of fields count here."""
+    """Collects the uses of a class whose values exist. Neither bases, which are listed apart, nor defaults of fields
+    count."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.keywords])

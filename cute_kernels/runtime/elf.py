@@ -22,7 +22,7 @@ class DynamicSymbols:
 
 
 def dynamic_symbols(path: Path) -> DynamicSymbols:
-    """Of a 64-bit little-endian ELF file. Raises ValueError if it is none."""
+    """The dynamic symbols of a 64-bit little-endian ELF file. Raises ValueError if it is none."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:6] != b"\x7fELF\x02\x01":
             raise ValueError(f"{path} is no 64-bit ELF file")

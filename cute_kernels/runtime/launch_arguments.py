@@ -162,5 +162,5 @@ def _executed(name: str, source: str, launch: object = None) -> Any:
 
 
 def joined(*parts: Iterable[Argument]) -> LaunchArguments:
-    """Of several parts, one after the other."""
+    """The arguments of several parts, one after the other."""
     return LaunchArguments(tuple(argument for part in parts for argument in part))

@@ -38,7 +38,7 @@ class PlanLike(Protocol[P, ResultT_co]):
 
     @property
     def device_index(self) -> int:
-        """Of the device that the plan was made for."""
+        """The index of the device that the plan was made for."""
         ...
 
     def launch(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:

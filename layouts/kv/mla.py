@@ -252,7 +252,7 @@ class MlaDense(KvRow):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the numbers."""
+        """The dtype of the numbers."""
         return _DENSE_DTYPES[self.dtype][0]
 
     @property

@@ -306,7 +306,7 @@ class _Reads:
 
 @lru_cache(maxsize=256)
 def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Reads:
-    """Of a tile of such rows. Kept, as plans ask for it thousands of times."""
+    """How lanes read a tile of such rows. It is cached, as plans ask for it thousands of times."""
     tile = RowTile(head_dim, code_bits, num_groups, 1, BLOCK_TOKENS, operand)
     header_loads = 4 * tile.header_words // tile.header_vector
     if operand == "k":

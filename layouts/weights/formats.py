@@ -43,17 +43,17 @@ class WeightTile:
 
     @property
     def groups(self) -> int:
-        """Of `DRAWN_K` inputs."""
+        """Groups of `DRAWN_K` inputs."""
         return DRAWN_K // self.group_size
 
     @property
     def rows(self) -> int:
-        """Of 64 stored scales: those of groups, and those of the second level."""
+        """Rows of 64 stored scales: those of groups, and those of the second level."""
         return self.groups + self.second_bytes // self.scale_bytes
 
     @property
     def scale_tile_bytes(self) -> int:
-        """Of a tile's scales."""
+        """Bytes of a tile's scales."""
         return self.rows * hopper.TILE_N * self.scale_bytes
 
     def scale_place(self, feature: int, group: int) -> int:

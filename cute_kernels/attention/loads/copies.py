@@ -214,7 +214,8 @@ class TileCopier:
 
     @cute.jit
     def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """As :meth:`clear_rows`, the rows before token ``end`` (at most the tile's)."""
+        """Writes zeros over the rows before token ``end`` (at most the tile's), as :meth:`clear_rows` does over those
+        behind."""
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -406,7 +407,7 @@ class RowMapOperand(RowOperand):
         return first - before, before * WORD_BYTES
 
     def _layout(self):
-        """Of a box in shared memory."""
+        """The layout of a TMA tile in shared memory."""
         return cute.make_layout((self.box_tokens, self.box_words), stride=(self.box_words, 1))
 
     def open(self, source, ring, place) -> RowMapSource:

@@ -26,7 +26,7 @@ class Elements:
 
 
 def of_name(dtype: str) -> Elements:
-    """Of "bf16" or "fp16"."""
+    """The element type called "bf16" or "fp16"."""
     return {
         "bf16": Elements(BFloat16, ptx.pack_bf16x2, (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)),
         "fp16": Elements(Float16, ptx.pack_f16x2, (ptx.half2_low_to_float, ptx.half2_high_to_float)),

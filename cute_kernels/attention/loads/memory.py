@@ -103,7 +103,7 @@ class ExtendMemory:
         return self.number(operand, stage) * self.config.tile_room
 
     def write_ones(self, lane) -> None:
-        """Behind the tiles of V's transpose, by a warp before anybody reads them."""
+        """One warp writes the rows of ones behind the tiles of V's transpose, before any MMA reads them."""
         for stage in range(self.config.num_stages):
             behind = self.tile(VALUES, stage) + self.config.tile_bytes
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
@@ -132,14 +132,14 @@ class Rows:
 
     @staticmethod
     def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
-        """On the host; cache: 4 dimensions, rows without gaps."""
+        """Describes a cache for a kernel. Runs on the host; cache: 4 dimensions, rows without gaps."""
         strides: Any = cache.stride
         block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
         token, head = (inner, outer) if head_major else (outer, inner)
         return Rows(ptx.address(cache), block, token.to(Int32), head)
 
     def address(self, block, place, head):
-        """Of a head's row of the token at a place in a block."""
+        """The address of a head's row of the token at a place in a block."""
         return (
             self.base
             + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)

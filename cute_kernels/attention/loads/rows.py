@@ -143,7 +143,7 @@ class RowRuns:
                 places.entries[run], places.places[run] = work.request, token
 
     def block(self, source, places: Places, run: int):
-        """Of a run's rows, which is waited for."""
+        """The block of a run's rows. Waits for the page's number."""
         return source.pages.existing(places.entries[run]) if self.paged else places.entries[run]
 
     def bases(self, source, rows, places: Places, head) -> list[Int64]:
@@ -321,7 +321,8 @@ class TileWriter:
 
     @cute.jit
     def exponent_of(self, scales, count: cutlass.Constexpr):
-        """Of the power of 2 that a warp's rows have in common; scales: ``count`` of a lane, 0 where there are none."""
+        """The exponent of the power of 2 that a warp's rows have in common. scales: ``count`` of a lane, 0 where there
+        are none."""
         exponent = Int32(0)
         if const_expr(count > 0):
             top = in_pairs(ptx.fmax, [Float32(scales[k].bitcast(Float32)) for k in range(count)])
@@ -348,7 +349,7 @@ class RowProducer:
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """On the host: a tensor map of what is in 16 bits; None for codes."""
+        """Makes a tensor map of what is in 16 bits; None for codes. Runs on the host."""
         if all(self.config.decoded):
             return None
         caches = enumerate((k_cache, v_cache))
@@ -411,8 +412,8 @@ class RowProducer:
 
     @cute.jit
     def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
-        """With K's tile, once it is free, what the rows of V that are the warp's are to be multiplied with. The first
-        warp says with the copy that it has."""
+        """Publishes the powers of 2 by which the warp's rows of V are to be multiplied, with K's tile once its stage is
+        free. The first warp publishes them with its copy."""
         source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)

@@ -59,12 +59,12 @@ class TmaTileProducer:
         self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
 
     def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """On the host: tensor maps with coordinates [token of a block, column, head, block]."""
+        """Makes tensor maps with coordinates [token of a block, column, head, block]. Runs on the host."""
         caches = ((KEYS, k_cache), (VALUES, v_cache))
         return tuple(self.make_map(operand, cache) for operand, cache in caches)
 
     def make_map(self, operand: int, cache: cute.Tensor):
-        """Of K or of V."""
+        """Makes the tensor map of K or of V."""
         modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
         place = wgmma_tiles.tile_layout(*self.tma_shape, self.types[operand])

@@ -48,7 +48,7 @@ class StridedQueries:
 
     @classmethod
     def of(cls, q: cute.Tensor) -> StridedQueries:
-        """On the host."""
+        """Describes queries with strides for a kernel. Runs on the host."""
         first, *_ = cast("tuple[int, ...]", q.stride)
         return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
 
@@ -60,7 +60,7 @@ class QueryRows:
         self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
 
     def address(self, shape, work, queries, row):
-        """Of a packed row that the request has."""
+        """The address of a packed row that the request has."""
         number, place, head = query_row(shape, work, row)
         if not self.strided:
             return queries + Int64(number) * self.row_bytes
@@ -150,12 +150,12 @@ class QueryLoader:
 
     @cute.jit
     def tell(self, from_operand: Float32, address: Int32, lane: Int32):
-        """Who multiplies, of a row's power of 2."""
+        """Publishes a row's power of 2 for the consumer warps."""
         if lane < WARP_ROWS:
             ptx.store_shared(address, 0, [from_operand])
 
     def greater(self, a: Uint32, b: Uint32) -> Uint32:
-        """Of two words the numbers of greater magnitude."""
+        """The number of greater magnitude, for each of the two in a word."""
         return numbers.greater_magnitude(a, b, dtype=self.config.q_dtype)
 
     @cute.jit
@@ -199,7 +199,7 @@ class QueryLoader:
 
     @cute.jit
     def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: int):
-        """Who multiplies, of the power of 2 of a lane's row."""
+        """Publishes the power of 2 of a lane's row for the consumer warps."""
         if lane % self.row_pieces == 0:
             row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
             ptx.store_shared(scales + row * 4, 0, [from_operand])
@@ -226,7 +226,7 @@ class QueryLoader:
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
 
     def channel_scales(self, operands, work, lane) -> list[Float32]:
-        """Of the columns of a lane's pieces."""
+        """Scales of the columns of a lane's pieces."""
         piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
         first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
         words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]

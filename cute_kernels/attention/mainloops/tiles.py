@@ -60,7 +60,7 @@ class Features:
 
     @classmethod
     def of(cls, given, config: ExtendConfig) -> Features:
-        """Of a launch's arguments."""
+        """Takes the values of the features from a launch's arguments."""
         tensors = {tensor.name: getattr(given, tensor.name) for tensor in tensors_in(config.features)}
         names = (own.name for own in fields(cls) if own.name != "tensors")
         return cls(**{name: getattr(given, name) for name in names}, tensors=tensors)
@@ -90,7 +90,7 @@ class Operands:
 
     @classmethod
     def of(cls, given, config: ExtendConfig) -> Operands:
-        """Of a launch's arguments."""
+        """Takes the operands from a launch's arguments."""
         q = StridedQueries.of(given.q) if config.strided_q else ptx.address(given.q)
         addresses = {"q": q, "out": ptx.address(given.out)}
         others = (own.name for own in fields(cls) if own.name not in addresses)

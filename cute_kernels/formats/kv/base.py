@@ -48,7 +48,8 @@ class DecodeReader:
 
     @classmethod
     def of_codes(cls, codes: str) -> DecodeReader:
-        """Of rows that begin with an fp32 scale for each group, by a class that makes fp16 numbers of a run's words."""
+        """Makes the reader of rows that begin with an fp32 scale for each group. ``codes`` names the class that makes
+        fp16 numbers of a run's words."""
         module = f"{READERS}.decoded"
         return cls(f"{module}:DecodedKeyReader", f"{module}:DecodedValueReader", codes=codes)
 

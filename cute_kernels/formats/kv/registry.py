@@ -54,7 +54,7 @@ def register(form: KvFormat) -> KvFormat:
 
 
 def names() -> tuple[str, ...]:
-    """Of all formats, those that ship first."""
+    """The names of all formats, those that ship first."""
     return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
 
 

@@ -68,7 +68,7 @@ class ScoreTerm:
         self.features, self.columns, self.rows = features, columns, rows
 
     def start(self, state: ScoreState) -> None:
-        """Before any column is opened."""
+        """Starts a block, before any of its columns is opened."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
         """What is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
@@ -83,7 +83,8 @@ class ScoreTerm:
         block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Of the tokens up to a query, how many that one and the ``queries`` - 1 before it see at most; None for all.
+        """The number of tokens, counted back from a query, that it and the ``queries`` - 1 before it see at most; None
+        for all.
 
         Tiles before those are left out, and rows before those may hold anything. values: of the launch, its numbers: in
         extend attention the tensors of registered options are not among them.
@@ -243,7 +244,7 @@ class ScoreTerms:
             term.ask(state, state.kept[name], tokens)
 
     def reach(self, values, queries) -> Any:
-        """As `ScoreTerm.reach`, of all of them."""
+        """The longest `ScoreTerm.reach` that all terms allow together."""
         reaches = (term.reach(values, queries) for term in self.terms.values())
         return functools.reduce(_nearer, reaches, None)
 

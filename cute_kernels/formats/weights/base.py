@@ -169,7 +169,7 @@ class WeightFormat(ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
+        """The dtype of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:

@@ -82,7 +82,7 @@ class CombineKernel:
             self.store(sums, out, Int64(token) * n + column, n - column)
 
     def wait(self) -> None:
-        """For the products."""
+        """Waits for the products' launch."""
         if self.config.use_pdl:
             cute.arch.griddepcontrol_wait()
 
@@ -150,7 +150,7 @@ class CombineKernel:
 
     @property
     def place_bytes(self) -> int:
-        """Of a place, or of an expert's id."""
+        """Bytes of a place, or of an expert's id."""
         return self.config.id_bits // 8 or 4
 
     @property

@@ -60,7 +60,7 @@ class GroupedSchedule:
 
     @property
     def num_blocks(self) -> int:
-        """Of an expert."""
+        """Blocks of tiles of an expert."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property

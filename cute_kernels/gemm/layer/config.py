@@ -69,7 +69,7 @@ class LayerProductsConfig:
 
     @property
     def columns(self) -> int:
-        """Of limbs: both of each row."""
+        """Columns of limbs: both limbs of each row."""
         return 2 * self.rows
 
     @property

@@ -39,7 +39,7 @@ class Exchange:
 
 
 def exchange_of(sizes: Sizes) -> Exchange:
-    """Of a launch, once the launch before has ended."""
+    """The exchange of a launch, once the launch before has ended."""
     word, used = (Int32(one) for one in ptx.load_relaxed(sizes.exchange + TURN, 2))
     turn = (word + 1) & 1
     first = sizes.exchange + SETS

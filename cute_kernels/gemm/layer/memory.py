@@ -52,8 +52,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others wait for,
-    all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
+    """The sizes of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others
+    wait for, all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
 
     first_end: Int32
     second_end: Int32
@@ -127,14 +127,14 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
 
 
 def init_barriers(memory: LayerMemory) -> None:
-    """Of one thread."""
+    """One thread initialises all barriers."""
     for pipeline in (memory.weights, memory.tiles, memory.results):
         pipeline.init()
     fence_init()
 
 
 def write_table(memory: LayerMemory, products) -> None:
-    """Of one thread: where every warp finds a product's numbers."""
+    """One thread writes the table in which every warp finds a product's numbers."""
     for i, each in enumerate(products):
         at = Int32(memory.table)
         begin = PRODUCT_BYTES * i

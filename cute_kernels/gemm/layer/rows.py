@@ -53,7 +53,7 @@ class Rows:
 
     @cute.jit
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
-        """Of some groups of each of several passes, from the ``first`` of all rows on; all are asked for at once.
+        """Makes some groups of each of several passes, from the ``first`` of all rows on; all are loaded at once.
 
         Behind the last group lanes make it once more.
         """

@@ -69,7 +69,8 @@ def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> Fp8Rows:
-    """Of products: codes as elements of ``dtype``, two a piece, [places, k_pad / 2], scales [k_pad / 128, pitch]."""
+    """The launch that makes FP8 rows of x for products. Codes come as elements of ``dtype``, two a piece, [places,
+    k_pad / 2], scales as [k_pad / 128, pitch]."""
     groups = k_pad // X_GROUP
     pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
@@ -79,8 +80,8 @@ def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, 
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> Fp8Rows | None:
-    """Of `quantize_activations`, for x on a GPU; None where torch has to: fp32, rows that are no whole pieces of 16
-    bytes on 16 bytes, without gaps, other GPUs, and a kernel that is not there without a compiler."""
+    """The launch of `quantize_activations` for x on a GPU. None where torch has to do it: fp32, rows that are not
+    whole, aligned pieces of 16 bytes without gaps, other GPUs, and a kernel that is neither compiled nor can be."""
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None

@@ -56,7 +56,7 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
-    """Of a scheduler, for a k block of a tile of which ``tile_m`` rows are computed."""
+    """Issue slots of an SM's scheduler for a k block of a tile of which ``tile_m`` rows are computed."""
     adds = (max(config.k_block_groups, 1) + 1) * tile_m / 2
     return config.block_tiles * (DECODE_SLOTS[config.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
 

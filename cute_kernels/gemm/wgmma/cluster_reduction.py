@@ -137,12 +137,12 @@ class ClusterReduction(StoringReduction):
         self.interleaved = InterleavedReduction(config, self.partials)
 
     def begin(self) -> None:
-        """Before anything is published all CTAs of the cluster have their barriers."""
+        """Waits until all CTAs of the cluster have their barriers, before anything is published."""
         cute.arch.cluster_wait()
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Of the tiles that the CTA stores."""
+        """Prepares the store of the tiles that the CTA stores."""
         for i in cutlass.range_constexpr(self.config.n_tiles):
             tile = first_tile + i
             if self.partials.exists(tile, i) & (self.partials.owner(tile) == work_tile.split) & (k_rank == 0):

@@ -153,7 +153,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limits(self) -> Limits:
-        """Of the architectures that its mainloop is written for."""
+        """The limits of the architectures that its mainloop is written for."""
         return self.mainloop.limits
 
     @property
@@ -162,12 +162,12 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def consumer_registers(self) -> int:
-        """Of a consumer thread."""
+        """Registers of a consumer thread."""
         return self.mainloop.registers[self.warpgroups]
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread that copies."""
+        """Registers of a producer thread."""
         return self.mainloop.producer_registers
 
     @property
@@ -177,7 +177,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def thread_vectors(self) -> int:
-        """Of four accumulators of a thread."""
+        """Vectors of four accumulators that a thread has."""
         return self.thread_acc // 4
 
     @property

@@ -36,19 +36,19 @@ class MainloopCost(Protocol):
     """Clocks of what a mainloop does, and of what it leaves to its reduction and store."""
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Of a launch, beyond `START_CLOCKS`."""
+        """Clocks of a launch beyond `START_CLOCKS`."""
         ...
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Of a k block of a CTA's tile, the mean over tiles of rows."""
+        """Clocks of a k block of a CTA's tile, the mean over tiles of rows."""
         ...
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Of the results of a whole tile, while nothing is multiplied."""
+        """Clocks of the results of a whole tile, while nothing is multiplied."""
         ...
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Of a part of a tile that is cut, with its reduction; k_block: of `k_block_clocks`."""
+        """Clocks of a part of a tile that is cut, with its reduction. k_block: what `k_block_clocks` returned."""
         ...
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -62,7 +62,7 @@ def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
 
 
 def bytes_per_clock(schedule: TileSchedule) -> float:
-    """Of a CTA's weights."""
+    """The rate at which a CTA's weights come, in bytes per clock."""
     return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
 
 
@@ -97,7 +97,7 @@ class TileRates(NamedTuple):
 
 
 class DecodedCost:
-    """Of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
+    """The cost of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
 
     # By the bits of a code.
     rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
@@ -160,7 +160,7 @@ class DecodedCost:
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """By what a k block takes longer or shorter, for how its MMAs overlap with decoding."""
+        """The factor of a k block's time for the overlap of its MMAs with decoding."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -168,7 +168,7 @@ class DecodedCost:
         return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
 
     def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Of decoding, for each k16 step of a tile, however few rows there are."""
+        """Clocks of decoding, for each k16 step of a tile, however few rows there are."""
         rates = self.rates_of(problem, config)
         decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
         if config.format.has_zeros:
@@ -178,7 +178,7 @@ class DecodedCost:
         return decode * config.format.decode_cost
 
     def zero_clocks(self, config: WgmmaConfig) -> float:
-        """Of zero points, for each k16 step of a tile."""
+        """Clocks of zero points, for each k16 step of a tile."""
         if not config.scales_codes:
             return self.zero
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -214,7 +214,7 @@ class RangesCost(DecodedCost):
     hand_over, apart = 4600, 1.05
 
     def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Of a CTA's range: its share of all tiles' k blocks and ends."""
+        """Clocks of a CTA's range: its share of all tiles' k blocks and ends."""
         config = schedule.config
         assert isinstance(config.reduction, RangeSplitK)
         units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
@@ -223,7 +223,7 @@ class RangesCost(DecodedCost):
 
 
 class ResidentCost:
-    """Of limbs that a CTA makes itself: `ResidentLimbs`."""
+    """The cost of limbs that a CTA makes itself: `ResidentLimbs`."""
 
     start = 3300  # until limbs are made, and the way out of the last work tile
     start_row = 100  # of that, for each row beyond eight

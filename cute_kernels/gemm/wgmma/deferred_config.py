@@ -67,12 +67,12 @@ class DeferredNormConfig:
 
     @property
     def dtype(self) -> str:
-        """Of activations."""
+        """The dtype of activations."""
         return self.tiles.dtype
 
     @property
     def limits(self):
-        """Of the architectures that the mainloop is written for."""
+        """The limits of the architectures that the mainloop is written for."""
         return self.tiles.limits
 
     def kernel(self) -> Kernel:
@@ -102,7 +102,7 @@ class DeferredNormConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that loads, and of one that multiplies."""
+        """(registers of a thread that loads, registers of one that multiplies)."""
         if self.kind == TAKES:
             return FACTOR_REGISTERS[self.tiles.warpgroups]
         return self.tiles.producer_registers, self.tiles.consumer_registers
@@ -130,7 +130,7 @@ class DeferredNormConfig:
 
     @property
     def factor_bytes(self) -> int:
-        """Of the factors of whole rounds of rows. An mbarrier lies behind those that all warpgroups share."""
+        """Bytes of the factors of whole rounds of rows. An mbarrier lies behind those that all warpgroups share."""
         return FACTOR_BYTES * (-(-self.tiles.own_m // self.rows_at_once) * self.rows_at_once)
 
     def can_implement(self) -> str | None:

@@ -27,7 +27,8 @@ class FactorWarps:
 
     @cute.jit
     def run(self, operands, shape, memory, scheduler, warp, lane):
-        """Of the rows of the CTA's first work tile, which are those of all of them, if it stores any."""
+        """Makes the factors of the rows of the CTA's first work tile, if it stores any. All its work tiles have the
+        same rows."""
         tid = (warp - (self.tiles.consumer_warps + 2)) * WARP_THREADS + lane
         tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
         first, end = self.places.rows_of(shape, work_tile)

@@ -93,11 +93,11 @@ class GivingStore:
         return store.staging + (self.config.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
-        """Nothing: its norm is of rows that it makes."""
+        """Asks for nothing: its norm is of rows that it makes."""
         return []
 
     def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
-        """Nothing."""
+        """Keeps nothing."""
 
     def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
         """Asks for a tile's norm weights and residual. Nobody has used their memory: a CTA has one work tile."""
@@ -189,12 +189,12 @@ class TakingStore:
         return Barrier(pointer, FACTOR_WARPS * WARP_THREADS)
 
     def init_barrier(self, memory) -> None:
-        """Of one thread, before the barriers' fence."""
+        """One thread initialises the barrier, before the barriers' fence."""
         factors = memory.staging + self.config.extra_offset
         self.barrier_of(factors).init()
 
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Before the products: asks for the residual."""
+        """Asks for the residual, before the products."""
         self.plain.prepare(operands, shape, store, corner, ordinal)
 
     @cute.jit

@@ -99,23 +99,23 @@ class SpareWarps(Protocol):
     registers: tuple[int, int]
 
     def init_barrier(self, memory: TileMemory) -> None:
-        """Of one thread, before the fence of the others."""
+        """One thread initialises their barrier, before the fence of the others."""
 
     def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
         """warp: of the CTA's."""
 
 
 class IdleWarps:
-    """Nothing."""
+    """Spare warps that do nothing."""
 
     def __init__(self, config: WgmmaConfig):
         self.registers = config.producer_registers, config.consumer_registers
 
     def init_barrier(self, memory) -> None:
-        """None."""
+        """They have no barrier."""
 
     def run(self, operands, shape, memory, scheduler, warp, lane) -> None:
-        """Nothing."""
+        """They do nothing."""
 
 
 class TileRoles:

@@ -213,7 +213,7 @@ class LimbReader:
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def descriptor(self, memory, stage):
-        """Of a stage's limbs."""
+        """The matrix descriptor of a stage's limbs."""
         return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
 
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:

@@ -100,7 +100,7 @@ class Mainloop(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its part of a kernel's name, before the stages."""
+        """The mainloop's part of a kernel's name, before the stages."""
 
     def kernel(self) -> Kernel:
         """What a configuration with it is compiled as."""
@@ -146,7 +146,7 @@ class Mainloop(ABC):
         )
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Those of the pipeline: full and empty stages."""
+        """The number of the pipeline's mbarriers: full and empty stages."""
         return (
             Barriers("full", config.num_stages, config.stage_copies),
             Barriers("empty", config.num_stages, config.stage_warps),
@@ -335,7 +335,7 @@ class ResidentLimbs(Mainloop):
         return super().regions(config) + more + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Of x."""
+        """The number of mbarriers for x."""
         return (Barriers("x_barrier", 1),)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:

@@ -73,7 +73,7 @@ def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
-    """Of one thread, before any other uses them: all but those that their owner initialises."""
+    """One thread initialises all barriers but those that their owner initialises, before any thread uses them."""
     memory.pipeline.init()
     for group in config.reduction.barriers(config):
         for i in range(group.count):

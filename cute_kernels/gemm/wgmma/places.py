@@ -72,7 +72,7 @@ def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
 
 
 def parts_with(config: WgmmaConfig, rows) -> Any:
-    """Of the parts of a tile, how many have some of its ``rows``, at least 1; there may be more than the tile takes."""
+    """Counts the parts of a tile that have some of its ``rows``, at least 1; there may be more than the tile takes."""
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_m.bit_length() - 1

@@ -31,7 +31,7 @@ class TileRangeSizes(TileSizes):
 
     @staticmethod
     def of(config: WgmmaConfig, given) -> TileRangeSizes:
-        """Of a launch's arguments, on the host."""
+        """Takes the sizes from a launch's arguments, on the host."""
         assert isinstance(config.reduction, RangeSplitK)
         blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
         units = given.k_blocks + config.reduction.end
@@ -118,7 +118,7 @@ class RangeReduction(StoringReduction):
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Of what is stored here."""
+        """Prepares the store of the tiles that the CTA stores."""
         if work_tile.end == shape.k_blocks:
             corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
             self.epilogue.prepare(operands, shape, store, corner, 0)

@@ -71,7 +71,7 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Of the tiles that are stored here."""
+        """Prepares the store of the tiles that the CTA stores."""
         if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
             for i in cutlass.range_constexpr(self.config.n_tiles):
                 corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
@@ -146,7 +146,7 @@ class SequentialReduction(StoringReduction):
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Of the tile, before its last part."""
+        """Prepares the store of the tile, before its last part."""
         if work_tile.split == work_tile.splits - 1:
             for i in cutlass.range_constexpr(self.config.n_tiles):
                 corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
@@ -169,12 +169,12 @@ class RowReduction(StoringReduction):
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
-        """Of the CTA's share of the rows of x."""
+        """The corner of the CTA's share of the rows of x."""
         token = work_tile.split * self.config.own_m
         return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
 
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
-        """Of the CTA's share."""
+        """Prepares the store of the CTA's share."""
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:

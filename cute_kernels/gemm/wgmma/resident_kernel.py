@@ -74,8 +74,11 @@ class ResidentKernel:
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
 
     def launch(self, given, stream):
-        """Of at most a tile of rows of x; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`,
-        of which zeros and workspace are not used; `FACTORED_TILES` of rows that meet factors (:mod:`.row_factors`)."""
+        """Launches the kernel for at most one tile of rows of x.
+
+        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which zeros and workspace are not
+        used; or `FACTORED_TILES` for rows that are scaled by factors (:mod:`.row_factors`).
+        """
         if self.config.mainloop.factors:
             factors = Factors(given.factors, given.eps, given.offset)
             operands = operands_of(FactoredOperands, given, factors=factors)

@@ -304,7 +304,7 @@ class ResidentRows:
         return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
 
     def greater(self, a, b):
-        """Of packed pairs the elements of greater magnitude, with any sign; NaN if there is one."""
+        """The elements of greater magnitude of packed pairs, with any sign; NaN if there is one."""
         return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
 
     def fixed(self, words, factor) -> list[Any]:
@@ -331,7 +331,7 @@ class ResidentRows:
 
 
 def room_of(config: ResidentConfig) -> RowsRoom:
-    """Of resident limbs."""
+    """The room that a configuration's resident limbs have."""
     mainloop = config.mainloop
     return RowsRoom(
         config.dtype,
@@ -360,7 +360,8 @@ class ResidentLimbLoads:
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     def ask_factors(self, scheduler, warp, lane):
-        """Of :meth:`make_first`, before the launch before is waited for; None where rows meet none."""
+        """Loads the factors that :meth:`make_first` applies, before the launch before is waited for; None where rows
+        have none."""
         if not self.config.mainloop.factors:
             return None
         assert self.source is not None

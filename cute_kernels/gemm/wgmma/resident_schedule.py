@@ -126,7 +126,7 @@ def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfi
 
 
 def part_k_blocks(problem: LinearProblem) -> int:
-    """Of a CTA's part of K, whose padded inputs are whole groups of limbs."""
+    """K blocks of a CTA's part of K, whose padded inputs are whole groups of limbs."""
     return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 

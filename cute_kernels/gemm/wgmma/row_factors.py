@@ -30,8 +30,8 @@ SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class Factors:
-    """Of a launch. address: of [k], of x's dtype. eps, offset: bits of what is added to a mean square, and to factors,
-    of a norm."""
+    """The factors of a launch. address: of [k], of x's dtype. eps, offset: bits of what a norm adds to a mean square,
+    and to its factors."""
 
     address: Int64
     eps: Int32

@@ -295,7 +295,7 @@ def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int
 
 
 def share_of(config: WgmmaConfig) -> float:
-    """Of the SMs, on which clusters of a configuration find places."""
+    """The share of the SMs on which clusters of a configuration find places."""
     if config.cluster < WIDE_CLUSTER:
         return 1.0
     shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
@@ -327,7 +327,7 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
+    """Configurations of tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -397,7 +397,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Those of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
+    """Configurations of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
 
     Up to 64 rows they are those of `dsmem_configs`. For more the parts of K that a CTA is sent leave room for four
     stages, which are too few for warpgroups that interleave k blocks.
@@ -426,7 +426,7 @@ def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
+    """Shapes of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
 
 
@@ -464,7 +464,7 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
 
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Those of 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one of each warpgroup.
+    """Configurations for 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one for each warpgroup.
 
     Results of a tile meet in the CTA that stores it: 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
     to 2, and a tile of 48 rows has no fewer places for it.
@@ -540,6 +540,6 @@ def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
-    """Those that there is room for, with their pipelines; most: stages by m_tiles."""
+    """Configurations that there is room for, with their pipelines. most: stages by m_tiles."""
     found = (with_stages(config, most[config.n_tiles]) for config in configs)
     return [config for config in found if config.can_implement() is None]

@@ -124,7 +124,7 @@ class TileScheduler:
 
     @property
     def count(self):
-        """Of all CTAs."""
+        """The number of work tiles of all CTAs."""
         return self.grid.num_work_tiles
 
     def work_tile(self, index) -> WorkTile:
@@ -148,7 +148,7 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """Behind the last k block of what begins at ``begin``, a part of K if it is ``cut``."""
+        """The end of what begins at ``begin``, behind its last k block; a part of K if it is ``cut``."""
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
@@ -194,7 +194,7 @@ class SequentialScheduler:
 
 @dataclass(frozen=True)
 class ClusterTileScheduler:
-    """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
+    """Schedules tiles whose parts of K the CTAs of a cluster have, one part each."""
 
     shape: TileSizes
     first: Int32  # the CTA's number
@@ -202,7 +202,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """Behind the CTA's only work tile."""
+        """The number behind the CTA's only work tile."""
         return self.first + 1
 
     @property
@@ -243,7 +243,7 @@ class DenseRounds:
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:
-        """Of a launch, on the host."""
+        """The sizes of a launch, on the host."""
         sizes: list[Any] = [*dense_sizes(config, given), dense_grid(config, given)]
         if config.mainloop.scaled_rows:
             return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)

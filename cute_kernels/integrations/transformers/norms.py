@@ -70,7 +70,7 @@ _NOTE = "_cute_kernels_norm"
 
 
 class _Product(NamedTuple):
-    """Of a norm, by a weight. version: of the result."""
+    """The product of a norm by a weight. version: of the result."""
 
     weight: PackedWeight
     result: torch.Tensor

@@ -191,7 +191,7 @@ KEPT = "engine_kernels_"
 
 
 def _digest_of_sources() -> str:
-    """Of the Python that lists kernels."""
+    """A digest of the Python that lists kernels."""
     packages = [Path(str(package.__file__)).parent for package in (cute_kernels, layouts)]
     return hashlib.sha256(state_of(packages, (".py",)).digest.encode()).hexdigest()[:16]
 

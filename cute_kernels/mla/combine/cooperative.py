@@ -63,7 +63,8 @@ class PartPlaces:
 
     @staticmethod
     def of(work_tiles) -> PartPlaces:
-        """Those of a CTA. The more parts, the fewer heads are a reader's: never more readers than CTAs."""
+        """The places of a CTA. The more parts there are, the fewer heads has a reader: there are never more readers
+        than CTAs."""
         count = work_tiles.shape.num_parts
         each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
         readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
@@ -74,7 +75,7 @@ class PartPlaces:
 
     @property
     def piece_bytes(self):
-        """Of a piece of a part of a reader's heads."""
+        """Bytes of a piece of a part of a reader's heads."""
         return self.each * PART_ROW_BYTES
 
     def place(self, reader, part, piece):

@@ -60,7 +60,7 @@ class Dequantizer:
         return self.scales != "power_of_2"
 
     def factors(self, words: cute.Tensor, count: int) -> Factors:
-        """Of the first ``count`` scales of a token, of its words.
+        """The factors of the first ``count`` scales of a token, from its words.
 
         fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it. Exponents are moved to where
         bf16 has its own.

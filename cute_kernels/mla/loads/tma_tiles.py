@@ -107,7 +107,7 @@ class TmaTileLoad:
             drain(self.config, memory, stage, phase)
 
     def rank(self):
-        """Of the CTA in its cluster."""
+        """The rank of the CTA in its cluster."""
         return cute.arch.block_idx_in_cluster() if self.config.cluster > 1 else Int32(0)
 
     def prefetch(self, source, page, block, lane) -> None:

@@ -55,7 +55,8 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
 
 @dsl_user_op
 def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
-    """Either half of a word, 0 or 1, in both. As a move, which the instructions that multiply with it do themselves."""
+    """One half of a word, 0 or 1, in both halves. It compiles to a move, which the instructions that multiply with it
+    absorb."""
     own = ("low", "high")[half]
     asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
     return Uint32(
@@ -64,7 +65,7 @@ def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
 
 
 def of_lanes(word, index: int):
-    """That of lane (index, t), in all lanes (g, t)."""
+    """Broadcasts the value of lane (index, t) to all lanes (g, t)."""
     return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
 
 
@@ -106,7 +107,7 @@ class ByteRows:
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """As :meth:`ScaledByteRows.shifts`: rows begin where they are to."""
+        """No shift: rows begin where they are to be, unlike those of :meth:`ScaledByteRows.shifts`."""
         return 0, 0, 0
 
     @staticmethod
@@ -137,7 +138,7 @@ class ByteRows:
         return 0
 
     def load_key_headers(self, address) -> list[Any]:
-        """Nothing: a scale meets scores and probabilities."""
+        """Loads nothing: the scale is applied to scores and probabilities."""
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
@@ -180,12 +181,12 @@ class ByteRows:
 
     @staticmethod
     def column(warp, lane, mma):
-        """Of the sum of row half 0; that of row half 1 is the next one."""
+        """The column of the accumulator of row half 0; that of row half 1 is the next one."""
         return 32 * warp + 16 * mma + 2 * (lane // 4)
 
     @staticmethod
     def query_step(lane) -> tuple[Int32, Int32]:
-        """Of queries a lane writes: (step of 16 columns, t)."""
+        """Which queries a lane writes: (step of 16 columns, t)."""
         return lane // 4, lane % 4
 
     @staticmethod
@@ -375,7 +376,7 @@ class NibbleRows:
         return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
-        """Of 8 tokens."""
+        """The word with the codes of 8 tokens."""
         return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
@@ -403,7 +404,8 @@ class NibbleRows:
 
 
 class HeadedNibbleRows(NibbleRows):
-    """Of four groups: rows of 80 bytes, headers and codes, as the cache has them; so they have no bank conflicts."""
+    """Rows of INT4 with four groups, 80 bytes each with header and codes, as the cache has them; they have no bank
+    conflicts."""
 
     row_bytes = HEADED_ROW_BYTES
     headed = True
@@ -446,9 +448,9 @@ class HeadedNibbleRows(NibbleRows):
 
 
 class PairedNibbleRows(HeadedNibbleRows):
-    """Of one group, those of two neighbouring heads, one a warpgroup's: rows of 68 bytes one behind the other, which
-    begin at a multiple of 4, and tokens at one of 16. Too shifted for ldmatrix: lanes load words, 36 from a row to the
-    next one."""
+    """Rows of INT4 with one group, of two neighbouring heads, one for each warpgroup. Rows of 68 bytes lie one behind
+    the other; a row begins at a multiple of 4 bytes, a token at one of 16. That is too little alignment for ldmatrix:
+    lanes load words, 36 from a row to the next one."""
 
     row_bytes = PAIRED_NIBBLE_ROW_BYTES
     shifted = True
@@ -481,7 +483,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
-        """Of two neighbouring lanes' columns, of one token each."""
+        """Loads the columns of two neighbouring lanes, of one token each."""
         return [
             ptx.load_shared(start, first * self.row_bytes)
             for first in range(0, tokens, 8)

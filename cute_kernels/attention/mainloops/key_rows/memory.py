@@ -42,7 +42,8 @@ def store_word_if(condition, address, word, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_matrix_x2(address, offset: int, words, *, loc=None, ip=None) -> None:
-    """As `ptx.store_matrix_x4`, transposed, of two matrices: addresses of lanes 16 on do not matter."""
+    """Stores two matrices transposed, as `ptx.store_matrix_x4` stores four; addresses of lanes from 16 on are
+    ignored."""
     asm = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};"
     values = [Int32(address), *map(Uint32, words)]
     operands = [value.ir_value(loc=loc, ip=ip) for value in values]
@@ -119,7 +120,7 @@ class KeyRowsMemory:
 
     @property
     def pipelines(self) -> tuple[Pipeline, Pipeline]:
-        """Of K and of V, as `ExtendMemory` has them."""
+        """The pipelines of K and of V, as `ExtendMemory` has them."""
         return self.tile_pipeline, self.tile_pipeline
 
     def flag(self, group):

@@ -156,14 +156,14 @@ class KeyRowsConsumer:
         )
 
     def with_probabilities(self, start: Lane, memory) -> Lane:
-        """With an address, which is not to be worked out again each block."""
+        """The same with the address of its probabilities, which is then not computed again in each block."""
         return replace(
             start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
-        """For a work tile: rows that begin anywhere are shifted in shared memory. Addresses are not to be worked out
-        again each block, 100 clocks of its chain."""
+        """The same for a work tile whose rows may begin anywhere and are shifted in shared memory. Computing the
+        addresses again in each block would add 100 clocks to its critical path."""
         keys, values = self.keys, self.values
         key, _, _ = keys.shifts(source.keys, work.head, start.lane)
         value, even, more = values.shifts(source.values, work.head, start.lane)
@@ -220,8 +220,8 @@ class KeyRowsConsumer:
         return state
 
     def score_scale(self, operands, work, from_fp16):
-        """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
-        multiplied."""
+        """The factor from dot products to exponents of 2, without a row's scale. It is not 0: masked scores, -inf, are
+        multiplied by it."""
         scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
         if has_head_scale(self.config.formats[0]):
             scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
@@ -341,7 +341,7 @@ class KeyRowsConsumer:
         return finished[len(own) :]
 
     def _places(self, mma: int) -> range:
-        """Of an MMA's sums in the order of its registers."""
+        """Places of an MMA's accumulators, in the order of its registers."""
         return range(2 * self.columns * mma, 2 * self.columns * (mma + 1))
 
     def _set(self, sums, values) -> None:
@@ -396,8 +396,8 @@ class KeyRowsConsumer:
         return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Those of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. They come while
-        products run."""
+        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. The
+        loads overlap with MMAs."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]

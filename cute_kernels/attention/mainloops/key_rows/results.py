@@ -57,7 +57,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_alone(self, shape, operands, features, work, memory, sums, place):
-        """Of a warpgroup that has a KV head's tokens all."""
+        """Writes the results of a warpgroup that has all tokens of a KV head."""
         sync_head(self.heads, place.group)
         row = place.warp * WARP_THREADS + place.lane
         if row < self.config.tile_rows:
@@ -70,7 +70,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_together(self, shape, operands, features, work, memory, sums, place):
-        """Of two warpgroups that have half of the tokens each."""
+        """Writes the results of two warpgroups that have half of the tokens each."""
         sync_consumers()
         row = (place.group * WARPGROUP_WARPS + place.warp) * WARP_THREADS + place.lane
         if row < self.config.tile_rows:
@@ -114,7 +114,7 @@ class KeyRowsResults:
 
     @property
     def warpgroups(self) -> int:
-        """Of a KV head."""
+        """Warpgroups of a KV head."""
         return MMA_WARPGROUPS // self.heads
 
     def factors(self, memory, first, index: int):
@@ -183,7 +183,7 @@ class KeyRowsResults:
         return 16 * (place.warp * WARP_THREADS + place.lane)
 
     def block_places(self, mma: int, block: int) -> list[int]:
-        """Of a block's four sums: [row half][column]."""
+        """Places of a block's four accumulators: [row half][column]."""
         return [2 * self.columns * mma + sum_index(2 * block + c, half) for half in range(2) for c in range(2)]
 
     @cute.jit

@@ -34,7 +34,7 @@ class AssignedEntry:
     rows: Int32
 
     def place(self, row):
-        """Of its ``row``-th row: the number of the assignment."""
+        """The place of its ``row``-th row, which is the number of the assignment."""
         place, before = nth_bit(self.words[0], row), count_bits(self.words[:1])
         for i in range(1, len(self.words)):
             behind = row >= before

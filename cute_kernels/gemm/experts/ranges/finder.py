@@ -28,7 +28,7 @@ class Entry:
     rows: Int32
 
     def place(self, row):
-        """Of its ``row``-th row."""
+        """The place of its ``row``-th row."""
         return self.first_place + row
 
 

@@ -31,11 +31,11 @@ class Routing(Protocol):
     """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
 
     def sizes(self, given) -> RangeSizes:
-        """Of a launch, on the host."""
+        """The sizes of a launch, on the host."""
         ...
 
     def operands(self, given) -> RangeOperands:
-        """Of a launch, on the host."""
+        """The operands of a launch, on the host."""
         ...
 
     def load(self, operands, shape, lane) -> Any:

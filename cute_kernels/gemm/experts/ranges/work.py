@@ -74,7 +74,7 @@ class BlockRange:
 
     @staticmethod
     def of(shape, entries, cta) -> BlockRange:
-        """Of ``entries`` entries."""
+        """The range of CTA ``cta`` among the blocks of ``entries`` entries."""
         blocks = entries * shape.num_blocks
         each = quotient(blocks, shape.cta_reciprocal)
         rest = blocks - each * shape.num_ctas

@@ -124,7 +124,7 @@ class RouterKernel:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a thread's piece of a row."""
+        """Bytes of a thread's piece of a row."""
         return VECTOR * (4 if self.config.weight == "fp32" else 2)
 
     def load_weight(self, row, piece) -> list[Any]:

@@ -48,7 +48,7 @@ class Choice:
 
     @staticmethod
     def of(given, experts) -> Choice:
-        """Of a launch's arguments."""
+        """Takes the choice from a launch's arguments."""
         names = (name for name in Choice.__dataclass_fields__ if name not in ("experts", "group_reciprocal"))
         size = experts // given.groups
         reciprocal = ((Int32(1) << GROUP_SHIFT) + size - 1) // size

@@ -22,15 +22,15 @@ class MainloopCost(Protocol):
     """Clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Of the tensor cores, where they run beside decoding."""
+        """Clocks of the tensor cores, where they run concurrently with decoding."""
         ...
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Of all else that a warpgroup does."""
+        """Clocks of all else that a warpgroup does."""
         ...
 
     def memory_factor(self, config: WgmmaConfig) -> float:
-        """By what weights take longer than at the memory's rate."""
+        """The factor by which loading weights takes longer than at the memory's rate."""
         ...
 
 
@@ -45,7 +45,7 @@ def steps_of(config: WgmmaConfig) -> int:
 
 
 class RegisterCost:
-    """Of `RegisterWgmma`."""
+    """The cost of `RegisterWgmma`."""
 
     # Per k16 step of a tile of 64 features: however few rows, by the bits of a code; for each row. The same where one
     # instruction scales codes as it decodes them, with the launch that brings rows.
@@ -70,7 +70,8 @@ class RegisterCost:
 
 
 class SynchronousCost:
-    """Of `MmaSync`: warps multiply each for itself, so scales are on accumulators, and each has instructions."""
+    """The cost of `MmaSync`. Each warp multiplies for itself, so scales are applied to accumulators, by each warp
+    again."""
 
     step: ClassVar[dict[int, float]] = {4: 20, 8: 25}
     row = 0.43
@@ -87,7 +88,7 @@ class SynchronousCost:
 
 
 class LimbCost:
-    """Of `Limbs`, tensor cores included: what there is to do for each row are its limbs' columns and scales."""
+    """The cost of `Limbs`, tensor cores included. Each row costs its columns of limbs and its scales."""
 
     step, row = 12, 0.62
     short_pipeline, short_pipeline_factor = 5, 1.05  # with so few stages

@@ -120,7 +120,7 @@ class GroupedTileScheduler:
         return first + self.ended(first + (self.lane & (EXPERTS_PER_LANE - 1)) + 1, index, mask)
 
     def ended(self, expert, index, mask: int):
-        """Of the lanes in ``mask``, how many have an expert with no more than ``index`` work tiles before it."""
+        """Counts the lanes in ``mask`` whose expert has no more than ``index`` work tiles before it."""
         before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
         return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
 
