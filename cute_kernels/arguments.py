@@ -104,7 +104,7 @@ DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in
 
 @contextmanager
 def checking_values(checks: bool = True) -> Iterator[None]:
-    """In this block every call's values are checked, as with `CUTE_KERNELS_DEBUG=1` everywhere; or no call's."""
+    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere; or no call's."""
     global DEBUG
     before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
@@ -124,7 +124,7 @@ def check_tensors(**tensors: object) -> None:
 
 
 def check_given_tensors(optional: Mapping[str, object]) -> None:
-    """As :func:`check_tensors`, of what is a tensor among optional arguments."""
+    """Checks the tensors among optional arguments, as :func:`check_tensors` does."""
     check_tensors(**{name: value for name, value in optional.items() if isinstance(value, torch.Tensor)})
 
 

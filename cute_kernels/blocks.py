@@ -21,7 +21,7 @@ def elements(usual: int) -> int:
 
 @contextmanager
 def at_most(most: int) -> Iterator[None]:
-    """In this context blocks have at most so many elements, if whatever goes into one is not larger itself."""
+    """Limits the elements of a block within this context, unless what goes into one block is larger itself."""
     token = _most.set(most)
     try:
         yield

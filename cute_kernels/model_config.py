@@ -86,7 +86,8 @@ def keep_vocabulary(model: Any) -> None:
 
 
 def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """As a model's own ``resize_token_embeddings``; the output layer is one of 16 bits where the number changes."""
+    """Resizes as a model's own ``resize_token_embeddings`` does; where the number changes, the output layer is one of
+    16 bits then."""
     output = model.get_output_embeddings()
     if isinstance(output, QuantizedLinear):
         if new_num_tokens in (None, output.out_features) and not any(args) and not kwargs.get("pad_to_multiple_of"):

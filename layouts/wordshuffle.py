@@ -177,7 +177,7 @@ def execute(plan: ShufflePlan, data: torch.Tensor, size: int, flip: int = 0) -> 
 
 
 def _stage(source: torch.Tensor) -> torch.Tensor | None:
-    """On a CPU, a copy of ``source`` in a buffer that keeps whole cache lines of it together, or None for no need.
+    """Copies ``source``, on a CPU, into a buffer that keeps its whole cache lines together; None if there is no need.
 
     Read in the order of the target, a transposed source costs one cache miss per word.
     """

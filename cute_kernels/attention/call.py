@@ -380,7 +380,8 @@ def make_extend_call(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionCall:
-    """As :func:`make_call`, with the arguments of `extend_attention`; options: those of both calls."""
+    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: those of both
+    calls."""
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)

@@ -264,7 +264,8 @@ def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
 
 
 def check_result(out: torch.Tensor, q: torch.Tensor, wanted: list[int], why: str) -> None:
-    """As :func:`check_out`, of a result of a shape; ``why`` it is that."""
+    """Checks a result of a given shape, as :func:`check_out` does. why: ends the message, and says where the shape
+    comes from."""
     check_tensors(out=out)
     if out.dtype != q.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")

@@ -1,4 +1,4 @@
-"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+"""Compiles configurations into functions; no other module of attention starts the compiler."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
 
 def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
-    """As :func:`compile_extend`, for the kernel that makes rows of 16 bits of a cache."""
+    """Compiles the kernel that makes 16-bit rows of a cache, as :func:`compile_extend` compiles attention."""
     import cutlass
     import cutlass.cute as cute
 
@@ -191,7 +191,7 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
-    """As :func:`compile_extend`, for the kernel that puts splits together."""
+    """Compiles the kernel that combines splits, as :func:`compile_extend` compiles attention."""
     import cutlass
     import cutlass.cute as cute
 

@@ -311,7 +311,7 @@ class KeyRows:
 
     @property
     def fixed_bytes(self) -> int:
-        """Beside tiles."""
+        """Bytes of shared memory for what is not tiles."""
         places = 2 * MMA_WARPGROUPS * self.probability_bytes
         return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
 

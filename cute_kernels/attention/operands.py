@@ -75,7 +75,7 @@ class Bias:
 
     @staticmethod
     def of(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
-        """Over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as `checks.check_bias`."""
+        """Checks a bias over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as `checks.check_bias`."""
         return Bias(bias, checks.check_bias(bias, shape))
 
 

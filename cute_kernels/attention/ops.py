@@ -297,7 +297,7 @@ def launch_splits(
     softmax_scale: float | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
+    """Launches attention with fixed splits and each split's own result; see ``decode_attention_splits``."""
     check_optional_positive("softmax_scale", softmax_scale)
     given = (q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
     call = _checked(*given)

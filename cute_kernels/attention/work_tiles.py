@@ -77,7 +77,7 @@ class Work:
     kv_stop: Int32
 
     def words(self) -> list[Uint32]:
-        """As they are told to consumers."""
+        """The words that the consumers are sent."""
         places = (self.request, self.part, self.first_row, self.num_rows)
         return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 

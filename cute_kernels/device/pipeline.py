@@ -111,7 +111,7 @@ class Pipeline:
         return self.full + state.stage
 
     def full_address(self, state: PipelineState) -> Any:
-        """Its address in shared memory, as bulk copies want it."""
+        """The address of its full barrier in shared memory, as bulk copies take it."""
         return Int32((self.full + state.stage).toint())
 
     # -- consumers ----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Barrier:
 
     @property
     def address(self) -> Any:
-        """In shared memory, as copies want it."""
+        """The barrier's address in shared memory, as copies take it."""
         return Int32(self.pointer.toint())
 
 

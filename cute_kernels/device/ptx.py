@@ -174,7 +174,7 @@ def mma_m16n8k16(c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32],
 
 @pure
 def mma_m16n8k8(c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, dtype: str) -> Asm[list[Float32]]:
-    """As :func:`mma_m16n8k16` with a contraction of 8: A two packed pairs a lane, B one."""
+    """The MMA of :func:`mma_m16n8k16` with a contraction of 8: A has two packed pairs a lane, B one."""
     registers = "{$0, $1, $2, $3}, {$8, $9}, {$10}, {$4, $5, $6, $7}"
     return Asm(f"mma.sync.aligned.m16n8k8.row.col.f32.{dtype}.{dtype}.f32 {registers};", count=4)
 

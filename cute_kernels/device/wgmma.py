@@ -100,13 +100,13 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
 
 @dsl_user_op
 def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """As `mma`, of ``num_sums`` sums that start from zero, for which no register has to be set."""
+    """The MMA of `mma` whose ``num_sums`` accumulators start from zero, so that no register has to be set."""
     return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def wait_for_dots(dots: Sequence[Int32], pending: int, *, loc=None, ip=None) -> list[Int32]:
-    """As `wait_for`, of the sums of `multiply_bytes`."""
+    """Waits as `wait_for` does, for the accumulators of `multiply_bytes`."""
     return _through(f"wgmma.wait_group.sync.aligned {pending};", dots, Int32, "r", loc=loc, ip=ip)
 
 
@@ -126,7 +126,7 @@ def multiply_bytes(
 def multiply_e4m3(
     sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
 ) -> list[Float32]:
-    """As `multiply_bytes`, of E4M3 with sums in fp32, which the tensor cores add in some 14 bits."""
+    """Multiplies E4M3 as `multiply_bytes` does bytes. Accumulators are fp32; the tensor cores add with some 14 bits."""
     return _issue(sums, count, a, b_low, "k32.f32.e4m3.e4m3", ", 1, 1", Float32, "f", loc=loc, ip=ip)
 
 

@@ -100,7 +100,7 @@ def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = Fal
 
 
 def begin() -> None:
-    """Before the first :func:`multiply` of a group: what the registers hold is ready for it."""
+    """Orders the registers before the first :func:`multiply` of a group: what they hold is ready for it."""
     warpgroup.fence()
 
 

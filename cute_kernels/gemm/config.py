@@ -43,7 +43,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its part of a kernel's name, behind all others."""
+        """The activations' part of a kernel's name, behind all others."""
 
     @abstractmethod
     def kernel(self) -> Kernel:

@@ -1,4 +1,5 @@
-"""From the consumer warps' accumulators to the output: added up in shared memory, combined through memory, stored.
+"""Turns the consumer warps' accumulators into the output: adds them in shared memory, combines splits through memory,
+stores.
 
 Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
 CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
@@ -79,7 +80,7 @@ class Epilogue:
         return index % self.config.num_buffers
 
     def wait_staged(self, memory, index):
-        """Until a segment's results are in its buffer."""
+        """Waits until a segment's results are in its buffer."""
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
@@ -182,7 +183,7 @@ class Epilogue:
         return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
 
     def target_in(self, shape, block, token, vector, first_bias):
-        """As `target_of`, of a row of the output; first_bias: the bias of the first output feature."""
+        """The target that `target_of` has, of a row of the output. first_bias: the bias of the first output feature."""
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         columns, column = shape.n >> halves, row >> halves

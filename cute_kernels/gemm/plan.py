@@ -176,5 +176,5 @@ def _takes_apart(product: Product, x: torch.Tensor) -> bool:
 
 
 def _bits(value: float) -> int:
-    """Those of an fp32, as an int32."""
+    """The bits of an fp32, as an int32."""
     return struct.unpack("<i", struct.pack("<f", value))[0]

@@ -143,9 +143,12 @@ def product_of(problem: LinearProblem, device: int) -> Product:
 @per_gpu
 @lru_cache(maxsize=4096)
 def factored_product_of(problem: LinearProblem, device: int, kind: str) -> Product | None:
-    """As `product_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`,
-    `.ORDERED`); None if the one that serves the product takes none, or is not there and nobody may wait for the
-    compiler: a launch before does the same. It takes their address as ``factors``."""
+    """The product of a kernel whose rows are scaled or permuted (`mainloops.SCALED`, `.NORMED`, `.ORDERED`); it takes
+    the address of the factors or the order as ``factors``.
+
+    None if the kernel that would compute the product cannot, or is not compiled and the compiler may not be waited for:
+    a launch before it scales or permutes the rows then.
+    """
     arch = arch_of(device)
     if problem.m > MOST_ROWS[kind] or (kind == ORDERED and problem.k % LIMB_GROUP):
         return None

@@ -119,7 +119,7 @@ class WeightTensors(NamedTuple):
 
     @property
     def form(self) -> WeightForm:
-        """As of `PackedWeight`. By `tuple.__new__`, and in place, as layers wait for it."""
+        """The form of a `PackedWeight`. It is made in place by `tuple.__new__`, as layers wait for it."""
         perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
         past = None if perm is None else perm.data_ptr() % ALIGNMENT
         scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT
@@ -235,7 +235,7 @@ class PackedWeight(Packed):
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
-        """No function of torch takes a packed weight.
+        """Refuses all functions of torch: none takes a packed weight.
 
         nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
         """

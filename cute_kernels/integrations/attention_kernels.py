@@ -36,7 +36,7 @@ PART_BATCHES = (1, *range(8, 257, 8))
 
 
 def batches_up_to(most: int) -> tuple[int, ...]:
-    """Those of BATCHES that steps of up to ``most`` requests want kernels of; the same for every engine."""
+    """The BATCHES that steps of up to ``most`` requests want kernels of; the same for every engine."""
     below = bisect.bisect_left(BATCHES, most)
     return BATCHES[: below + 1]
 

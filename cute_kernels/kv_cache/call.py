@@ -137,7 +137,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def _check_memory(call: AppendCall) -> None:
-    """Nothing that is written is read or written elsewhere; q may come back where it was."""
+    """Checks that nothing that is written is read or written elsewhere; q_out may be q."""
     others = {name: value for name, value in call._asdict().items() if isinstance(value, torch.Tensor)}
     for name in ("v_cache", "k_cache", "q_shift", "q_out"):
         written = others.pop(name, None)

@@ -1,4 +1,4 @@
-"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+"""Compiles configurations into functions; no other module of kv_cache but `.step_compile` starts the compiler."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
 
 
 def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """As `fake_tensors`, of the kernel that fills blocks of keys."""
+    """The tensors of the kernel that fills blocks of keys, as `fake_tensors` has those of an append."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor

@@ -70,7 +70,7 @@ class LayerConstants:
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
 
     def set_scales(self, layer: int, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
-        """As `KVCache.set_scales`: both, copied into place, or neither."""
+        """Copies both scales into place, or neither, as `KVCache.set_scales` does."""
         check_count("layer", layer, 0, self._num_layers - 1)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         checked = [

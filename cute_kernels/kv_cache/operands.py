@@ -222,7 +222,7 @@ def _transforms_of(given) -> Transforms:
 
 
 def _any(value) -> Any:
-    """For type checkers: shapes and strides of DSL tensors as the tuples that they are."""
+    """Returns its argument, for type checkers: shapes and strides of DSL tensors as the tuples that they are."""
     return value
 
 

@@ -69,7 +69,7 @@ class PageFetch:
 
     @cute.jit
     def give(self, slot, page):
-        """As `ask`, for a page that is known."""
+        """Sets a page that is known, instead of `ask`."""
         lane = cute.arch.lane_idx()
         if lane % self.lanes == 0:
             ptx.store_shared(slot.address, 0, [page])

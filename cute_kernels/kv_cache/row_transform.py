@@ -80,7 +80,7 @@ class RowTransformer:
         self.ask_queries(constants, given, self.kv_head(given, q_head), lane)
 
     def ask_queries(self, constants, given, kv_head, lane):
-        """As `ask_q`, of q heads that read ``kv_head``."""
+        """Asks as `ask_q` does, for q heads that read ``kv_head``."""
         for part, base in enumerate(self.addresses(given)[1]):
             self._load(constants, self.k_constants, part, base, kv_head, lane)
 

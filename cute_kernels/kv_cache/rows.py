@@ -284,7 +284,7 @@ class ScaledRow(CodedRow):
         return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
 
     def reduce(self, statistics) -> list[Float32]:
-        """Over the group where the scale comes from it."""
+        """Reduces statistics over the group where the scale comes from it."""
         sizes = [statistics[s] for s in range(self.sets)]
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
@@ -413,7 +413,7 @@ def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], U
 
 
 def pack_nibbles(rounded: list[Uint32]) -> Uint32:
-    """Up to 8 codes, each in the low bits of an fp32 `numbers.ROUNDER` / 16 and more, as nibbles of a word."""
+    """Packs up to 8 codes into nibbles of a word; each is in the low bits of an fp32 from `numbers.ROUNDER` / 16 on."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):
         word = (word << 4) + code

@@ -1,4 +1,4 @@
-"""From the configuration of a step in one launch to a compiled function."""
+"""Compiles the configuration of a step in one launch into a function."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class StepConfig:
 def serving_config(
     problem: AttentionProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
 ) -> StepConfig | None:
-    """As `step_config`, where one launch is what serves.
+    """The configuration of `step_config` where one launch is the way to serve; else None.
 
     What queries meet beside RoPE delays the beginning of each CTA. Where many waves of CTAs follow each other an append
     does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).

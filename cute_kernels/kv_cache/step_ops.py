@@ -88,7 +88,7 @@ class Step(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that every step has, by name."""
+        """The tensors that every step has, by name."""
         return dict(zip(self._fields[:6], self[:6], strict=True))
 
 

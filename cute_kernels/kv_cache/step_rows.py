@@ -96,7 +96,7 @@ class NewRows:
         self.shared_bytes = attention.num_rows * self.pitch
 
     def operands_of(self, given) -> NewRowOperands:
-        """From a launch's arguments."""
+        """Takes the operands from a launch's arguments."""
         caches = (given.k_cache, given.v_cache)
         k_strides, v_strides = (self._strides_of(cache) for cache in caches)
         return NewRowOperands(

@@ -157,7 +157,7 @@ def sparse_mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`mla_decode`, of the tokens that each query has chosen (DeepSeek Sparse Attention).
+    """Computes :func:`mla_decode` over the tokens that each query has chosen (DeepSeek Sparse Attention).
 
     Args:
         q, cache, kv_format, softmax_scale, return_lse, out: as for `mla_decode`, with any q_len.

@@ -221,7 +221,7 @@ def _check_values(problem: SparseProblem, call: SparseCall) -> None:
 
 
 def _index_of(problem: DenseProblem | SparseProblem) -> int:
-    """As `Tensor.get_device` has it."""
+    """The index of the device, -1 for the CPU, as `Tensor.get_device` has it."""
     return -1 if problem.device.index is None else problem.device.index
 
 

@@ -103,7 +103,8 @@ def dense_plan(problem: DenseProblem) -> MlaPlan:
 
 
 def sparse_plan(problem: SparseProblem) -> MlaPlan:
-    """As :func:`dense_plan`; of what the problem leaves open :func:`chosen` has the addresses."""
+    """The plan of a sparse problem, as :func:`dense_plan` makes it; :func:`chosen` has the addresses of what is
+    chosen."""
     known, extra = _pages(problem.cache) | {"num_tokens": _num_tokens(problem.cache), "topk": problem.topk}, NO_CACHE
     if problem.extra is not None:
         own = _pages(problem.extra) | {"num_tokens": _num_tokens(problem.extra), "topk": problem.extra_topk}

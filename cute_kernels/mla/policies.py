@@ -91,7 +91,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class SplitCrossover:
-    """As :class:`Crossover`, in tiles of two parts. scales: as in :class:`Decode`."""
+    """The load of :class:`Crossover` in tiles of two parts. scales: as in :class:`Decode`."""
 
     scales: str = "fp32"
     kind: str = field(default="split_crossover", init=False)

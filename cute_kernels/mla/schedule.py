@@ -139,7 +139,8 @@ def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def possible_parts(shape: Workload, rate: Rate) -> list[int]:
-    """Into how many parts rows may be cut, STREAM_K among them; no part is without blocks where all tokens count."""
+    """Numbers of parts that rows may be cut into, STREAM_K among them; no part is without blocks where all tokens
+    count."""
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)

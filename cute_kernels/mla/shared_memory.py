@@ -33,7 +33,7 @@ class SharedMemory:
 
 
 def allocate(config: MlaConfig) -> SharedMemory:
-    """In device code."""
+    """Allocates the shared memory, in device code."""
     smem = cutlass.utils.SmemAllocator()
     tiles = smem.allocate(NUM_STAGES * config.tile_bytes, byte_alignment=1024)
     queries = smem.allocate(config.query_bytes, byte_alignment=1024)
@@ -59,7 +59,7 @@ def allocate(config: MlaConfig) -> SharedMemory:
 
 
 def init_barriers(config: MlaConfig, memory: SharedMemory) -> None:
-    """By one thread, before anybody else goes on."""
+    """One thread initialises all barriers, before any other goes on."""
     for i in range(NUM_STAGES * config.tile_parts):
         cute.arch.mbarrier_init(memory.full + i, config.tiles.load.full_arrivals)
         cute.arch.mbarrier_init(memory.empty + i, config.empty_arrivals)

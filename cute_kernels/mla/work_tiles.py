@@ -65,7 +65,7 @@ class WorkTiles:
 
     @staticmethod
     def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
-        """Those of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
+        """The work tiles of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
         first = _first(shape, source, locator, counts, cta, team, lane)
@@ -104,8 +104,8 @@ class WorkTiles:
 
 
 class PartTiles(WorkTiles):
-    """As `WorkTiles`, where every row is cut into parts and a CTA has one: ``states`` are those of
-    :mod:`.combine.cooperative` then."""
+    """Work tiles where every row is cut into parts and a CTA has one part; ``states`` are those of
+    :mod:`.combine.cooperative`."""
 
     has_stream_k: ClassVar[bool] = False
 
@@ -153,7 +153,7 @@ class Cursor:
 
     @staticmethod
     def before(work_tiles: WorkTiles, loader, leads) -> Cursor:
-        """Before the first block."""
+        """Makes the cursor before the first block."""
         state = cute.make_rmem_tensor(8, Int32)
         state.fill(0)
         cursor = Cursor(work_tiles, loader, leads, state)
@@ -163,7 +163,7 @@ class Cursor:
 
     @property
     def block(self):
-        """Its number in its row."""
+        """The block's number in its row."""
         return Int32(self.state[BLOCK])
 
     @property

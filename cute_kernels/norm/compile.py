@@ -1,4 +1,4 @@
-"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+"""Compiles configurations into functions; no other module of norm starts the compiler."""
 
 from __future__ import annotations
 

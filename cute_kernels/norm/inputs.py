@@ -40,7 +40,7 @@ class LayerInputs:
 
     @property
     def shared_bytes(self) -> int:
-        """With the kernel's own."""
+        """Bytes of shared memory, with the kernel's own."""
         return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""From a kernel's spec to its callable: memory, ahead-of-time bundles, disk, and only then the compiler."""
+"""Finds a spec's compiled kernel: in memory, in ahead-of-time bundles, on disk, and only then by the compiler."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cu
 
 
 def _let_random_numbers_be_drawn(device: torch.device) -> None:
-    """Behind a capture that failed, of which torch's generator believes that it goes on, until another one ends."""
+    """Lets torch's generator draw again after a capture that failed: it takes the capture for running until another one
+    ends."""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
 

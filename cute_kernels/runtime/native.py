@@ -130,7 +130,8 @@ _toolchain = Toolchain()
 
 @contextmanager
 def having(**others: Any) -> Iterator[None]:
-    """In this block the machine has other tools: fields of `Toolchain`, as to see what a machine without them does."""
+    """Within this block the machine has other tools, to see what a machine without them does. others: fields of
+    `Toolchain`."""
     global _toolchain
     before, _toolchain = _toolchain, replace(_toolchain, **others)
     try:
@@ -193,7 +194,7 @@ def _installed_runtime_library() -> Path:
 
 
 def missing_symbols(wanted: Iterable[str]) -> list[str]:
-    """Those of a library's wanted symbols that neither the runtime library nor apache-tvm-ffi nor the process has.
+    """The wanted symbols of a library that neither the runtime library nor apache-tvm-ffi nor the process has.
 
     Raises RuntimeLibraryError if the runtime library is not there.
     """

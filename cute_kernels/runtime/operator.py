@@ -107,7 +107,7 @@ _ROUTE = """
 
 
 class Routes(NamedTuple):
-    """Who serves calls that no kernel is launched for at once; as of `route`.
+    """The functions that serve calls for which no kernel is launched at once; as of `route`.
 
     tensors: by name, where they are in the call, as in ``codes="call.weight.codes"``; the first speaks for the device.
     """

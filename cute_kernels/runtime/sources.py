@@ -203,7 +203,7 @@ class _Walk:
                 self.note(number, key, self._number(entry))
 
     def go_on(self) -> None:
-        """Until nothing new is found."""
+        """Follows links until nothing new is found."""
         for number, node in enumerate(self._todo):  # grows as links are followed
             found = node.definition
             self.note(found.digest)

@@ -77,7 +77,7 @@ def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Resul
 
 
 def default_jobs() -> int:
-    """As many workers as this process may use cores, and as fit in the memory that is free now."""
+    """The number of workers that fit the cores that this process may use, and the memory that is free now."""
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // WORKER_BYTES))
@@ -85,7 +85,7 @@ def default_jobs() -> int:
 
 @contextmanager
 def kept(most: int = 2) -> Iterator[None]:
-    """In this block workers that are done wait for the next call of `compile_all`; those that wait end with it.
+    """Within this block, workers that are done wait for the next call of `compile_all`; at its end they end.
 
     A worker keeps the sources that it was started with, so they must not change in the block. Within a block another
     one has workers of its own.

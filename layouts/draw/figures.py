@@ -219,7 +219,7 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
 
 
 def scale_map(tile: WeightTile) -> Figure:
-    """Who loads each scale of half a tile's features, then the banks of the first warp's load of them."""
+    """Draws who loads each scale of half a tile's features, then the banks of the first warp's load of them."""
     cells, shown = [], TILE_N // 2  # the other warps load as these do
     for row in range(tile.rows):
         for feature in range(shown):

@@ -174,7 +174,7 @@ class ChannelBlocks(KvRow):
     # -- proofs -------------------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Proof, ...]:
-        """As `KvRow.verify`, and that a block's parameters have a place each."""
+        """Proves what `KvRow.verify` does, and that each of a block's parameters has a place."""
         return (*super().verify(), self._verify_parameters())
 
     def _verify_parameters(self) -> Proof:

@@ -150,5 +150,5 @@ class ZeroPointRow(KvRow):
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """To the nearest code, halves up: what is below -0.5 is 0 anyway."""
+    """Rounds to the nearest code, halves up: what is below -0.5 is 0 anyway."""
     return (x + 0.5).floor().clamp(0, MAX_CODE)

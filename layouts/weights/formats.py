@@ -72,7 +72,7 @@ class WeightTile:
         return Access(f"{self.name}_scales", note, self.scale_bytes, "ld", tuple(places))
 
     def describe(self) -> str:
-        """In a line: its codes, and its scales."""
+        """Describes the tile in a line: its codes, and its scales."""
         second = f", {self.second_bytes} B for each feature" if self.second_bytes else ""
         scales = f"{self.scale_bytes} B of scale per {self.group_size} inputs{second}"
         return f"{self.bits}-bit codes by {self.conversion}, {scales}"
@@ -105,7 +105,7 @@ class WeightTile:
         return prove(whole, "features and groups are the bytes of the scales, each once", "exhaustive", len(places))
 
     def _prove_features(self) -> Proof:
-        """Against the A fragment of wgmma."""
+        """Proves the features' places against the A fragment of wgmma."""
         threads = wgmma_a(16).coordinates()
         same = all(
             {int(m) for m, _ in threads[LANES * warp + lane]} == set(self.features_of(warp, lane))

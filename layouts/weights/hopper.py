@@ -45,7 +45,7 @@ def tile_k(bits: int) -> int:
 
 @lru_cache(maxsize=256)
 def transform(n: int, k: int, bits: int, conversion: str | None = None) -> Transform:
-    """From row-major codes [n, k] to the blob [n / 64, k / tile_k, elements of a tile].
+    """The transform from row-major codes [n, k] to the blob [n / 64, k / tile_k, elements of a tile].
 
     Args:
         n: output features, a multiple of 64.

@@ -58,7 +58,7 @@ def prove_row_permutation(bits: int, activation_bits: int = 16) -> Proof:
 
 
 def prove_volta_needs_none() -> Proof:
-    """On Volta each thread's B fragment is a run of neighbours in row-major weights, so no row needs to move.
+    """Proves that Volta needs no transform: each thread's B fragment is a run of neighbours in row-major weights.
 
     One aligned load of four neighbouring elements, whatever their width, fills the fragment of m8n8k4.
 

@@ -1,4 +1,4 @@
-"""From the warps' sums to the output: merge in shared memory, then over the splits of a row through memory.
+"""Combines the warps' accumulators into the output: in shared memory, then over the splits of a row through memory.
 
 A split's result travels without a fence or a counter: its words are flags as well. The workspace holds ``EMPTY`` in
 every word between launches; a split stores its partial result over it and is done; the last splits of the row, the
@@ -187,7 +187,8 @@ class Merger:
 
     @cute.jit
     def combine_in_groups(self, work, results, share, address, tid, keep):
-        """As there are more threads than vectors, groups of threads take some splits each and meet in shared memory."""
+        """Combines splits where there are more threads than vectors: each group of threads takes some splits, and
+        groups meet in shared memory."""
         step = self.config.num_threads >> share.groups_log2
         group, member = tid // step, tid % step
         index = share.first + member
@@ -287,7 +288,8 @@ class Merger:
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 
     def stats_of(self, d):
-        """From a vector of a partial result to its own copy of (maximum, sum), which one thread alone reads."""
+        """The offset in bytes from a vector of a partial result to its own copy of (maximum, sum), which one thread
+        alone reads."""
         return self.config.v_head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
 
     # -- stores ---------------------------------------------------------------------------------------------------

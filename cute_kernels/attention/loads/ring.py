@@ -31,7 +31,7 @@ class RingFiller:
         return pages
 
     def make_early_pages(self):
-        """Those of the unit that a CTA expects, or None if nobody asks for them before the unit is known."""
+        """The pages of the work tile that a CTA expects; None if no pages are loaded before the work tile is known."""
         config = self.config
         # A window's first tile is not known before the length is; warps that lend registers have none left for pages.
         early = config.page_tokens > 0 and not config.features.window and not config.lends_registers
@@ -154,7 +154,7 @@ class RingFiller:
 
     @cute.jit
     def await_append(self, work, token):
-        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing.
+        """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
         So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
         cannot be used before it is done.

@@ -1,4 +1,5 @@
-"""From raw scores to the softmax's logits: what options make of them (`.score_terms`), and which keys a query sees.
+"""Turns raw scores into the softmax's logits: score options change them (`.score_terms`), and masks hide keys from a
+query.
 
 A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
 in powers of two (times log2 e), since the softmax uses exp2 alone.
@@ -92,7 +93,7 @@ class Logits:
 
 
 class LogitState(ScoreState):
-    """And which queries are the lane's."""
+    """The state of score options, with the queries that are the lane's."""
 
     values: FeatureValues
     q_len: Int32

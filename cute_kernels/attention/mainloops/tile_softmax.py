@@ -53,7 +53,7 @@ class TileScale:
 
 
 class Softmax:
-    """For the features of a configuration."""
+    """The softmax over a tile's scores, with the features of a configuration."""
 
     def __init__(self, config: ExtendConfig):
         self.features = config.features
@@ -73,8 +73,8 @@ class Softmax:
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
 
     def scales_in(self, words) -> list[TileScale]:
-        """By part of a tile; ones where tiles have none. To be asked for last: parts' words are a third of what they
-        say, and registers are scarce while scores and sums are on their way."""
+        """Scales by part of a tile; ones where tiles have none. Callers ask for them last: the words take a third of
+        their registers, which are scarce while scores and accumulators are live."""
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -139,8 +139,8 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """From the scores of a part of a tile to powers of 2; not 0, by which masked scores, -inf, must not be
-        multiplied: a row of zeros and keys of zeros are both scaled by very small numbers."""
+        """The factor from the scores of a part of a tile to exponents of 2. It is not 0: masked scores, -inf, are
+        multiplied by it, and a row of zeros or keys of zeros have very small scales."""
         if not self.tile_scales[0]:
             return rows.scales[row]
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))

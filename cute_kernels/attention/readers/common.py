@@ -100,7 +100,7 @@ class CodeKeyReader:
     query_exponent: int = QUERY_EXPONENT
 
     def load_queries(self, address, offset: int, num_words: int) -> list[Any]:
-        """As :func:`load_queries`."""
+        """Loads queries as the function :func:`load_queries` does."""
         return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:

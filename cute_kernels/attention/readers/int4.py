@@ -92,7 +92,7 @@ class Int4KeyReader(RowKeyReader):
         return [[low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs]
 
     def _sums_of_columns(self, state: State, sums):
-        """As the base class has it; where shifts are multiplied, the block's B operands instead, one for each MMA.
+        """The sums of the base class; where shifts are multiplied, the block's B operands instead, one for each MMA.
 
         Lane (g, t) has head g's sums of groups t and t + 4, where they meet the shifts of headers, in two fp16 that add
         up to each: with four groups both parts in one operand, with eight the high parts and then the low ones.

@@ -39,7 +39,7 @@ class OptionTensor:
     dtype: torch.dtype = torch.float32
 
     def shape_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """In a call of ``sizes``."""
+        """The shape in a call of ``sizes``."""
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:

@@ -44,7 +44,7 @@ def known() -> tuple[ScoreOption, ...]:
 
 
 def options_in(features: Features) -> list[ScoreOption]:
-    """Those that a compiled variant has, in order; ValueError names one that is not registered."""
+    """The options that a compiled variant has, in order; ValueError names one that is not registered."""
     for name in features.terms:
         if name not in _registered:
             raise ValueError(f"score_options: got {name!r}, want one of {', '.join(_registered)}")
@@ -52,12 +52,12 @@ def options_in(features: Features) -> list[ScoreOption]:
 
 
 def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
-    """Those that calls give registered options."""
+    """The tensors that calls give registered options."""
     return [tensor for name in names for tensor in _registered[name].tensors]
 
 
 def tensors_in(features: Features) -> list[OptionTensor]:
-    """Those that a launch of a variant takes the addresses of, in order."""
+    """The tensors whose addresses a launch of a variant takes, in order."""
     return [tensor for option in options_in(features) for tensor in option.tensors]
 
 

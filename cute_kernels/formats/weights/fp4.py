@@ -144,14 +144,14 @@ class Fp4Decoder(CodeDecoder):
 
 
 class MxFp4Decoder(Fp4Decoder):
-    """With E8M0 scales."""
+    """Decodes FP4 with E8M0 scales."""
 
     def scale_word(self, word) -> Any:
         return power_word(self.math, word)
 
 
 class NvFp4Decoder(Fp4Decoder):
-    """With E4M3 scales: the same as their codes, four bits further up, times 2**120."""
+    """Decodes FP4 with E4M3 scales: their codes four bits further up, as fp16, times 2**120."""
 
     def scale_word(self, word) -> Any:
         return self.math.multiply(word << 4, self.math.word(TWO_TO_120))

@@ -170,7 +170,7 @@ class Fp8Decoder(CodeDecoder):
 
 
 class PowerFp8Decoder(Fp8Decoder):
-    """With E8M0 scales, in bf16."""
+    """Decodes FP8 with E8M0 scales, in bf16."""
 
     def scale_word(self, word) -> Any:
         math = self.math

@@ -1,4 +1,4 @@
-"""From integer codes to the A operand: the 16 bytes of a thread are its fragments of consecutive k16 steps.
+"""Decodes integer codes into the A operand: a thread's 16 bytes are its fragments of consecutive k16 steps.
 
 The blob's order (:mod:`layouts.weights.hopper`) leaves nothing to shuffle. A code is put into the low mantissa bits of
 a float with a fixed exponent (FasterTransformer's magic numbers), and one packed addition takes off that offset and

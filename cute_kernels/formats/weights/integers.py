@@ -69,7 +69,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         return self.bits, self.group_size
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """Without zero points where all of them are the symmetric one."""
+        """The format without zero points where all of them are the symmetric one, else with them; and the zero
+        points."""
         if zeros is None or bool((zeros == self.symmetric_zero).all()):
             return self.with_zero_points(False), None
         return self.with_zero_points(True), zeros

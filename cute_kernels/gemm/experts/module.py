@@ -115,7 +115,8 @@ class OfExperts(nn.Module):
 
     @property
     def activations(self) -> Activations | None:
-        """As of `cute_kernels.fused_moe`; None, and may be set to "fp8". A state dict does not have it."""
+        """The ``activations`` of `cute_kernels.fused_moe`: None, or "fp8", which may be set. A state dict does not have
+        it."""
         return self._activations
 
     @activations.setter
@@ -221,7 +222,7 @@ class QuantizedMoE(OfExperts):
         device: torch.device | str | None,
         format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
-        """As `from_block`, of a block that was found to be served."""
+        """Quantises as `from_block` does a block that is known to be supported."""
         gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
         activation = activation_of(block.experts) or "swiglu"
         return cls(block.gate, gate_up, down, shared_of(block), activation).train(block.training)

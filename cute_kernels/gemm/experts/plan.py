@@ -303,7 +303,7 @@ def assigned_products(
 def entry_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
-    """As `assigned_products`, of batch-invariant products."""
+    """The batch-invariant products, as `assigned_products` has the others."""
     count = tokens * topk
     problems = problem_of(count, gate_up, True, activation), problem_of(count, down, True)
     layouts = [entry_tiles(problem, tokens) for problem in problems]

@@ -70,7 +70,7 @@ class GroupedProduct(Product):
     finds_ids: bool = False
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """As of `Product`; with addresses `SORTED`, or `AS_THEY_ARE`."""
+        """Binds arguments as `Product` does, with addresses `SORTED`, or `AS_THEY_ARE`."""
         waits = {} if self.waits is None else {"waits": self.waits}
         return super().bound(n, activation, out_dtype, **waits, **added)
 

@@ -172,7 +172,7 @@ def most_entries(schedule: GroupedSchedule) -> int:
 
 
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
-    """With as many groups as there are SMs for, and as many launches as entries want."""
+    """The schedule with as many groups as there are SMs for, and as many launches as entries take."""
     bound = problem.max_entries(schedule.entry_rows)
     block_k_blocks = schedule.num_blocks * schedule.slice_k_blocks
     schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_k_blocks))

@@ -90,7 +90,7 @@ class EntrySizes(StreamSizes):
         return first * self.grain, count * self.grain
 
     def cut(self, num_entries) -> EntrySizes:
-        """With the k blocks of ``num_entries`` entries dealt out: groups without any if there are too few.
+        """Deals out the k blocks of ``num_entries`` entries to groups; some groups get none if there are too few.
 
         Blocks stay whole, and leave no partial results, where no group has more than ``slack`` k blocks more by that.
         """

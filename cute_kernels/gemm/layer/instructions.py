@@ -46,7 +46,7 @@ def fence() -> Asm[None]:
 
 @effect
 def copy_elected(destination: Int32, source: Int64, num_bytes: Int32 | int, barrier: Int32) -> Asm[None]:
-    """As `ptx.bulk_copy_to_shared`, by one lane of a warp whose lanes are all here with the same operands.
+    """Copies as `ptx.bulk_copy_to_shared` does, by one lane of a converged warp whose operands are all the same.
 
     In a branch of one lane the compiler would ask each time which lanes have which addresses.
     """

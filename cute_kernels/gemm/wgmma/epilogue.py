@@ -1,4 +1,4 @@
-"""From a warpgroup's accumulators to the output: transposed through shared memory, a few tokens at a time.
+"""Turns a warpgroup's accumulators into the output: transposed through shared memory, a few tokens at a time.
 
 Accumulators have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its
 own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
@@ -57,7 +57,7 @@ class TileEpilogue:
 
     @cute.jit
     def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
-        """Before a work tile's products: asks for the residual of the ``ordinal``-th tile that is to be stored."""
+        """Asks for the residual of the ``ordinal``-th tile that is to be stored, before a work tile's products."""
         if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
             if self.adds_chunks(operands, shape):
                 self.wait(store)
@@ -86,7 +86,7 @@ class TileEpilogue:
 
     @cute.jit
     def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """As `run`, of whatever has no residual that is added in chunks."""
+        """Does what `run` does, for outputs without a residual that is added in chunks."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & self.is_by_feature(shape) & (shape.n % PACKED_VECTOR == 0):
@@ -108,7 +108,7 @@ class TileEpilogue:
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
-        """For all threads of the warpgroup: until each has read what is staged, or staged its own."""
+        """Waits, with all threads of the warpgroup, until each has read what is staged, or staged its own."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):

@@ -62,8 +62,8 @@ def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=4096)
 def parts_of_k(problem: LinearProblem) -> int:
-    """Into how many parts K is cut, for any number of rows: the one whose longest time is least, over `ROWS`, relative
-    to the fastest schedule of so many rows.
+    """The number of parts that K is cut into, for any number of rows. Over `ROWS`, its longest time relative to the
+    fastest schedule of so many rows is least.
 
     problem: of any number of rows; all else decides, the number of SMs as well.
     """
@@ -116,7 +116,7 @@ class Configs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def configs_of(problem: LinearProblem) -> Configs:
-    """Those of a problem: made once for all numbers of parts that are compared."""
+    """The configurations of a problem, made once for all numbers of parts that are compared."""
     tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
     return Configs(
         tiles,
@@ -202,7 +202,7 @@ def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, clu
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Those of the most common formats that no other product has."""
+    """The configurations of the most common formats that no other product has."""
     k = DSMEM_PARTS * 2 * LONG_PART  # where all k blocks are whole
     problems = [LinearProblem(m, 8192, k, k, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
     many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]

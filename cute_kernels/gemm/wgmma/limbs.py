@@ -203,7 +203,7 @@ class LimbReader:
         self.x_scale_shift, self.in_pairs = x_scale_shift or no_shift, in_pairs
 
     def load_codes(self, memory, stage, place) -> list[list[Any]]:
-        """As `StageReader.load_codes`, of a stage."""
+        """Loads the codes of a stage, as `StageReader.load_codes` does."""
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
@@ -297,7 +297,8 @@ class StageByStage:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
+        """Multiplies as `RegisterMainloop.multiply` does; waits for all MMAs of a k block, and releases every stage
+        itself."""
         here, last = state
         x_place = self.reader.x_scale_place(work_tile)
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
@@ -332,4 +333,4 @@ class LimbMainloop(StageByStage):
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
 
     def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
-        """Nothing: accumulators are finished and scaled."""
+        """Does nothing: accumulators are finished and scaled."""

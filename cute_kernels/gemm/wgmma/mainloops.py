@@ -153,7 +153,8 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Those that its device code initialises, behind all others: one of x where limbs are resident."""
+        """The number of mbarriers that its device code initialises, behind all others: one for x where limbs are
+        resident."""
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:

@@ -39,7 +39,7 @@ class Places(Protocol):
 
 
 class DensePlaces:
-    """Those of one product."""
+    """The places of one product."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config

@@ -124,7 +124,8 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """As :meth:`load_groups`; scales are fp32 numbers, of products of decoded codes: 1 where decoding scales."""
+        """Loads scales as fp32 numbers, as :meth:`load_groups` loads words, for products of decoded codes; 1 where
+        decoding scales."""
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [

@@ -63,11 +63,11 @@ class StoringReduction:
         self.prepares = epilogue.dense
 
     def begin(self) -> None:
-        """Nothing."""
+        """Begins nothing."""
 
 
 class WorkspaceReduction(StoringReduction):
-    """No parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
+    """Reduces no parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):

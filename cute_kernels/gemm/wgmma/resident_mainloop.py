@@ -43,7 +43,8 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `RegisterMainloop.multiply`; the phase of the second of ``state`` is that of what of x comes next.
+        """Multiplies as `RegisterMainloop.multiply` does. The second of ``state`` is a pipeline's whose phase is that
+        of the next part of x.
 
         Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
         the producer warp goes on meanwhile, and consumers catch up. The chunk before the first is empty.
@@ -95,4 +96,4 @@ class ResidentMainloop:
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
     def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
-        """Nothing: accumulators are finished and scaled."""
+        """Does nothing: accumulators are finished and scaled."""

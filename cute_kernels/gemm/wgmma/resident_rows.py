@@ -237,7 +237,8 @@ class ResidentRows:
             registers[i] = value
 
     def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
-        """As :meth:`load`, of x in memory; zeros behind its rows, the ends of rows and all steps."""
+        """Loads x from memory as :meth:`load` does from a stage; zeros behind its rows, the ends of rows and all
+        steps."""
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * GROUP_PIECES
         start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
@@ -286,7 +287,8 @@ class ResidentRows:
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
-        """As :meth:`split`, and the sum of the group's inputs, in the unit of its low limbs, where it is wanted."""
+        """Splits as :meth:`split` does, and adds up the group's inputs, in the unit of its low limbs, where the sum is
+        wanted."""
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]

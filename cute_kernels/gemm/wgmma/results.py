@@ -29,7 +29,7 @@ WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among wh
 
 
 def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
-    """That a value is none of those wanted, or None."""
+    """The reason why a value is refused if it is none of those wanted, or None."""
     return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
 
@@ -49,7 +49,7 @@ class StagedStore:
     activation: ActivationFunction | None = None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Its shared memory: the staging buffers of all warpgroups."""
+        """The store's shared memory: the staging buffers of all warpgroups."""
         return (Region("staging", config.warpgroups * config.staging_bytes, STAGING_ALIGNMENT),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -89,7 +89,7 @@ class Reduction(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its part of a kernel's name."""
+        """The reduction's part of a kernel's name."""
 
     def partial_slots(self, config: WgmmaConfig) -> int:
         """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
@@ -100,7 +100,8 @@ class Reduction(ABC):
         return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Its shared memory: parts of K of a cluster's tiles that are sent, and those of other warpgroups."""
+        """The reduction's shared memory: parts of K of a cluster's tiles that are sent, and those of other
+        warpgroups."""
         own = config.block_tiles * (self.k_warpgroups - 1) * config.partial_bytes
         return (Region("partials", self.received_bytes(config) + own),)
 
@@ -125,7 +126,7 @@ class WholeK(Reduction):
 
 @dataclass(frozen=True)
 class RowCuts(Reduction):
-    """As `WholeK`; tiles of a last round are cut into the parts of their rows of x."""
+    """Keeps K whole as `WholeK` does; tiles of a last round are cut into the parts of their rows of x."""
 
     splits_k: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
@@ -236,7 +237,7 @@ class Dsmem(Reduction):
 
 @dataclass(frozen=True)
 class InterleavedDsmem(Reduction):
-    """As `Dsmem`, of warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
+    """Reduces as `Dsmem` does, for warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
 
     k_warpgroups: int = 2
     cluster: int = 2

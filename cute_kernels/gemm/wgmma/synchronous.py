@@ -39,7 +39,7 @@ class SynchronousMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `RegisterMainloop.multiply`; releases every stage itself."""
+        """Multiplies as `RegisterMainloop.multiply` does; releases every stage itself."""
         here, last = state
         rows = self.rows(cute.arch.lane_idx())
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):

@@ -81,5 +81,5 @@ class Experts:
         return all(stack.is_full for stack in self._stacks.values())
 
     def finish(self) -> dict[str, PackedExperts]:
-        """As `QuantizedMoE` takes them: gate_up and down."""
+        """The finished weights that `QuantizedMoE` takes: gate_up and down."""
         return {name: stack.finish() for name, stack in self._stacks.items()}

@@ -305,7 +305,7 @@ def read_layers(
     options: dict[str, Any],
     activations: Activations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
-    """As `load_safetensors`, of layers that were found."""
+    """Reads layers that were found, as `load_safetensors` does."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -89,8 +89,8 @@ def made_of(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> _Made:
-    """As `from_float_codes`. make: `pack_weight`, or `pack_experts` of all experts of a layer, with a dimension of
-    experts in front."""
+    """Makes weights as `from_float_codes` does. make: `pack_weight`, or `pack_experts` of all experts of a layer, with
+    a dimension of experts in front."""
     dim = 3 if make is pack_experts else 2
     codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
     fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")

@@ -84,7 +84,8 @@ def from_torchao(
 
 
 def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
-    """From row-major 4-bit codes [N, K] to tinygemm's tiles, as `aten::_convert_weight_to_int4pack` makes them on CUDA.
+    """The transform from row-major 4-bit codes [N, K] to tinygemm's tiles, as `aten::_convert_weight_to_int4pack` makes
+    them on CUDA.
 
     Lane 4 n + c of a tile of 8 rows holds, of row n, inputs 2c, 2c + 1, 2c + 8 and 2c + 9 of each step of 16: its B
     fragment of mma.m16n8k16. A word has two steps, the even ones of those eight inputs in its low half.

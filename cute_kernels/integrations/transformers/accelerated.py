@@ -238,7 +238,7 @@ class _State:
         return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """That of a copy of the model, which is being made: its own methods, and no cache's memory."""
+        """The state of a copy of the model, which is being made: it has its own methods, and no cache's memory."""
         memo[id(self)] = copied = object.__new__(_State)
         vars(copied).update(vars(self))
         copied.generate, copied.forward, copied.replay = deepcopy((self.generate, self.forward, self.replay), memo)
@@ -299,7 +299,7 @@ class _Generate:
         functools.update_wrapper(self, state.generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own."""
+        """Generates as the model's own ``generate`` does."""
         state, model = self.state, self.state.model
         if state.wants_cache(kwargs):
             if _asked(model, kwargs, "cache_implementation") is not None:
@@ -387,7 +387,7 @@ def _caches_for_itself(part: nn.Module) -> bool:
 
 
 def _head_dims(config: Foreign) -> set[int]:
-    """Those of a model's layers, as far as its configuration says them."""
+    """The head_dims of a model's layers, as far as its configuration says them."""
     # transformers lets fields differ by layer (Gemma 4's head_dim): only the layers' configurations have them then.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     found: set[int] = set()

@@ -155,7 +155,7 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Before a step is replayed in order: what it is to make the next one's inputs of.
+        """Says what a step makes the next one's inputs of, before it is replayed in order.
 
         A request that has ended is given the same token from there on, whatever the model says.
         """

@@ -134,8 +134,8 @@ class AttentionBlock(Block):
         into: Sum | Ending | None = None,
         **kwargs: Any,
     ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
-        """As the module's own ``forward``. into: what the results go into; they are in it already where `NormedRows` or
-        `LayerRows` come back."""
+        """Computes the module's own ``forward``. into: what the results go into; they are in it already where
+        `NormedRows` or `LayerRows` come back."""
         module: Any = self.module
         rows = shaped(hidden_states)
         if args or not self._serves(rows, kwargs):
@@ -298,7 +298,7 @@ class MlpBlock(Block):
                 setattr(self.module, name, part.separate())
 
     def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Normed:
-        """As the module's own ``forward``. into: as of `AttentionBlock`."""
+        """Computes the module's own ``forward``. into: as of `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
             return self.own(*map(tensor_of, args), **kwargs)
         assert self._first is not None
@@ -364,7 +364,7 @@ class LayerBlock(Block):
         self.place = place
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the module's own ``forward``."""
+        """Computes the module's own ``forward``."""
         module, known = self.module, self.known
         before_mlp = getattr(module, known.before_mlp)
         dropouts = [getattr(module, name) for name in known.dropouts]

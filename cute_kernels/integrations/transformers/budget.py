@@ -114,7 +114,7 @@ class Probes:
 
     @torch.no_grad()
     def _again(self, probe: _Probe, reads: Mapping[int, _Read]) -> torch.Tensor:
-        """As ``probe.exact``, where some layers' caches are read otherwise."""
+        """Computes what ``probe.exact`` has, with some layers' caches read in other formats."""
 
         def attend(
             module: nn.Module,

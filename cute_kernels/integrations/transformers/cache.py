@@ -169,7 +169,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         return handle, handle
 
     def _grow(self) -> None:
-        """As many rows as the other layers have."""
+        """Grows the layer to as many rows as the other layers have."""
         for name, rows in zip(self.stored, self.rows, strict=True):
             if rows.shape[-2] < self.columns.capacity:
                 setattr(self, name, _widened(rows, self.columns.capacity))
@@ -214,7 +214,8 @@ class DecodeCacheLayer(CacheLayerMixin):
         return self.count + count, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `pickle` and `copy`: rows of columns that there are; the others come back with the next tokens."""
+        """The state for `pickle` and `copy`: rows of the columns that exist; the others come back with the next
+        tokens."""
         rows = {name: x[..., : self.count, :].clone() for name, x in vars(self).items() if name in self.stored}
         return vars(self) | rows
 

@@ -72,7 +72,7 @@ class Columns:
         self._is_open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `pickle` and `copy`: without what is of this process and of these tensors."""
+        """The state for `pickle` and `copy`, without what belongs to this process and to these tensors."""
         self.call_back()
         return vars(self) | {"graphs": {}, "epoch": None, "_before": None}
 
@@ -209,7 +209,7 @@ class Columns:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it a pass over one column is recorded or replayed: only what is on the device changes."""
+        """Within it, a pass over one column is recorded or replayed: only what is on the device changes."""
         self.static = True
         try:
             yield

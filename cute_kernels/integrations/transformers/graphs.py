@@ -161,7 +161,7 @@ class StepReplay:
         functools.update_wrapper(self, forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepReplay:
-        """That of a copy of the model, which has recorded nothing."""
+        """The replay of a copy of the model, which has recorded nothing."""
         memo[id(self)] = copied = StepReplay(deepcopy(self.forward, memo), self.record)
         return copied
 
@@ -198,7 +198,7 @@ class StepReplay:
             self._state, self._epoch = found, object()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``forward``."""
+        """Computes the model's ``forward``."""
         call = self._call
         if call is not None and (last := call.last) is not None and not args and last.is_called(kwargs, self._epoch):
             if not (self.reason is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()):

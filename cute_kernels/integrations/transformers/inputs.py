@@ -67,11 +67,11 @@ class StepInputs:
                 moment.synchronize()
 
     def asked(self, name: str) -> torch.Tensor:
-        """On the host: what `are` was asked for last."""
+        """The value that `are` was asked for last, on the host."""
         return self._asked[name]
 
     def noted(self, name: str) -> torch.Tensor:
-        """On the host: what was noted last."""
+        """The value that was noted last, on the host."""
         return self._noted[name]
 
 

@@ -53,7 +53,7 @@ class CachedLatents(CachedTokens):
         return self.module is not None and is_absorbable(self.module) and all(asked[name] is None for name in options)
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `CachedTokens.attend`. query: [batch, heads, new columns, qk_nope_head_dim + 64]."""
+        """Attends as `CachedTokens.attend` does. query: [batch, heads, new columns, qk_nope_head_dim + 64]."""
         self.append()
         module = self.module
         of_keys, of_values = up_projections(module)

@@ -29,13 +29,13 @@ _recorded = threading.local()
 
 
 def recorded_columns() -> Columns | None:
-    """Those of the cache whose decode step this thread is recording, None outside of it."""
+    """The columns of the cache whose decode step this thread is recording, None outside of it."""
     return getattr(_recorded, "columns", None)
 
 
 @contextmanager
 def recording(columns: Columns) -> Iterator[None]:
-    """Within it a decode step over these columns is recorded: no mask is made whose size changes."""
+    """Within it, a decode step over these columns is recorded: no mask is made whose size changes."""
     _recorded.columns = columns
     try:
         with columns.recording():
@@ -133,7 +133,7 @@ def _as_read(mask: torch.Tensor, is_added: bool, options: dict[str, Any]) -> tor
 
 
 def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.Tensor | None:
-    """As `make_mask` for one new token, when all that depends on the step is read on the device."""
+    """The mask of `make_mask` for one new token, when all that depends on the step is read on the device."""
     batch, capacity = columns.batch, columns.capacity
     device = columns.seq_lens.device
     pattern = _pattern_by(options.get("mask_function", causal_mask_function))

@@ -373,7 +373,7 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
 
 
 def part_of(new: int) -> int:
-    """Into parts of how many tokens so many new ones are cut for decode attention."""
+    """The tokens of each part that so many new tokens are cut into for decode attention."""
     return max(size for size in range(1, MAX_Q_LEN + 1) if new % size == 0)
 
 

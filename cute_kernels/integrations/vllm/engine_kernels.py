@@ -109,7 +109,8 @@ class Layers:
 
     @classmethod
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
-        """From its widths: of the model, of its MLP, of queries, keys and values together, of all heads; a rank's."""
+        """Makes the layers from their widths: of the model, of its MLP, of queries, keys and values together, of all
+        heads; a rank's."""
         return cls(
             (
                 (qkv // ranks, hidden),

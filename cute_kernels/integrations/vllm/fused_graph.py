@@ -215,7 +215,7 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a node's rows, or views of them."""
+    """The nodes that read a node's rows, or views of them."""
     for user in node.users:
         yield from _readers(user) if user.target in VIEWS else (user,)
 
@@ -325,7 +325,7 @@ def _join_layer(node: fx.Node) -> bool:
 
 
 def _only_reader_of(node: fx.Node) -> fx.Node | None:
-    """Who reads a node's rows as they are, if nobody else reads them."""
+    """The node that reads a node's rows as they are, if no other reads them."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.target not in VIEWS:

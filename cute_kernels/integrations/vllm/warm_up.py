@@ -38,7 +38,8 @@ def slot_mapping(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.dev
 
 
 def _call(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.device) -> None:
-    """As `GPUModelRunner` does: Triton compiles anew for a page size, and for what divides the length of a row."""
+    """Calls the kernel as `GPUModelRunner` does: Triton compiles anew for a page size, and for what divides the length
+    of a row."""
     from vllm.v1.worker.block_table import MultiGroupBlockTable
 
     size = kv_cache_spec.block_size

@@ -65,7 +65,7 @@ def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
 
 
 def place_arguments(shape: CacheShape) -> dict[str, int | float]:
-    """Those of the kernel's arguments that say where tokens of a cache are, by name."""
+    """The kernel's arguments that say where tokens of a cache are, by name."""
     return {
         "num_slots": shape.num_slots,
         "page_size": shape.page_size,

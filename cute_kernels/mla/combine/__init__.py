@@ -1,1 +1,1 @@
-"""From accumulators to results: stores, partial results, and who adds them up."""
+"""Turns accumulators into results: stores, partial results, and who adds them up."""

@@ -47,7 +47,7 @@ class Epilogue:
 
 
 def end_rows(rows, scale) -> None:
-    """Behind a work tile's last block: totals over the four lanes of a row, maxima in powers of 2."""
+    """Ends a work tile, behind its last block: totals over the four lanes of a row, maxima as exponents of 2."""
     for row in range(2):
         rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
         rows.maxima[row] = rows.maxima[row] * scale

@@ -1,4 +1,4 @@
-"""From a warpgroup's accumulators to the output, or to the partial result of a part of a row."""
+"""Turns a warpgroup's accumulators into the output, or into the partial result of a part of a row."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def piece_offset(lane, half: int):
 
 
 def scale_of(acc, below: int) -> tuple[Float32, Float32]:
-    """As :func:`scale_of_some`, of a half of a row."""
+    """What :func:`scale_of_some` returns, for half of a row."""
     return scale_of_some([acc[i] for i in range(HALF // 2) if row_of(i) == below])
 
 

@@ -158,7 +158,7 @@ class CombineKernel:
                 ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
 
     def outcome(self, acc, maximum, total, denominator) -> tuple[list[Any], Any, Any]:
-        """As :func:`outcome_of`, of four columns."""
+        """The outcome of four columns, as :func:`outcome_of` has it."""
         return outcome_of(acc, 4, maximum, total, denominator, self.numbers)
 
 

@@ -76,7 +76,7 @@ class ClusterCombine:
 
     @cute.jit
     def write(self, work, results, memory, rank, warp, lane):
-        """After :func:`meet`: adds up a CTA's columns, a head of a warp at a time, and writes them."""
+        """Adds up a CTA's columns, a head of a warp at a time, and writes them; runs after :func:`meet`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             head = 8 * block + warp
             if work.first_head + head < work.shape.num_heads:

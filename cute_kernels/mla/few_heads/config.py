@@ -88,7 +88,7 @@ class FewHeadsConfig:
 
     @property
     def step_vectors(self) -> int:
-        """Such loads for a step of 16 columns."""
+        """The number of such loads for a step of 16 columns."""
         return 2 * self.head_blocks // self.vector_words
 
     @property

@@ -308,7 +308,7 @@ class ScoreLoop:
 
     @cute.jit
     def finish_head(self, state, work, results, memory, head):
-        """As :meth:`finish`, of one head."""
+        """Finishes one head, as :meth:`finish` does all."""
         maximum, total = self.statistics(memory, head)
         factor = Float32(1.0)
         if work.first_head + head < work.shape.num_heads:

@@ -69,7 +69,7 @@ def allocate(config: FewHeadsConfig) -> FewHeadsMemory:
 
 
 def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
-    """By one thread, before anybody else goes on."""
+    """One thread initialises all barriers, before any other goes on."""
     for i in range(config.stages):
         # Every copying thread arrives when its copies have, and a lane of each of their warps for the flags.
         cute.arch.mbarrier_init(memory.full + i, PRODUCER_WARPS * (WARP_THREADS + 1))

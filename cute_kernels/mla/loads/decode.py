@@ -42,7 +42,7 @@ class TokenDecoder:
         self.dequantizer = Dequantizer(config.tiles.load.scales, self.scale_words, exponents=self.layout.is_split)
 
     def registers(self) -> tuple[Any, Any]:
-        """Those that a token's words and its scales are loaded into."""
+        """The registers that a token's words and its scales are loaded into."""
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         return words, cute.make_rmem_tensor(self.scale_words, Uint32)
 
@@ -99,7 +99,7 @@ class TokenDecoder:
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def pieces_from(self, first: int) -> range:
-        """Those of a lane's pieces that are written in the chunk that begins with its ``first``."""
+        """The lane's pieces that are written in the chunk that begins with its ``first``."""
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:

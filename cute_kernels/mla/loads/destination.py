@@ -53,7 +53,7 @@ class OwnTiles:
         """A warp has written its rows of all slabs: nobody else wants them."""
 
     def finish(self, memory, stage, phase) -> None:
-        """Behind the last tile: nobody else is to be waited for."""
+        """Does nothing behind the last tile: there is no other CTA to wait for."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
@@ -137,14 +137,14 @@ class CrossoverTiles:
                 numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     def finish(self, memory, stage, phase) -> None:
-        """Behind the last tile: see `drains`."""
+        """Waits for the other CTA behind the last tile, see `drains`."""
         if self.drains:
             drain(self.config, memory, stage, phase)
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
-        """As that of one CTA, of a part of a tile, behind the fence of the copies; the first warp also says how many
-        bytes are to come from the other CTA."""
+        """Announces a part of a tile, behind the fence of the copies. The first warp also says how many bytes the other
+        CTA sends."""
         barrier = memory.full + self.config.part_number(stage, part)
         if lane == 0:
             if warp == 0:

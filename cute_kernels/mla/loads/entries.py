@@ -64,7 +64,7 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Behind the tile of a block: asks for tokens, and for more entries."""
+        """Asks for tokens, and for more entries, behind the tile of a block."""
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):

@@ -33,7 +33,7 @@ class Pages:
 
     @staticmethod
     def of(base, page_stride, token_stride, page_size) -> Pages:
-        """On the host; page_size: Int32."""
+        """Describes pages for a kernel, on the host. page_size: Int32."""
         return Pages(base, page_stride, token_stride, Divisor.of(page_size))
 
     def address(self, page, offset):

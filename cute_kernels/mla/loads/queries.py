@@ -33,7 +33,8 @@ class QueryLoader:
         self.type = of_name(config.layout.dtype).type
 
     def source(self, q, shape) -> QuerySource:
-        """On the host: a tensor map, 64 heads and 64 columns a box, with coordinates [heads, columns, rows]."""
+        """Makes a tensor map on the host: TMA tiles of 64 heads and 64 columns, with coordinates [heads, columns,
+        rows]."""
         stride = (self.width, 1, shape.num_heads * self.width)
         layout = cute.make_layout((shape.num_heads, self.width, shape.rows), stride=stride)
         place = wgmma_tiles.tile_layout(*BOX, self.type)

@@ -47,8 +47,8 @@ class TmaTileMap:
         self.box = (BLOCK_TOKENS // config.cluster, wgmma_tiles.SLAB_COLUMNS)
 
     def source(self, paged: PagedSource, cache, page_stride, token_stride) -> TmaPagedSource:
-        """On the host. cache: address, strides in bytes, all multiples of 16. Tokens of pages that do not exist, and
-        behind a page's last one, are zeros."""
+        """Makes the tensor map of the cache, on the host. cache: address, strides in bytes, all multiples of 16. Tokens
+        of pages that do not exist, and those behind a page's last one, read as zeros."""
         rows, pages = paged.pages.page_size.value, paged.num_pages
         row, page = (cute.assume(Int64(stride) // 2, divby=8) for stride in (token_stride, page_stride))
         layout = cute.make_layout((rows, self.width, pages), stride=(row, 1, page))

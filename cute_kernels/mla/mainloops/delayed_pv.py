@@ -46,7 +46,7 @@ class DelayedPV:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """As that of :class:`.mainloops.serial.Serial`."""
+        """Begins a work tile, as :class:`.mainloops.serial.Serial` does."""
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
         rows, factors = Rows.make(), cute.make_rmem_tensor(2, Float32)
@@ -54,7 +54,8 @@ class DelayedPV:
 
     @cute.jit
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """As that of :class:`.mainloops.serial.Serial`; a block's scores are begun beside the one before."""
+        """Scores blocks as :class:`.mainloops.serial.Serial` does; a block's MMAs begin while the block before is
+        finished."""
         rows, held = kept.rows, kept.held
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
@@ -76,7 +77,7 @@ class DelayedPV:
 
     @cute.jit
     def weigh_block(self, kept: Scoring, work, memory, stage, block, warp, lane):
-        """From a block's scores to its left half's products, which are under way then."""
+        """Computes weights from a block's scores and issues the MMAs of its left half."""
         rows, factors, scale = kept.rows, kept.factors, kept.scale
         flags = self.weights.common_flags(memory, stage)
         self.weights.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
@@ -86,7 +87,7 @@ class DelayedPV:
         softmax_steps.add_totals(rows, factors)
 
     def value_operands(self, memory, warp, lane):
-        """As that of :class:`.mainloops.serial.Serial`: registers for weights, and their places."""
+        """Registers for weights, and their places, as :class:`.mainloops.serial.Serial` has them."""
         packed = cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32)
         return packed, ptx.pinned(self.weights.place(memory, warp, lane))
 

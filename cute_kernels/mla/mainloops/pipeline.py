@@ -50,8 +50,8 @@ class NextQueries:
 
     @cute.jit
     def ask(self, wanted, work, work_tiles, memory, warp):
-        """If there is a next work tile, as soon as the other warps of the warpgroup have done with this one's queries
-        as well."""
+        """Loads the queries of the next work tile, if there is one, once all warps of the warpgroup have read those of
+        this one."""
         if wanted:
             cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORE_THREADS)
             if (warp == 0) & (work.left > 0):

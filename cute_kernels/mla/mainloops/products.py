@@ -33,7 +33,7 @@ class Rows:
 
     @staticmethod
     def make() -> Rows:
-        """Before the first token."""
+        """Makes the state of rows before the first token."""
         rows = Rows(
             wgmma_tiles.make_sums(HALF),
             wgmma_tiles.make_sums(BLOCK_TOKENS),

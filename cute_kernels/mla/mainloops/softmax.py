@@ -21,7 +21,7 @@ ALL_FLAGS = 0xFF
 
 
 def scores_of(scores, row: int) -> list[Float32]:
-    """Those of a thread's scores that one of its two rows has."""
+    """The scores of a thread that belong to one of its two rows."""
     return [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
 
 
@@ -36,7 +36,7 @@ def mask(scores, flags, lane):
 
 
 def hide(scores, flags, lane) -> None:
-    """As :func:`mask`, whatever the flags."""
+    """Hides tokens as :func:`mask` does, whatever the flags."""
     for i in range(NUM_SCORES):
         column = sum_place(i)[1]
         bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))

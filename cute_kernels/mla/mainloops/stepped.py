@@ -33,7 +33,7 @@ class Stepped:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """As that of :class:`.mainloops.serial.Serial`."""
+        """Begins a work tile, as :class:`.mainloops.serial.Serial` does."""
         # What steps need is kept in registers: they are short, and to read and multiply constants takes as long.
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
@@ -55,11 +55,11 @@ class Stepped:
         self.pipeline.release(memory, stage, lane)
 
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """As that of :class:`.mainloops.serial.Serial`."""
+        """Scores blocks as :class:`.mainloops.serial.Serial` does."""
         return BlockLoop(self).scores(kept, work, work_tiles, memory, warp, lane, stage, phase)
 
     def value_operands(self, memory, warp, lane):
-        """As that of :class:`.mainloops.serial.Serial`."""
+        """Registers for weights, and their places, as :class:`.mainloops.serial.Serial` has them."""
         return self.products.weight_tile(memory)
 
     @cute.jit

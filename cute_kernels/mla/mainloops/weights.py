@@ -1,4 +1,4 @@
-"""From scores to weights, and how the first consumer warpgroup hands them and the rows' factors to the second."""
+"""Turns scores into weights, which the first consumer warpgroup hands to the second with the rows' factors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class RowValues:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """As :meth:`publish`, by all lanes: products may be under way, which a branch might hold up."""
+        """Publishes by all lanes what :meth:`publish` does by one: MMAs may be in flight, which a branch might hold
+        up."""
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])

@@ -155,8 +155,8 @@ class TileRows:
         return wgmma_tiles.tile(pointer, rows, self.rows.row_bytes, Uint8)
 
     def make_map(self, cache: cute.Tensor, head_major: bool):
-        """On the host: a tensor map with coordinates [token of a block, byte, head, block]. Strides are multiples of 16
-        bytes, and so are coordinates of bytes: rows that begin elsewhere are bytes of their tokens."""
+        """Makes a tensor map with coordinates [token of a block, byte, head, block]. Runs on the host. Strides and
+        coordinates of bytes are multiples of 16; rows that begin elsewhere are addressed as bytes of their tokens."""
         modes, rows = [2, 3, 1, 0] if head_major else [1, 3, 2, 0], self.runs.rows
         layout, pointer, length = cute.select(cache.layout, mode=modes), cache.iterator, self.rows.row_bytes
         if self.of_tokens:
@@ -255,7 +255,7 @@ class RawRowProducer:
         self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """On the host: of K and of V, see :meth:`TileRows.make_map`; None without."""
+        """Makes the tensor maps of K and of V, see :meth:`TileRows.make_map`; None without. Runs on the host."""
         if not self.tiles[KEYS].by_tma:
             return None
         head_major = self.config.features.head_major

@@ -1,4 +1,4 @@
-"""From the sums of both warpgroups, each over half of the keys, to the result or to a split's part of it.
+"""Combines the accumulators of two warpgroups, each over half of the keys, into the result or a split's part of it.
 
 What is to be known of a row, a thread of its own finds, once: with what each warpgroup's sums are to be multiplied, and
 where the row goes. Each warpgroup takes one of the two MMAs' columns and gives the other one's away, through the places

@@ -286,7 +286,7 @@ class RangeRoles:
         return words, [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
 
     def load_scale(self, address, offset: int):
-        """As `StreamRoles.load_scale`."""
+        """Loads a scale as `StreamRoles.load_scale` does."""
         word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
         return scale_number(self.config, self.decoder, word)
 

@@ -27,7 +27,8 @@ LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # of which the first that d
 
 @dataclass(frozen=True)
 class EntryWgmma(RegisterWgmma):
-    """As `RegisterWgmma`, of two warpgroups that share nothing: each has work tiles and half of the stages.
+    """The mainloop of `RegisterWgmma` for two warpgroups that share nothing: each has work tiles and half of the
+    stages.
 
     Attributes:
         lane_assignments: of a lane of the warps that find entries.

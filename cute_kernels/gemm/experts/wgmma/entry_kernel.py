@@ -157,10 +157,10 @@ class EntryResults:
         self.epilogue = TileEpilogue(config, dense=False)
 
     def begin(self) -> None:
-        """Nothing."""
+        """Begins nothing."""
 
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
-        """Nothing."""
+        """Prepares nothing."""
 
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
