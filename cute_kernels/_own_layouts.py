@@ -1,6 +1,6 @@
-"""Refuses to go on with another project's package in place of ours: PyPI has an unrelated `layouts`, which pip installs
-over the one that comes with cute-kernels. Without this, an import further on fails for a name that ought to be there.
-"""
+"""Refuses to go on with another project's package in place of ours. PyPI has an unrelated `layouts`, which pip installs
+over the one that comes with cute-kernels. Without this check, a later import fails for a name that ought to be
+there."""
 
 from __future__ import annotations
 

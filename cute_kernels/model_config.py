@@ -79,8 +79,8 @@ def record_layers(model: Any) -> str | None:
 
 
 def keep_vocabulary(model: Any) -> None:
-    """Lets a transformers model whose output layer is quantised be given another number of tokens: its own code takes
-    a dense layer alone, and finds that out when the embedding has been changed."""
+    """Lets a transformers model with a quantised output layer resize its vocabulary. Its own code takes a dense layer
+    alone, and finds that out only after it has changed the embedding."""
     if hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), QuantizedLinear):
         model.resize_token_embeddings = partial(_resized, model)
 

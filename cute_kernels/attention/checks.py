@@ -146,8 +146,8 @@ def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
 
 
 def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> None:
-    """Raises ValueError unless keys that are written by blocks of tokens lie in pages of whole blocks, and no values
-    are; page_size: None for contiguous caches."""
+    """Checks where keys that are written by blocks of tokens lie. Raises ValueError unless they lie in pages of whole
+    blocks, and for values in blocks. page_size: None for contiguous caches."""
     keys, values = forms
     if values.in_blocks:
         raise ValueError(f"kv_format: got {values.name} for v_cache, which is for keys alone; want a format of rows")
@@ -161,8 +161,8 @@ def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> Non
 def check_tail(
     form: KvFormat, rows: torch.Tensor | None, slots: torch.Tensor | None, batch: int, heads: tuple[int, int]
 ) -> None:
-    """Raises TypeError or ValueError unless keys in blocks, and no others, come with what waits for its block to be
-    full; heads: KV heads and head_dim."""
+    """Checks that keys in blocks, and no others, come with the tokens of their unfinished block. Raises TypeError or
+    ValueError. heads: KV heads and head_dim."""
     wanted = {
         "k_tail": (rows, f"fp16 [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}], where the newest keys wait,"),
         "tail_slots": (slots, f"int32 [{batch}], a slot of k_tail for each request,"),

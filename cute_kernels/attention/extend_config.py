@@ -114,9 +114,11 @@ class ExtendConfig(ReadsCache):
 
     @property
     def paired(self) -> bool:
-        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales, whose
-        rows touch two lines of the L2 cache each and three together, or nibbles of one group, of which one row begins
-        between multiples of 8 bytes."""
+        """Whether rows of a work tile's two heads are loaded, and lie, together.
+
+        Tensor maps load them so where a header has 4 bytes. Rows of bytes touch two lines of the L2 cache each, and two
+        of them together three. Rows of nibbles of one group begin between multiples of 8 bytes.
+        """
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:

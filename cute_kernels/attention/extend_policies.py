@@ -1,5 +1,5 @@
-"""What an extend attention kernel is composed of, as data: how tiles come, where keys and values lie, what unpacks
-them, and the numbers that these share. No GPU types here."""
+"""The policies that an extend attention kernel is composed of, as data. They say how tiles are loaded, where keys and
+values lie, what unpacks them, and the numbers that these share. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class ReadsCache:
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K and of V have scales: rows have theirs multiplied in, up to a power of 2 that some of the
-        tile's have in common."""
+        """Whether tiles of K and of V have scales. Rows are multiplied by their own scales, up to a power of 2 that
+        some of the tile's rows have in common."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     def problem_of_rows(self) -> str | None:
@@ -161,8 +161,8 @@ TWO_STAGES = ProducerPipeline()
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
-    with 0, one request's tokens after the other.
+    """K and V are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) certainly lie together; with 0,
+    one request's tokens lie one after the other.
 
     mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie;
     without, these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
@@ -254,7 +254,7 @@ class UnpackConfig(ReadsCache):
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """K and V are what :mod:`.loads.unpack` has made of a cache: rows of 16 bits, one request's after the other and
+    """K and V are rows of 16 bits that :mod:`.loads.unpack` made of a cache. One request's rows follow the other's,
     head by head, with zeros behind a request's last token up to the end of its tile.
 
     fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.

@@ -118,9 +118,9 @@ def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int 
 def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Whether a launch takes less time with ``config``, of key rows, than with tiles of 128 rows: where a request's
-    queries are one work tile of a KV head, and there are enough of these. They count as if requests had equally many.
-    """
+    """Whether a launch takes less time with ``config``, of key rows, than with tiles of 128 rows. It does where a
+    request's queries are one work tile of a KV head, and there are enough of these. Requests count as if all had
+    equally many queries."""
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
     return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
 
@@ -128,8 +128,8 @@ def serves_key_rows(
 def decodes_with_key_rows(
     configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> ExtendConfig | None:
-    """Which of some configurations of key rows takes less time than decode attention's own kernel, whose warps decode
-    for 32 rows at most; None for none. INT4 stays there, where keys are not rounded."""
+    """The configuration of key rows that takes less time than decode attention's own kernel, whose warps decode for 32
+    rows at most; None for none. INT4 stays with that kernel, where keys are not rounded."""
     if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
         return None
     exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
@@ -237,8 +237,8 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
 def count_tiles(
     total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
 ) -> int:
-    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head, or
-    for each ``tile_heads`` of them."""
+    """The number of work tiles of a launch, some of them empty. A request has at most one empty tile for each KV head,
+    or for each ``tile_heads`` of them."""
     return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 

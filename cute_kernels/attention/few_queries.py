@@ -90,8 +90,8 @@ def _extended(call: AttentionCall, copies_q: bool) -> tuple[AttentionCall, Exten
 
 
 def _evenly(q: torch.Tensor) -> bool:
-    """Whether q [batch, q_len, ...] is as far from a request's last query to the next one's first as between queries:
-    so it is in parts of a fused projection's rows."""
+    """Whether all queries of q [batch, q_len, ...] lie at one distance, from one request to the next as well. They do
+    in a slice of a fused projection's rows."""
     return q.is_contiguous() or q.shape[0] == 1 or q.shape[1] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
 
 

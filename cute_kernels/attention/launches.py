@@ -291,8 +291,8 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class ExtendLaunches:
-    """Extend attention: everything about a call that does not change between calls of the same shapes, but for how many
-    queries there are, dtypes, device and options.
+    """The launches of an extend attention call: all that does not change between calls of the same shapes, but for the
+    number of queries, dtypes, device and options.
 
     Attributes:
         algorithms: the first that supports a call serves it; the last supports all.

@@ -67,8 +67,8 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """An additive bias: element b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3], strides 0 where it
-    repeats; fp32 or bf16."""
+    """An additive bias, fp32 or bf16. Its element is b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3],
+    with strides 0 where it repeats."""
 
     tensor: torch.Tensor
     strides: tuple[int, int, int, int]

@@ -1,5 +1,5 @@
-"""What a decode attention kernel is composed of, as data: each policy with its fields, its part of a CTA and of the
-kernel's name, and why a configuration cannot have it. No GPU types here."""
+"""The policies that a decode attention kernel is composed of, as data. Each has its fields, its part of a CTA and of
+the kernel's name, and says why a configuration cannot have it. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class WarpMma:
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
-        and for every group of columns the sums of two query heads."""
+        """Shared memory of one role's queries, as vectors of all blocks. They are B registers, which hold 8 columns of
+        a block, and for every group of columns the sums of two query heads."""
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 

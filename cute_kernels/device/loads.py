@@ -33,8 +33,8 @@ def load_word_below(
 
 @effect
 def store_below(index: Int32, limit: Int32, address: Int64, values: Sequence, offset: int = 0) -> Asm[None]:
-    """2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access where 0 <= ``index`` <
-    ``limit``, else none."""
+    """Stores 2 or 4 values of 32 bits to global memory in one access if 0 <= ``index`` < ``limit``. All are fp32 or all
+    are words."""
     kind, inputs = stored(values, 3)
     return Asm(
         f"{{ .reg .pred p; setp.lt.u32 p, $0, $1; @p st.global{kind} [$2 + {offset}], {inputs}; }}", memory=False

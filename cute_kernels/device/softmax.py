@@ -51,8 +51,8 @@ class OnlineSoftmax:
         return highest > self.references[query] + RESCALE_SLACK
 
     def raise_to(self, query: int, *highest) -> Any:
-        """Takes the greatest of some logits as reference, unless it is greater; returns the factor by which all that
-        was added up shrinks, as the total does."""
+        """Raises the reference to the greatest of some logits, unless it is greater. Returns the factor by which
+        accumulators shrink; the total shrinks by it here."""
         before = self.references[query]
         raised = ptx.fmax(in_pairs(ptx.fmax, highest), before)
         factor = ptx.exp2(before - raised)

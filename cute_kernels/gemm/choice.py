@@ -42,8 +42,8 @@ def chosen(problem: LinearProblem) -> Schedule:
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Whether the model is fitted for a schedule: of few rows it is for the memory-bound kernel, for tiles in limbs and
-    for those whose warpgroups interleave k blocks."""
+    """Whether the model of time is fitted for a schedule. With few rows it is fitted for the memory-bound kernel, for
+    tiles in limbs and for warpgroups that interleave k blocks."""
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
     return schedule.config.limbs or schedule.config.k_warpgroups > 1

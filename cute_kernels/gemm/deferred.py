@@ -62,8 +62,8 @@ class Side(NamedTuple):
 def deferred_product_of(
     m: int, side: Side, dtype: torch.dtype, device: int, kind: DeferredKind, activation: object = None
 ) -> Product | None:
-    """The product of ``m`` rows on one side of a deferred norm; None if its kernel is not, or is not there and nobody
-    may wait for the compiler."""
+    """The product of ``m`` rows on one side of a deferred norm. None if no kernel does it, or if the kernel is not
+    compiled and the compiler may not be waited for."""
     if dtype != torch.bfloat16 or (side.n if kind == GIVES else side.k) % STEP_N or not is_supported(device):
         return None
     problem = problem_of(m, *side, dtype, device, activation=activation)
@@ -190,8 +190,8 @@ give = launcher(_giving_key, check_giving, _giving_plan, routes=_routes)
 
 
 def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
-    """Whether no launch lies between a product of ``m`` rows with ``weight``, the norm of its rows, in their dtype, and
-    their product with ``following``: whether kernels of both are on the sides of a deferred norm. May compile them."""
+    """Whether no launch lies between a product of ``m`` rows with ``weight``, the norm of its rows, and their product
+    with ``following``: whether both kernels are on the sides of a deferred norm. May compile them."""
     gives, takes = weight.form, following.form
     if not (weight.codes.is_cuda or GPU.takes_cpu) or takes.device_index != gives.device_index:
         return False

@@ -22,8 +22,8 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
-    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles:
-    there is memory for what one gives, and for what is taken for one tile of rows."""
+    """The kernel of a schedule on one side of a deferred norm. None if it has none, or if its CTAs have several work
+    tiles: there is memory for the results of one, and for the factors of one tile of rows."""
     if not isinstance(schedule, TileSchedule):
         return None
     if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
@@ -38,8 +38,11 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Def
 def beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> StreamSchedule | TileSchedule:
-    """The schedule of a product on one side of a norm, that ``schedule`` serves by itself: where this has no kernel
-    there, the fastest that has, if it takes less longer than the norm would. Of products whose tiles have times."""
+    """The schedule of a product on one side of a deferred norm, whose schedule without a norm is ``schedule``.
+
+    Where that has no kernel for the norm, it is the fastest schedule that has one, if it costs less time than a norm's
+    launch. This holds for products whose tiles have measured times.
+    """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
     if not many.is_short(problem):

@@ -329,8 +329,8 @@ class StreamRoles:
                     self.add_group(acc, i, block, parts[i][block], numbers[i][0])
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
-        """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if the decoder scales, or
-        if they are applied at the end."""
+        """Loads (scales, offsets) of the thread's two rows in a group of a k block. Scales are None if the decoder
+        scales, or if they are applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
@@ -496,7 +496,7 @@ class LinearKernel:
         self.roles = StreamRoles(config, self.scheduling.loads, self.scheduling.table_bytes)
 
     def launch(self, given, stream):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together; ``given`` has the arguments
+        """Launches over (slices of K, groups), all of which must fit on the GPU together. ``given`` has the arguments
         `STREAM` of :mod:`.arguments`, or `GROUPED` of those of experts."""
         self.kernel(self.scheduling.operands(given), self.scheduling.sizes(given)).launch(
             grid=(given.num_slices, given.num_groups, 1),

@@ -83,8 +83,8 @@ class OfWeight(OfFormat, nn.Module):
         self._take(form, tensors, copy=not local_metadata.get("assign_to_params_buffers", False))
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
-        """Takes on loaded tensors: with ``copy`` they are copied to where the module is, into those that are here where
-        they fit, which captured graphs then see."""
+        """Takes on loaded tensors. With ``copy`` they go to the module's device, and into its own tensors where they
+        fit, so that captured graphs see them."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device

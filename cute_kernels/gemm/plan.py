@@ -116,8 +116,8 @@ FACTORS: dict[str, TensorOf] = {
 
 
 def _fused(call: LinearCall, problem: LinearProblem, index: int) -> Inputs | None:
-    """One launch with an input scale, a norm or another order; None where the product's kernel takes none, or there is
-    more than one of them."""
+    """The plan of one launch with an input scale, a norm or a permuted order. None where the product's kernel cannot,
+    or where more than one is asked for."""
     x, found = call.x, [(kind, tensor) for kind, of in FACTORS.items() if (tensor := of(call)) is not None]
     if len(found) != 1 or call.norm_apart:
         return None

@@ -203,8 +203,8 @@ def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
 
 
 def shipped_configs() -> list[LinearConfig]:
-    """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
-    common one of all for layers of more features, too."""
+    """Configurations that ship, for 1 and 8 rows of x: every format in bf16 and the most common ones in fp16. The most
+    common one of all is there for layers of more features, too."""
     configs: dict[LinearConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):

@@ -85,8 +85,8 @@ def takes_any_rows(config: Config) -> bool:
 
 
 def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
-    """The best schedule of a configuration for a product of no more rows than those that it was chosen for, or any that
-    it takes; None if it has none for so few."""
+    """The best schedule of a configuration for a product of no more rows than those that it was chosen for. None if the
+    configuration has no schedule for so few rows."""
     if isinstance(config, LinearConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)

@@ -293,8 +293,8 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
 
 
 def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
-    """Has transformers load the tensors of these layers in the dtypes that they were saved in, those among them that
-    the model keeps in fp32 as well (T5's ``wo``, HYV4's ``scale``): patterns that are searched for in tensors' names.
+    """Has transformers load the tensors of these layers in the dtypes that they were saved in, even those that the
+    model keeps in fp32 (T5's ``wo``, HYV4's ``scale``). It adds patterns that are searched for in tensors' names.
 
     Returns the model's attributes as they were. A pattern's "*" would be read as ".*", so none is used here.
     """

@@ -267,8 +267,8 @@ class ScaledRow(CodedRow):
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Ratios, none beyond `code_max`, rounded to codes (ties to even) and packed as in the row, from bit 0 on: the
-        words of one run, of which the last may not be full."""
+        """Rounds ratios, none beyond `code_max`, to codes (ties to even) and packs them as in the row, from bit 0 on.
+        Returns the words of one run; the last may not be full."""
         raise NotImplementedError
 
     def unpack(self, words, count: int) -> list[Float32]:

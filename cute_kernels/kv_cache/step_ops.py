@@ -201,8 +201,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """The two calls of a step, after all that can be said of it without waiting for the device, and in debug mode
-    lengths and pages."""
+    """The two calls of a step, after all checks that need not wait for the device; in debug mode lengths and pages are
+    checked as well."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)

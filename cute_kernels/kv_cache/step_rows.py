@@ -273,8 +273,8 @@ class NewRows:
                 self.fetch_row(fresh, cta, work, self.v_elements, self.first_head(cta), team, lane)
 
     def fetch_row(self, fresh, cta, work, elements, base, team, lane) -> None:
-        """Asks for a team's row of K or V, its bias and constants: of the CTA's KV head ``base`` + team, past the last
-        one for that."""
+        """Starts loading a team's row of K or V, its bias and constants. It is the row of the CTA's KV head ``base`` +
+        team, or of the last head past that."""
         new, of_k, head = cta.new[0], elements is self.k_elements, self.head_of(work, base, team)
         source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
         source = source + Int64(work.request) * stride + Int64(head * elements.row_bytes)

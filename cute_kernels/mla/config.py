@@ -203,7 +203,8 @@ class MlaConfig:
         return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
-        """What a CTA of a pair is sent of a part of a tile: half of its rows, and of the flags with the first one."""
+        """Bytes of a part of a tile that a CTA of a pair receives: half of its rows, and of the flags with the first
+        part."""
         rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
         return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
@@ -304,8 +305,8 @@ class CombineConfig:
 
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
-    """Whether calls with so many heads a row may be served by crossover, CTAs in pairs: chosen tokens that are decoded,
-    whole contexts of 656-byte tokens, or those of TMA tiles, see `fits_tma_tiles`."""
+    """Whether crossover, with CTAs in pairs, may serve calls with so many heads a row. It takes chosen tokens that are
+    decoded, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 

@@ -53,14 +53,14 @@ class TokenLayout:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slabs of the two parts in which a tile may come and go: columns behind the value with the left half of it,
-        and the right half."""
+        """Slabs of the two parts in which a tile may be loaded and released: the left half of the value with the
+        columns behind the value, and the right half."""
         behind = range(VALUE_SLABS, self.num_slabs)
         return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
 
     @property
     def score_runs(self) -> tuple[tuple[int, int], ...]:
-        """(first slab, how many) in the order in which scores are made of them: the left half of the value, columns
+        """(first slab, number of slabs) in the order in which they are scored: the left half of the value, columns
         behind the value, the right half."""
         behind = ((VALUE_SLABS, self.num_slabs - VALUE_SLABS),) if self.num_slabs > VALUE_SLABS else ()
         return ((0, HALF_SLABS), *behind, (HALF_SLABS, HALF_SLABS))

@@ -149,8 +149,8 @@ def _plan_of(
 def make_plan(
     config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int, known: Tokens | None = None
 ) -> MlaPlan:
-    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or
-    all of them into work ranges (STREAM_K). known: what all launches have in common of the tokens."""
+    """The plan of a launch that cuts each row into ``num_parts``. That is the cluster's size where a cluster has the
+    parts of a row; STREAM_K cuts all rows into work ranges. known: what all launches have in common of the tokens."""
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:

@@ -198,8 +198,8 @@ class SplitTiles:
 
 @dataclass(frozen=True)
 class CooperativeTiles:
-    """The CTAs of a launch, all there at once, have a part of a row each and combine the parts themselves: whole tiles
-    by crossover, stepped."""
+    """The CTAs of a launch are all resident at once, have a part of a row each, and combine the parts themselves. They
+    load whole tiles by crossover, stepped."""
 
     load: Crossover
     kind: str = field(default="cooperative", init=False)

@@ -76,8 +76,8 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
-    it has as many as there may be.
+    """What decides how rows are cut: the rows that share their tokens, the heads of a row, and its tokens with those of
+    an extra cache, taken as many as there may be.
 
     tma_tiles: TMA brings the tokens, see `.config.fits_tma_tiles`.
     """
@@ -114,8 +114,8 @@ class Workload:
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether stream-K may serve them: a team has not less than a row, else it would wait for the one before; and
-        to add up their lengths must not take long."""
+        """Whether stream-K may serve them. There must be a row for every team, else a team would wait for the one
+        before; and few enough rows that their lengths are added up fast."""
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 

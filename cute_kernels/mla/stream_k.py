@@ -93,8 +93,8 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """(units of what is not cut, how many such pieces there are): a row where all rows are equal and teams would
-        gain less by cutting some than that costs, else a unit."""
+        """(units of a piece that is not cut, number of such pieces). A piece is a row where all rows are equal and
+        cutting would gain teams less than it costs; else it is a unit."""
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))

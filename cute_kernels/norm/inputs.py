@@ -53,8 +53,8 @@ class LayerInputs:
         return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
 
     def make(self, vectors, columns, asked, memory) -> list[Any]:
-        """The vectors at ``columns``, scaled and rounded as a product in their dtype is, and what then stands at the
-        same columns of the row in order. memory: shared, of `shared_bytes`."""
+        """The vectors at ``columns``, scaled and rounded as a product in their dtype is; then those at the same columns
+        of the row in its permuted order. memory: shared, of `shared_bytes`."""
         orders, factors = asked
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]

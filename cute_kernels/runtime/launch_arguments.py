@@ -100,8 +100,10 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """``function`` as a launch calls it: with the arguments that are neither fixed nor looked up, and with what the
-        latter are looked up in, all by name. It passes all of them on in order.
+        """``function`` as a launch calls it, and which passes on all arguments in order.
+
+        It takes, by name, the arguments that are neither fixed nor looked up, and the tensors that others are looked up
+        in.
 
         Args:
             fixed: values by name.

@@ -295,8 +295,8 @@ class RowTile:
 
 @dataclass(frozen=True)
 class _Reads:
-    """A block's loads of a row's header and codes, which depend on neither order nor copies: how many, how wide those
-    of headers are, and the first words of a unit that lanes take."""
+    """A block's loads of a row's header and codes, which depend on neither order nor copies. They are the number of
+    loads, the width of a header's, and the first words of a unit that lanes take."""
 
     header_loads: int
     header_vector: int

@@ -354,8 +354,8 @@ class WordOperand(RowOperand):
 
 @dataclass(frozen=True)
 class RowMapSource:
-    """A tensor map over the words of a cache's tokens, from the CTA's first head on or what lies up to three words
-    before it, and the ring; run-time values."""
+    """A tensor map over the words of a cache's tokens, and the ring; run-time values. The map begins at the CTA's first
+    head, or up to three words before it."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor

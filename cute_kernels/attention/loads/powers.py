@@ -30,8 +30,8 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """What is said of a part of K's and of V's tile: K's power of 2 and V's exponent, as the upper halves of fp32
-    numbers; their lower ones are zeros."""
+    """Packs what is published of a part of K's and of V's tile: K's power of 2 and V's exponent, as the upper halves of
+    fp32 numbers whose lower halves are zeros."""
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))
 

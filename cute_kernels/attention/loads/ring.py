@@ -39,8 +39,8 @@ class RingFiller:
 
     @cute.jit
     def prefetch_pages(self, tiles, row, part, parts, lane):
-        """Brings a request's row of the block table into L2, each of its CTAs a part, while its length is on the way:
-        which pages a window begins with is known behind that, and then a page is a hit away."""
+        """Prefetches a request's row of the block table into L2, each of its CTAs a part, while its length is being
+        loaded. Only the length says with which pages a window begins; each page's number is an L2 hit then."""
         if const_expr(self.config.page_tokens > 0):
             tiles.pages.prefetch(row, part + lane * parts, tiles.max_seq_len)
 

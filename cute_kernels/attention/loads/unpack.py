@@ -253,8 +253,8 @@ class UnpackKernel:
                 ptx.store_global(own, words, offset=offset)
 
     def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
-        """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address: K's as they are,
-        V's into rows that are columns of V, see :mod:`.extend.fp8`. A lane's words are 4 columns of each row."""
+        """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address. K's rows stay
+        rows; V's rows become columns, see :mod:`.extend.fp8`. A lane's words are 4 columns of each row."""
         words = [held.words[k] for k in range(self.config.warp_rows)]
         if operand == KEYS:
             own = tile + Int64(first * self.row_bytes + 4 * lane)

@@ -38,8 +38,8 @@ def pack_e4m3x4(values: Sequence[Float32], *, loc=None, ip=None) -> Uint32:
 
 
 def accumulators_of(word: int) -> tuple[int, int, int, int]:
-    """Which of a thread's accumulators are a word of operand A of the next product: of one row, two columns side by
-    side of each of two 8."""
+    """The four accumulators of a thread that become a word of operand A of the next MMA: two neighbouring columns of
+    each of two blocks of 8, in one row."""
     first = word // 2 * 8 + word % 2 * 2
     return first, first + 1, first + 4, first + 5
 

@@ -205,8 +205,8 @@ class QueryLoader:
             ptx.store_shared(scales + row * 4, 0, [from_operand])
 
     def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
-        """(a lane's piece, times scales of its columns if there are any, as fp16 or E4M3, what it is to be multiplied
-        with: a power of 2)."""
+        """Converts a lane's piece, times scales of its columns if there are any, to fp16 or E4M3. Returns (the piece,
+        the power of 2 that it is to be multiplied with)."""
         values = [half(word) for word in words for half in self.halves]
         if channels:
             values = [value * scale for value, scale in zip(values, channels, strict=True)]

@@ -119,8 +119,8 @@ class ResultWriter:
         return [factor * scale.bitcast(Float32) for scale in scales]
 
     def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
-        """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
-        and the other's values times their weight, of the thread's columns in order."""
+        """Merges a row with the other launch's. Returns the common reference and total, the factor of its own
+        accumulators, and the other's values times their weight, of the thread's columns in order."""
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
         common, (own, weight) = weights_of([reference, other])
         row_bytes = self.config.head_dim * ELEMENT_BYTES

@@ -127,8 +127,8 @@ class WarpMainloop:
 
     @cute.jit
     def ask(self, state, first_token):
-        """Asks for what options want of the next block, which begins with ``first_token``, and for keys of it that wait
-        for theirs to be full: they come meanwhile."""
+        """Starts loading what options want of the next block, which begins with ``first_token``, and its keys that are
+        not quantised yet."""
         if const_expr(self.config.features.tail):
             self.key_reader.ask_tail(state.keys, first_token)
         if const_expr(self.logits.asks):

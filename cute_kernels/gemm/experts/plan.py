@@ -178,8 +178,8 @@ def moe_plan_of(
     batch_invariant: bool = False,
     activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
-    """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
-    whether no token's result may depend on what other tokens there are."""
+    """The plan of a layer's calls with at least one assignment. id_bits: of an expert's id, 32 or 64. batch_invariant:
+    whether no token's result may depend on the other tokens."""
     few = None
     if gate_up.activations is None:
         find = entry_products if batch_invariant else assigned_products
@@ -265,8 +265,8 @@ def make_moe_plan(
 def sorting(
     form: ExpertsForm, id_bits: int, count: int, gathered: torch.dtype | None, scratch: Scratch
 ) -> Callable[..., Any]:
-    """What sorts assignments by expert, and lays rows of x in the order of their places if the first product wants them
-    so (gathered: in which dtype).
+    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if the first product
+    wants them so (gathered: in which dtype).
 
     It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
     product, address of what results are found by to be added up).

@@ -250,8 +250,8 @@ class AssignedIds(NamedTuple):
 def assigned_product(
     layout: RangeLayout | GroupedTiles, ids: AssignedIds, num_experts: int, device_index: int
 ) -> GroupedProduct:
-    """The product of assignments that no launch sorts: of a layout of `among_assignments`, or of batch-invariant tiles
-    of entries, whose results are stored as those of tiles are."""
+    """The product over assignments that no launch sorts. Its layout comes from `among_assignments`, or has
+    batch-invariant tiles of entries, whose results are stored as those of tiles are."""
     sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
     if isinstance(layout, GroupedTiles):
         bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)

@@ -48,8 +48,8 @@ class InputRows:
 
 
 def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> InputRows | None:
-    """What makes rows of a checked x on a GPU; None where torch has to: rows that are no whole pieces of 16 bytes on 16
-    bytes, at no one distance, or longer than shared memory, and other GPUs."""
+    """The launch that makes rows of a checked x on a GPU. None where torch has to do it: rows that are not whole,
+    aligned pieces of 16 bytes at one distance, or longer than shared memory, and other GPUs."""
     k, index = x.shape[-1], x.get_device()
     stride, room = row_stride(x), 0 if perm is None else room_for(k)
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]

@@ -1,6 +1,5 @@
-"""The products of a layer from one attention to the next: in one launch where there is a kernel for them, else as
-`quantized_linear_norm` and `quantized_linear` have them.
-"""
+"""Computes the products of a layer from one attention to the next. One launch does it where there is a kernel for them;
+else `quantized_linear_norm` and `quantized_linear` do."""
 
 from __future__ import annotations
 

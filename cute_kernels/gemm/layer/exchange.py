@@ -71,8 +71,8 @@ def leave(sizes: Sizes, exchange: Exchange):
 
 @cute.jit
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
-    """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of
-    some addresses, if there is any. All are asked for at once."""
+    """Loads a lane's vectors of four words into ``words`` once all lanes of a warp find theirs published. They lie
+    ``places`` bytes behind each of some addresses. All loads are issued at once."""
     sources = [
         Published(address, offset=place, wanted=wanted)
         for address, wanted in zip(addresses, there, strict=True)

@@ -106,8 +106,8 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, group: Group, sums, x_scales, before: Sequence[Any]) -> list[Any]:
-        """Scales a group's sums and adds them to those of the groups ``before``; returns the total, or, of the k
-        block's last group, adds it times the scales of x to the tile's accumulators and returns nothing."""
+        """Scales a group's sums and adds them to those of the groups ``before``. Returns the total; for the k block's
+        last group it adds the total times the scales of x to the tile's accumulators and returns nothing."""
         scales, total = group.scales, list(sums)
         if before:
             total = [ptx.fma(value, scales[i // 2 % 2], before[i]) for i, value in enumerate(sums)]

@@ -94,8 +94,8 @@ class InterleavedReduction:
 
     @cute.jit
     def reduce(self, memory, store, rank, k_rank, acc, first_tile):
-        """Adds up the accumulators of all warpgroups of a tile: of the CTA's own tiles in the first one, which stores
-        them; of others in the last one, which has the last k block, so that no partial is published twice."""
+        """Adds up the accumulators of all warpgroups of a tile. The first warpgroup adds up the CTA's own tiles, which
+        it stores. The last one adds up the others: it has the last k block, so no partial is published twice."""
         config = self.config
         for i in cutlass.range_constexpr(config.n_tiles):
             tile = first_tile + i

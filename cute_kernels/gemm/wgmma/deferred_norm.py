@@ -54,8 +54,8 @@ class GivingOperands(Operands):
 
 
 class Piece(NamedTuple):
-    """Eight neighbouring results of a thread: whether they exist, where they belong (bytes), themselves and times the
-    norm's weights, and where the sum of their row's 64 squares belongs, and it."""
+    """Eight neighbouring results of a thread: whether they exist, where they belong (bytes), themselves, and themselves
+    times the norm's weights. Also the sum of their row's 64 squares, and where it belongs."""
 
     there: Boolean
     place: Int64

@@ -116,8 +116,8 @@ class TileEpilogue:
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Whether results in fp32 leave one for each feature, without a residual; experts' go another way, and those of
-        three warpgroups along K, which would spill."""
+        """Whether results leave in fp32, one for each feature, without a residual. Results of experts, and of three
+        warpgroups along K, which would spill, are stored otherwise."""
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 

@@ -95,8 +95,8 @@ class LimbProducts:
         zeros: list[Zeros] | None = None,
         shifts: list[Zeros] | None = None,
     ) -> None:
-        """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
-        descriptor x, which all tiles share; zeros and shifts [tile] as of `Part`."""
+        """Adds a k block's products. They are of words [tile][chunk][word], scales [tile][row], and of x_scales [token]
+        and the descriptor x, which all tiles share. zeros, shifts: [tile] as of `Part`."""
         none = [None] * self.tiles
         of_tiles = zip(words, scales, zeros or none, shifts or none, strict=True)
         parts = [Part(i, word, scale, x_scales, x, *more) for i, (word, scale, *more) in enumerate(of_tiles)]
@@ -235,8 +235,8 @@ class LimbReader:
         ]
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """[tile] (16 times what the codes of the thread's two rows were less 8 in place of their zero points, the sums
-        of its rows of x); None where weights have no zero points."""
+        """Loads, for each tile, (the zero points' offsets of the thread's two rows from 8, times 16; the sums of its
+        rows of x). None where weights have no zero points."""
         config = self.config
         if not config.format.has_zeros:
             return None

@@ -236,8 +236,8 @@ class RowReduction(StoringReduction):
                 acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
 
     def load_in_order(self, place, acc, rank):
-        """The same of more than two CTAs, whose additions have an order: that of parts that meet in memory, the last,
-        then the first, the second and so on. What a CTA loads of its own, which it left nowhere, is not taken."""
+        """Loads the parts of more than two CTAs in the order of parts that meet in memory: the last, then the first,
+        the second and so on. The CTA's own part is loaded as well and ignored: it was never published."""
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
             other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))

@@ -117,8 +117,8 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
 
 
 def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
-    """The configuration whose rows of x meet factors of a kind (`mainloops.SCALED`, `mainloops.NORMED`), or another
-    order (`mainloops.ORDERED`), on their way to limbs; None where no CTA makes them itself, or there is no room."""
+    """The configuration that scales rows of x (`mainloops.SCALED`, `mainloops.NORMED`) or permutes them
+    (`mainloops.ORDERED`) as it makes limbs. None where no CTA makes limbs itself, or there is no room."""
     if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
         return None
     changed = replace(config, mainloop=replace(config.mainloop, factors=kind))

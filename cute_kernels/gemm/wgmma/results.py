@@ -180,9 +180,8 @@ class RangeSplitK(Reduction):
 
 @dataclass(frozen=True)
 class SequentialSplitK(Reduction):
-    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0, and adds them up
-    in the order of `WorkspaceSplitK`: the same bits, of many rows without partial results in memory.
-    `.reduction.SequentialReduction`."""
+    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0. It adds them up
+    in the order of `WorkspaceSplitK`: the same bits without partial results in memory."""
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True

@@ -1,4 +1,5 @@
-"""What rows of x meet on their way to limbs: a factor for each input, and one for the row that makes its mean square 1.
+"""Scales rows of x as they become limbs: by a factor for each input, and by one for the row that makes its mean square
+1.
 
 A CTA that makes limbs itself has x in registers, so an input scale, or an RMSNorm, costs no launch of its own and no
 way through memory. Rounded is where a launch before would round: limbs are those of its result. For a norm each CTA

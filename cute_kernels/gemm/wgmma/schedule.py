@@ -251,8 +251,8 @@ def most_splits(config: WgmmaConfig) -> int:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration; None if its k blocks are not all of K, a part of K would be empty or
-    nothing is left to be cut.
+    """The schedule of a given configuration. None if its k blocks are not all of K, if a part of K would be empty, or
+    if nothing is left to be cut.
 
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
     """
@@ -278,8 +278,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
 
 
 def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
-    """A cluster for each tile; None if they do not all run at once, or rows of x that are reduced in the cluster are
-    not one tile."""
+    """A schedule with a cluster for each tile. None if the clusters do not all run at once, or if the rows of x that a
+    cluster reduces are not one tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
     if config.dsmem_reduction and schedule.m_tiles > 1:
         return None
@@ -418,8 +418,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
-    """A tile in parts as one part with two groups of MMAs in flight, where all parts have rows: 0.3 us less of 1280 x
-    8192 with 64 rows within a step."""
+    """Configurations that have a tile in parts as one part with two groups of MMAs in flight, where all parts have
+    rows. This takes 0.3 us off 1280 x 8192 with 64 rows within a step."""
     if config.row_parts == 1 or not is_plain(problem) or problem.m <= config.tile_m - config.part_m:
         return []
     return [replace(config, row_parts=1, mainloop=RegisterWgmma(in_flight=2))]
@@ -490,8 +490,8 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Configurations that ship: every tile in the most common formats, those of batch-invariant products among them,
-    one for few and one for many rows in others.
+    """Configurations that ship: every tile in the most common formats, with those of batch-invariant products, and for
+    other formats one for few rows and one for many.
 
     8-bit codes come without zero points, limbs with groups of 128 and, where CTAs make them, zero points.
     """

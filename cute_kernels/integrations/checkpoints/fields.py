@@ -97,8 +97,8 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
 def split_zeros(
     name: str, zeros: torch.Tensor, scales: torch.Tensor, bits: int, tolerance: torch.Tensor | float = ZERO_TOLERANCE
 ) -> dict[str, torch.Tensor]:
-    """What `pack_codes` takes of floating zero points: "zeros", uint8 codes, where all of them are integers up to
-    ``tolerance`` that kernels subtract from codes; else "shifts" of what they leave, fp32 (m - zero) * scale.
+    """Splits floating zero points into what `pack_codes` takes. "zeros": uint8 codes, where all are integers up to
+    ``tolerance`` that kernels subtract from codes. "shifts": fp32 (m - zero) * scale of what they leave.
 
     Raises:
         ValueError: a zero point is infinite or NaN.

@@ -273,8 +273,8 @@ class Filling:
 
 
 def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
-    """Which tensors a model passes over: those that it says so of, such as DeepSeek-V3's layers that predict further
-    tokens, and, if it has no head of its own, those of a head."""
+    """The tensors that a model passes over: those that it names, such as DeepSeek-V3's layers that predict further
+    tokens, and those of a head if it has no head of its own."""
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     prefix = f"{model.base_model_prefix}." if getattr(model, "base_model", None) is model else "."
     own = prefix if any(key.startswith(prefix) for key in keys) else ""

@@ -14,8 +14,8 @@ FORMATS = ("gptq", "gptq_v2")
 
 
 def words_of_v2(qzeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 words of "gptq_v2" of words that GPTQModel wrote as "gptq": it subtracts one from all zero points of a word
-    in one operation, so that a zero point 0 borrows from its neighbour."""
+    """Converts int32 words that GPTQModel wrote as "gptq" to those of "gptq_v2". It subtracts one from all zero points
+    of a word in one operation, so that a zero point 0 borrows from its neighbour."""
     return qzeros + (0x11111111 if bits == 4 else 0x01010101)
 
 

@@ -42,8 +42,8 @@ class Headers(dict[str, Entry]):
 
 
 def read_headers(path: Path) -> Headers:
-    """The tensors of a file, or of a directory, by name: of the files that its index names, or else of
-    model.safetensors, or else of all files. A tensor that is in two of them is taken from the one that the index gives.
+    """The tensors of a file, or of a directory, by name. A directory's files are those that its index names, or else
+    model.safetensors, or else all. A tensor that is in two files is read from the one that the index gives.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.

@@ -1,6 +1,6 @@
-"""torchao layers: INT4 in tinygemm's tensor-core tiles and plain INT8, and its current tensors, as safetensors files
-keep them: Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor, NVFP4Tensor,
-MXTensor.
+"""Reads torchao layers: INT4 in tinygemm's tensor-core tiles and plain INT8, and its current tensors as safetensors
+files keep them. These are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor,
+NVFP4Tensor and MXTensor.
 
 A file has the parts of a weight apart, `_weight_qdata` and so on, and says in its metadata, under the weight's name, of
 which class it is and what attributes it has. Nothing of the metadata is run: classes are looked up by name here.

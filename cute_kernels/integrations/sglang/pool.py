@@ -1,4 +1,4 @@
-"""SGLang's pool of K and V in rows of this package: a token of a KV head is one row of bytes, its scales among them.
+"""SGLang's pool of K and V in this package's formats: a token of a KV head is one row of bytes, with its scales.
 
 SGLang keeps everything else: slots, pages, the radix cache. What a slot takes is the only thing that it has to be told.
 """

@@ -167,8 +167,8 @@ class AttentionBlock(Block):
         return (module.o_proj(out) if given is None else given), None
 
     def taker(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
-        """The product that a norm of x is for in a call with these arguments; None if it is for several, or for what is
-        no such product."""
+        """The product that reads a norm of x in a call with these arguments. None if there are several, or if it is not
+        of a quantised layer."""
         if not self._serves(x, kwargs) or not self._is_one():
             return None
         return self._first

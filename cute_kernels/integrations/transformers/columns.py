@@ -164,8 +164,8 @@ class Columns:
         return torch.equal(older.to(torch.bool), self.tokens(older.shape[1]))
 
     def _hide(self, older: torch.Tensor) -> None:
-        """Takes in that older tokens are not seen any more, as what was generated behind the end of a row: layers
-        move the others' rows together. ValueError for a mask that shows other columns than tokens."""
+        """Hides older tokens that are not seen any more, as those generated behind the end of a row. Layers move the
+        row's others together. Raises ValueError for a mask that shows columns that hold no tokens."""
         held, columns = self.tokens(older.shape[1]), older.shape[1]
         if bool((older & ~held).any()):
             raise ValueError(

@@ -141,7 +141,7 @@ class _Stack:
         return noise.to(weight.device, weight.dtype)
 
     def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:
-        """What a layer, or its attention, makes of a first turn and of a step; the requests stand at the first
+        """The results of a layer, or of its attention, for a first turn and for a step. The requests stand at the first
         positions and at the last ones."""
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
         layer_type = self._layer_type(attention)

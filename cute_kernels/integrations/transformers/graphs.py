@@ -63,8 +63,8 @@ class CudaGraph:
 
 @dataclass
 class Step:
-    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs at its end; None where
-    calls do not want it, or the outputs do not say them."""
+    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs at its end. The last is
+    None where calls do not want it, or the outputs do not say the next inputs."""
 
     inputs: StepInputs
     recorded: Recorded
@@ -329,8 +329,8 @@ def owner_of(method: Callable[..., Any]) -> Any:
 
 
 def state_of(model: nn.Module) -> Any:
-    """What a recorded step takes for given: the layers, where their weights are, their modes, their hooks' number, and
-    that buffers, such as the frequencies of a rotation, were not written."""
+    """What a recorded step takes for granted: the layers, the addresses of their weights, their modes and numbers of
+    hooks. Buffers, such as a rotation's frequencies, must not have been written either."""
     return tuple(
         (
             id(module),

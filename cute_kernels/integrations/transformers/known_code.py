@@ -28,8 +28,8 @@ _ATTENTION_FUNCTIONS = ("attention_interface", "eager_attention_forward")
 
 
 def model_class(file: str, name: str) -> type | None:
-    """A class of a model file; None in a release of transformers that has no such class, or where somebody has put
-    another one, or another forward, in its place."""
+    """A class of a model file. None in a release of transformers without such a class, or where somebody has replaced
+    the class or its forward."""
     home = f"{_MODEL_FILES}{file}.modeling_{file}"
     try:
         kind = getattr(importlib.import_module(home), name, None)
@@ -52,8 +52,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 @cache
 def computes_attention(kind: type) -> bool:
-    """Whether a class computes attention by operators of its own, whatever ``attn_implementation`` says: its forward
-    takes ``attention_mask``, and of its methods one calls a softmax and none transformers' attention functions.
+    """Whether a class computes attention by operators of its own, whatever ``attn_implementation`` says. Its forward
+    takes ``attention_mask``, one of its methods calls a softmax, and none calls transformers' attention functions.
 
     Some model files have both kinds (GIT: the image encoder asks, the text's layers do not), and transformers then lets
     the whole model choose. A class that is none of attention can be among them.
@@ -67,8 +67,8 @@ def computes_attention(kind: type) -> bool:
 
 @cache
 def passes_masks_on(kind: type) -> bool:
-    """Whether all that a class's forward does with ``attention_mask``, if it takes one, is to give it to a part of the
-    module or to an attention function, as it is."""
+    """Whether a class's forward hands ``attention_mask``, if it takes one, unchanged to parts of the module or to an
+    attention function, and does nothing else with it."""
     forward = _method(kind, "forward")
     if "attention_mask" not in _parameters(forward):
         return True
@@ -95,9 +95,10 @@ def supports_sdpa(config: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def may_add_masks(config: type) -> bool:
-    """Whether a model that may ask for a mask with a configuration of this class can have a part that adds it to scores
-    or changes it: the model does not support SDPA, and in its file, or in those of the models that it can hold, is a
-    class that does more than `passes_masks_on`. Of a model with parts of any kind nobody can tell: True.
+    """Whether a model that asks for a mask with a configuration of this class may add it to scores or change it.
+
+    It may if the model does not support SDPA, and a class in its file, or in those of the models that it can hold, does
+    more than `passes_masks_on`. It is True for a model whose parts may be of any kind.
 
     torch.compile can ask while it traces, when there is a configuration but no module: the answer is a constant.
     """

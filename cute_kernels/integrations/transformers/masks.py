@@ -46,8 +46,8 @@ def recording(columns: Columns) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask in the kernels' terms: a query at position p sees keys p - window < j <= p, all up to p without window,
-    all whatsoever if not ``causal``; but for columns that ``padding`` says are no tokens.
+    """A mask in the kernels' terms. A query at position p sees keys p - window < j <= p, all up to p without window,
+    all whatsoever if not ``causal``. It sees no column that ``padding`` says is no token.
 
     padding: bool [batch, columns], True where a column is a token; None where all are.
     is_known: whether that is all that the mask says; if not, only the mask says what is seen.
@@ -110,8 +110,8 @@ def _asking_module() -> torch.nn.Module | None:
 
 
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
-    """Whether a module has attention that says ``is_causal`` is False, and none that says True, as some decoders have:
-    without a mask it would see all keys. Where nobody can tell which module asks, one without SDPA may have."""
+    """Whether a module has attention whose ``is_causal`` is False, and none whose is True, as some decoders have:
+    without a mask it would see all keys. If it is unknown which module asks, a module without SDPA counts as one."""
     if asking is None:
         return not supports_sdpa(config)
     parts = asking.modules()

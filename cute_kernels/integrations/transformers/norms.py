@@ -96,8 +96,8 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 
 @dataclass(frozen=True)
 class _Made:
-    """A norm of a sum, made by the launch that made the sum, or what that left of it, or a product of it; noted on the
-    sum's tensor."""
+    """What the launch that made a sum also made, noted on the sum's tensor: its norm, what a deferred norm needs, or a
+    product of the norm."""
 
     module: nn.Module
     result: _Noted
@@ -154,8 +154,8 @@ def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, resu
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """A sum and its norm by a ``module`` that `is_plain`, of which the launch that made the sum left a part, or made a
-    product; None for any other sum, or if it was written since."""
+    """A sum and its norm by a ``module`` that `is_plain`, if the launch that made the sum deferred the norm or made a
+    product of it. None for any other sum, or if the sum was written since."""
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):
         return None

@@ -81,8 +81,8 @@ ROUTERS = (
 
 
 class RouterBlock(Block):
-    """A router's ``forward`` that returns (None, weights fp32, ids int32): `QuantizedMoE` and `QuantizedRoutedExperts`
-    take them as they are, and nobody reads the logits that the module's own returns first."""
+    """A router's ``forward`` that returns (None, weights fp32, ids int32). `QuantizedMoE` and `QuantizedRoutedExperts`
+    take them as they are. Nothing reads the logits that the module's own forward returns first."""
 
     compiles = True
 

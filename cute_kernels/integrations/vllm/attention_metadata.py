@@ -147,8 +147,8 @@ class Metadata(AttentionMetadata):
         return self.num_decodes * self.decode_len
 
     def as_piece(self, way: Way) -> Metadata:
-        """The same step, whose decoding requests are a piece: their tokens go to the places of `slot_mapping`, -1 among
-        them to none, and no kernel is asked for more queries of a request than it takes."""
+        """The same step, captured as a piece: tokens go to the places of `slot_mapping`, those with -1 nowhere. No
+        kernel is asked for more queries of a request than it takes."""
         decoding = Piece(
             way=way,
             requests=slice(0, self.num_decodes),

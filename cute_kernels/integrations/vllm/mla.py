@@ -56,8 +56,8 @@ class Decoding:
         attn_metadata: Foreign,
         layer: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q: [tokens, heads, 576], or its latent and its RoPE columns; returns [tokens, heads, 512], and with contexts
-        cut among GPUs the log-sum-exp of scores, fp32 [tokens, heads]."""
+        """Decodes q [tokens, heads, 576], or its latent and its RoPE columns. Returns [tokens, heads, 512], and with
+        contexts cut among GPUs the log-sum-exp of scores, fp32 [tokens, heads]."""
         decode, requests = attn_metadata.decode, attn_metadata.num_decodes
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         q_len = queries.shape[0] // max(requests, 1)

@@ -89,8 +89,8 @@ class PartPlaces:
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Leaves a warp's half of its rows for those that add them up, by way of shared memory where the queries were: in
-    two pieces, of which one is on its way while the other is made.
+    """Publishes a warp's half of its rows for those that add them up, through the shared memory of the queries. It goes
+    in two pieces: one is copied while the other is made.
 
     accumulators: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the
     right half."""
@@ -178,8 +178,8 @@ class CooperativeCombine:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """(fp32 [16] unnormalised columns, 4 lane onwards of every piece; maximum, total) of the head whose first part
-        has its first piece at ``left`` in shared memory."""
+        """Adds up the parts of the head whose first part has its first piece at ``left`` in shared memory. Returns fp32
+        [16] unnormalised columns, 4 lane onwards of every piece, and (maximum, total)."""
         stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]

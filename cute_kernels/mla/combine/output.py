@@ -53,8 +53,8 @@ class Writer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
-        """1 / (sum of the row's weights and its sink's), 0 for a row without keys; writes the log-sum-exp, and the
-        greatest score if it is asked for."""
+        """Writes the log-sum-exp, and the greatest score if it is asked for. Returns 1 / (sum of the row's weights and
+        its sink's), 0 for a row without keys."""
         denominator = total
         if exists_sink(results):
             if exists:
@@ -86,8 +86,8 @@ class Writer:
 
     @cute.jit
     def store(self, work, results, acc, factors, warp, lane, half: cutlass.Constexpr):
-        """Results from registers alone, since shared memory is the next work tile's already: four lanes of a row trade
-        words until each has 16 bytes side by side, and write 64 bytes together."""
+        """Stores results from registers alone, since shared memory already holds the next work tile. Four lanes of a
+        row exchange words until each has 16 neighbouring bytes, and write 64 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             place = self.place(results, work.query_row(head), lane, half)

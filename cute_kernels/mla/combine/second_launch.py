@@ -99,8 +99,8 @@ class CombineKernel:
         return acc, maximum, total
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
-        """(maximum, total, what values of the thread's half are to be multiplied with) of a lane's parts, of which the
-        second is a warp's size behind the first; of those that do not exist no weight."""
+        """Loads (maximum, total, factor of the values of the thread's half) of a lane's parts; the second part is a
+        warp's size behind the first. Parts that do not exist have no weight."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS

@@ -63,8 +63,8 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are to be stored: a place in the
-        CTA of the cluster that adds up the warp's columns, in the rows of this CTA's part."""
+        """Where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are stored. It is in the CTA of
+        the cluster that adds up the warp's columns, in the rows of this CTA's part."""
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4

@@ -334,8 +334,8 @@ class ScoreLoop:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
-        """1 / (sum of the weights and the sink's), 0 for a row without keys; writes the log-sum-exp, and the greatest
-        score if it is asked for."""
+        """Writes the log-sum-exp, and the greatest score if it is asked for. Returns 1 / (sum of the weights and the
+        sink's), 0 for a row without keys."""
         denominator = total
         if exists_sink(results):
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)

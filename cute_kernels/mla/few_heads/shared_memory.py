@@ -81,6 +81,6 @@ def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
 
 
 def matrix_lane(lane: Int32) -> Any:
-    """A lane's address for ldmatrix in 16 tokens and 32 bytes of each: matrices of tokens 0 to 7 and 8 to 15 of the
-    first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart: no bank conflicts."""
+    """A lane's address for ldmatrix in 16 tokens and 32 bytes of each. The matrices are tokens 0 to 7 and 8 to 15 of
+    the first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart: no bank conflicts."""
     return lane % 16 * ROW_BYTES + lane // 16 * 16

@@ -82,8 +82,8 @@ class ValueLoop:
             self.write(acc, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
-        """The first of four accumulators: columns 2g and 2g + 1 of a chunk (one in the first two, one in the others),
-        heads 2t and 2t + 1 of a block of 8."""
+        """The first of four accumulators. The first two have column 2g of a chunk, the others column 2g + 1; of each
+        two, one has head 2t of a block of 8 and one head 2t + 1."""
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:

@@ -88,8 +88,8 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Asks for the scales of ``token`` and the pieces whose place the last chunk had: behind the fence, which
-        would wait for them, and so by loads that the compiler leaves there."""
+        """Starts loading the scales of ``token`` and the pieces whose registers the last chunk had. The loads must stay
+        behind the fence, which would wait for them; the compiler does not move loads of this kind."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)

@@ -1,5 +1,5 @@
-"""Where producer warps write the rows of a tile that they decode: in the CTA's own memory, or in that of both CTAs of a
-pair (crossover).
+"""Says where producer warps write the rows of a tile that they decode: in the CTA's own memory, or in that of both CTAs
+of a pair (crossover).
 
 A destination knows which rows of a block a warp has, where they go, how they reach the consumers of both CTAs, and how
 a tile is announced.
@@ -154,8 +154,8 @@ class CrossoverTiles:
 
 
 def drain(config: MlaConfig, memory, stage, phase) -> None:
-    """Waits until both CTAs of a pair have given back all tiles: then the other has what this one sent or asked for,
-    and its last arrival is here, so that this one may leave."""
+    """Waits until both CTAs of a pair have released all tiles. The other CTA then has all that this one sent or asked
+    for, and its last arrival is here, so this one may exit."""
     for _ in range(NUM_STAGES):
         for part in range(config.tile_parts):
             cute.arch.mbarrier_wait(memory.empty + config.part_number(stage, part), phase)

@@ -72,8 +72,8 @@ class Fp8Load:
 
 
 class SplitFp8Load:
-    """Tiles in two parts, for :mod:`.mainloops.delayed_pv`: each is written, sent and announced by itself, the left
-    half of the value with the columns behind it first.
+    """Loads tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by itself;
+    the left half of the value with the columns behind it is first.
 
     A fence stands behind each part, for the copies to the other CTA, and one would wait for tokens that have just been
     asked for; and the first use of any of them waits for all, since the compiler counts what a loop carries on one

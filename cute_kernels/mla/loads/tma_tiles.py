@@ -144,8 +144,8 @@ class TmaTileLoad:
 
     @cute.jit
     def copy_rows(self, source, memory, stage, page, block, tokens, lane, part: cutlass.Constexpr):
-        """Writes a part of a tile of fewer than 64 tokens, whole in each CTA and seen by products: the others become
-        zeros, whatever the cache holds there."""
+        """Writes a part of a tile of fewer than 64 tokens, whole in each CTA and visible to MMAs. The missing tokens
+        become zeros, whatever the cache holds there."""
         place = LanePlaces.of(0, lane)
         tile = memory.tiles + stage * self.config.tile_bytes
         for group in cutlass.range(BLOCK_TOKENS // GROUP_TOKENS, unroll=1):

@@ -85,7 +85,7 @@ class WholeWeights:
         self.hand_over()
 
     def await_end(self) -> None:
-        """Waits until the second warpgroup may end a work tile: before, it must not go on to the next one, where it
+        """Waits until the second warpgroup may end a work tile. Before that it must not go on to the next one, where it
         says that weights are free."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 

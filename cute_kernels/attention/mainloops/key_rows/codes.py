@@ -216,8 +216,9 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Bytes by which a lane's rows are shifted: of keys, tokens g of every 8; of values, tokens 2 t, and how much
-        more the next ones are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        """The bytes by which a lane's rows are shifted. Keys: of tokens g of every 8. Values: of tokens 2 t, and how
+        much more the next ones are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4
+        tokens."""
         start = head * rows.head_bytes.to(Int32)
 
         def shift(token):
@@ -269,8 +270,8 @@ class ScaledByteRows(ByteRows):
 
 
 class PairedByteRows(ScaledByteRows):
-    """The same of two neighbouring heads, one a warpgroup's: their rows of a token lie one behind the other, 68 words
-    from those of the next token. Tokens begin at multiples of 16 bytes, so that all are shifted alike."""
+    """Rows of bytes of two neighbouring heads, one for each warpgroup. A token's two rows lie one behind the other, 68
+    words from those of the next token. Tokens begin at multiples of 16 bytes, so all are shifted alike."""
 
     row_bytes = PAIRED_ROW_BYTES
     heads = 2

@@ -137,8 +137,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """Layout of so many rows in shared memory; of words where a row is some of a token's bytes: 256 of whatever it
-        has are the most of a TMA tile."""
+        """The layout of so many rows in shared memory. It is in words where a row is some of a token's bytes, as a TMA
+        tile has at most 256 elements of each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:

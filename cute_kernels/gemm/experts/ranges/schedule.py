@@ -110,8 +110,8 @@ def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayo
 
 
 def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
-    """The same of so many assignments as they are, which need not be sorted; None of too many, or entries of more rows
-    than are found so."""
+    """The layout for so many assignments in their own order, which no launch sorts. None for too many assignments, or
+    for entries of more rows than the kernel finds so."""
     if count > MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)

@@ -254,8 +254,8 @@ class EntryKernel:
 
     @cute.jit
     def begin(self, memory, warp, lane):
-        """Makes each ring's barriers, by the warp that loads its weights, which waits for nobody: with few tokens a
-        warpgroup has one work tile, and a launch is as long as its first weights are on their way."""
+        """Initialises each ring's barriers, by the warp that loads its weights and waits for no other. With few tokens
+        a warpgroup has one work tile, so the launch lasts as long as its first weights take."""
         config = self.config
         if (warp >= config.consumer_warps) & (warp % RINGS == 0):
             if lane == 0:
