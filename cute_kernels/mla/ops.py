@@ -16,7 +16,7 @@ from cute_kernels.mla.arguments import EXTRA
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.runtime.operator import Operator, Plan, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher, route
 from cute_kernels.runtime.plans import identity
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -46,12 +46,6 @@ class DenseCall(NamedTuple):
     def problem(self) -> DenseProblem:
         """What decides how the call is served; TypeError or ValueError for what may not be."""
         return checks.dense_problem(**self.tensors, kv_format=self.kv_format, causal=self.causal)
-
-
-def dense(call: DenseCall) -> Results:
-    """(out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
-    path = route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **call.tensors)
-    return path(call)
 
 
 def _dense_through_operator(call: DenseCall) -> Results:
@@ -93,15 +87,19 @@ def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[Dens
     return Plan(_index_of(problem), launch)
 
 
-launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
-
-
 def _dense_here(call: DenseCall) -> Results:
     check_optional_positive("softmax_scale", call.softmax_scale)
     _check_out(call.problem(), call.out, **call.tensors)
     options: dict[str, Any] = {"kv_format": call.kv_format, "causal": call.causal}
     result, lse = mla_decode_reference(**call.tensors, softmax_scale=call.softmax_scale, **options)
     return _copied(result.to(call.q.dtype), call.out), lse
+
+
+_dense_routes = Routes(_dense_here, _dense_through_operator, {name: f"call.{name}" for name in DenseCall._fields[:4]})
+dense = launcher(
+    _dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked), routes=_dense_routes
+)
+"""(out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------
@@ -275,7 +273,7 @@ _dense_operator = Operator(
     "mla_decode(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, str kv_format, float? softmax_scale, "
     "bool causal) -> (Tensor, Tensor)",
     cpu=lambda *given: _dense_here(DenseCall(*given)),
-    cuda=lambda *given: launch_dense(DenseCall(*given)),
+    cuda=lambda *given: dense.launch(DenseCall(*given)),
     meta=_dense_on_meta,
 )
 _sparse_operator = Operator(

@@ -114,9 +114,20 @@ def _checked(call: NormCall) -> NormCall:
     return call
 
 
-def _is_given_results(call: NormCall) -> bool:
-    """Whether results go to tensors of the caller's: whose memory they are is no part of the key."""
-    return call.out is not None or call.residual_out is not None
+def _may_meet(call: NormCall) -> bool:
+    """Whether a result of the caller's lies in the storage of another tensor: where it does is no part of the key.
+
+    A result that takes the place of a whole x or residual is as it should be.
+    """
+    if call.out is None and call.residual_out is None:
+        return False
+    results = [t for t in (call.out, call.residual_out) if t is not None]
+    storages = {t.untyped_storage().data_ptr() for t in results}
+    if len(storages) < len(results):
+        return True
+    given = (call.x, call.residual, call.weight, call.bias, call.order, call.input_scale)
+    others = [t for t in given if t is not None and t is not call.out and t is not call.residual_out]
+    return any(t.untyped_storage().data_ptr() in storages for t in others)
 
 
 def config_of(call: NormCall) -> NormConfig:
@@ -152,7 +163,7 @@ def _make_plan(call: NormCall) -> NormPlan:
     )
 
 
-launch = launcher(_key, _checked, _make_plan, always=_is_given_results)
+launch = launcher(_key, _checked, _make_plan, always=_may_meet)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from cute_kernels import layer_norm, rms_norm
 from cute_kernels.arguments import row_stride
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape
+from tests.launchers import recording
 from tests.norm.cases import assert_close, in_fp64, random_case
 
 KINDS = {"rms": rms_norm, "layer": layer_norm}
@@ -161,6 +162,22 @@ def test_a_result_over_a_part_of_an_input_is_refused():
     memory = torch.randn(6, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="out: got memory that x takes too"):
         rms_norm(memory[:4], W, out=memory[1:5])
+
+
+def test_a_repeated_launch_refuses_memory_that_the_first_did_not_share():
+    """Places of results are no part of what a plan is kept for."""
+    memory, apart = torch.zeros(10, 64, dtype=torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)
+    x, residual = memory[:4], torch.zeros_like(apart)
+    with recording() as cache:
+        rms_norm(x, W, residual=residual, out=apart, residual_out=residual)
+        rms_norm(x, W, residual=residual, out=memory[4:8], residual_out=memory[:4])
+        for name, wrong in {"out": memory[1:5], "residual_out": memory[2:6]}.items():
+            results = {"out": apart, "residual_out": residual} | {name: wrong}
+            with pytest.raises(ValueError, match=f"{name}: got memory that x takes too"):
+                rms_norm(x, W, residual=residual, **results)
+        with pytest.raises(ValueError, match="residual_out: got memory that out takes too"):
+            rms_norm(x, W, residual=residual, out=memory[4:8], residual_out=memory[6:10])
+    assert len(cache.launches) == 2
 
 
 def test_every_row_length_has_a_kernel():

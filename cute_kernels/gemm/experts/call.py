@@ -112,8 +112,7 @@ class MoeCall(NamedTuple):
 def moe_key(call: MoeCall) -> tuple[Any, ...]:
     """What identifies the plan of a call, as in `grouped_key`. Strides of x, ids and weights are no part of it: they
     are copied where they have gaps."""
-    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out = call[:9]
-    first, second, rounded = call[9:]
+    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, first, second, rounded = call
     if batch_invariant.__class__ is not bool:
         raise TypeError("batch_invariant")
     return (
