@@ -1,4 +1,4 @@
-"""Weight-only linear layers as engines have them: what they may be, how their tensors are packed, and the product."""
+"""Quantised linear layers as engines have them: what they may be, how their tensors are packed, and the product."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ from cute_kernels.integrations.objects import Foreign
 
 @dataclass(frozen=True)
 class Form:
-    """A layer's weight [n, k] as the operator takes it; group_size 0 for one scale per row."""
+    """A layer's weight [n, k] as the operator takes it, for activations in ``dtype``."""
 
-    bits: int
-    group_size: int
+    format: WeightFormat
     n: int
     k: int
     dtype: torch.dtype
-    zero_point: bool
     act_order: bool = False
-
-    @property
-    def format(self) -> WeightFormat:
-        return integers(self.bits, self.group_size, self.zero_point)
 
     def problem(self, num_sms: int, batch_invariant: bool = False) -> LinearProblem:
         """The layer as the schedules know it, for one row."""
@@ -37,7 +31,7 @@ class Form:
             m=1,
             n=self.n,
             k=self.k,
-            k_pad=padded_shape((self.n, self.k), self.group_size or None)[1],
+            k_pad=padded_shape((self.n, self.k), self.format.group_size or None)[1],
             format=self.format,
             dtype=DTYPES[self.dtype],
             num_sms=num_sms,
@@ -63,7 +57,7 @@ def checked_form(c: Foreign, bits: int) -> Form:
     group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
     if group_size and (group_size not in SHIPPED_GROUP_SIZES or k % group_size):
         raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {SHIPPED_GROUP_SIZES}, and -1")
-    return Form(bits, group_size, n, k, c.act_type, c.zero_points, act_order)
+    return Form(integers(bits, group_size, c.zero_points), n, k, c.act_type, act_order)
 
 
 def rows_first(parameter: Foreign) -> torch.Tensor:
@@ -76,11 +70,11 @@ def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of
     return PackedWeight.from_compressed_tensors(
         rows_first(codes),
         rows_first(scales),
-        weight_zero_point=rows_first(zeros) if form.zero_point else None,
+        weight_zero_point=rows_first(zeros) if form.format.has_zeros else None,
         weight_shape=torch.tensor([form.n, form.k]),
         weight_g_idx=group_of.data if form.act_order else None,
-        bits=form.bits,
-        group_size=form.group_size or -1,
+        bits=form.format.bits,
+        group_size=form.format.group_size or -1,
         dtype=form.dtype,
     )
 
@@ -101,8 +95,8 @@ def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
     things: what is traced may not depend on them.
     """
     zeros, perm = weight.zeros, weight.perm
-    if form.zero_point and zeros is None:
-        zeros = torch.full_like(weight.scales, symmetric_zero(form.bits), dtype=torch.uint8)
+    if form.format.has_zeros and zeros is None:
+        zeros = torch.full_like(weight.scales, symmetric_zero(form.format.bits), dtype=torch.uint8)
     if form.act_order and perm is None:
         perm = torch.arange(form.k, dtype=torch.int32, device=weight.device)
     return LayerTensors(weight.codes, weight.scales, zeros, perm)
@@ -126,7 +120,7 @@ def product(
         rows.contiguous(),
         tensors.codes,
         tensors.scales,
-        tensors.zeros if form.zero_point else None,
+        tensors.zeros if form.format.has_zeros else None,
         bias,
         None,
         form.format.key,

@@ -22,6 +22,7 @@ from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import forgotten
 from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import default_directory
@@ -69,11 +70,14 @@ DEFAULT_ROWS = RowCounts((), 2048)
 
 
 _noted: dict[LinearProblem, RowCounts] = {}
+_loaded: dict[LinearProblem, RowCounts] = {}
+forgotten(_loaded.clear)
 
 
 def note(problem: LinearProblem, rows: RowCounts) -> None:
-    """Remembers a layer (a problem of one row) for `load_noted`."""
-    _noted[problem] = rows
+    """Remembers a layer (a problem of one row) for `load_noted`, unless the kernels of one like it are loaded."""
+    if _loaded.get(problem) != rows:
+        _noted[problem] = rows
 
 
 def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None]) -> None:
@@ -85,6 +89,7 @@ def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[
     load_all(device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m)])
     for problem, rows in problems.items():
         note_ready(problem, rows.all())
+    _loaded.update(problems)
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logger) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.integrations.vllm import layers
+from tests.integrations.vllm import layers, seam_float_linear
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -29,7 +29,8 @@ def kernels(request: pytest.FixtureRequest):
     parameters = [call.params for call in chosen if call is not None]
     specs = []
     for form in {given["form"] for given in parameters if "form" in given} | {layers.Checkpoint("ct")}:
-        problem = Form(form.bits, form.group_size, form.n, form.k, form.dtype, form.zero_point).problem(num_sms)
+        weight_format = integers(form.bits, form.group_size, form.zero_point)
+        problem = Form(weight_format, form.n, form.k, form.dtype).problem(num_sms)
         specs += [spec for rows in ROWS for spec in prepare.specs_for(problem, rows)]
     for given in (given for given in parameters if "checkpoint" in given):
         bits, group_size, zero_point, dtype = (given[name] for name in ("bits", "group_size", "zero_point", "dtype"))
@@ -73,6 +74,21 @@ def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
         expected = x.double() @ layer.weight.cuda().T
         error = (layer.apply(x).double() - expected).abs().max() / expected.abs().max()
         assert error < (2**-7 if form.dtype == torch.bfloat16 else 2**-9)
+
+
+@pytest.mark.parametrize("kind", seam_float_linear.KINDS)
+def test_a_layer_of_floats_gives_what_its_checkpoint_says(kind):
+    if not seam_float_linear.fits():
+        pytest.skip("this vLLM has other methods of such layers")
+    method, layer, weight = seam_float_linear.made(kind, device="cuda")
+    with seam_float_linear.wanted(), seam_float_linear.named():
+        method.process_weights_after_loading(layer)
+    assert type(seam_float_linear.kernel_of(method)).__name__ == "FloatProducts"
+    for rows in ROWS:
+        x = torch.randn(rows, seam_float_linear.K, dtype=torch.bfloat16, device="cuda")
+        expected = x.double() @ weight.cuda().T
+        error = (seam_float_linear.apply(method, layer, x).double() - expected).abs().max() / expected.abs().max()
+        assert error < 2**-7
 
 
 @pytest.mark.parametrize("form", layers.CHECKPOINTS[:3], ids=str)

@@ -95,7 +95,7 @@ def made_of(
     codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
     fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")
     fields.check_tensor(names.scales, scales, (*_FLOATS, torch.uint8, E4M3, E8M0), scales.dim(), "any")
-    form = _format_of(names, codes, scales)
+    form = format_of_codes(names, codes, scales)
     if form.row_scales and second is None:
         if not names.optional:
             raise ValueError(
@@ -121,8 +121,8 @@ def made_of(
         raise type(error)(f"{called.get(own, own)}{colon}{said}") from error
 
 
-def _format_of(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
-    """The format of a layer's dtypes whose groups are as many as the scales have."""
+def format_of_codes(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
+    """The format of a layer's dtypes whose groups are as many as the scales have; TypeError or ValueError for none."""
     found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
     if not found:
         raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")

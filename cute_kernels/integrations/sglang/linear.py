@@ -148,7 +148,7 @@ def _awq_form(kernel: Foreign, layer: Foreign) -> Form:
 
 
 def _awq_pack(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of: object) -> PackedWeight:
-    group_size = form.group_size or -1
+    group_size = form.format.group_size or -1
     return PackedWeight.from_awq(codes.data, zeros.data, scales.data, group_size=group_size, dtype=form.dtype)
 
 

@@ -11,6 +11,7 @@ REPLACED = {
     "moe": "experts with 4- and 8-bit weights",
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",
+    "float_linear": "linear layers in FP8, MXFP4 and NVFP4",
     "float_experts": "experts of gpt-oss",
 }
 """What each seam of `environment` replaces."""
@@ -26,6 +27,7 @@ def examine() -> Finding:
         environment.check_kv_format()
         form = kv_formats.own_formats()
         constants = environment.wanted_constants()
+        environment.keeps_activations()
     except ValueError as error:
         return Finding("vllm", LIMITED, str(error), "set it to what is wanted: vLLM does not start so")
     if constants is not None and not constants.is_file():

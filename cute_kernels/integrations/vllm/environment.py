@@ -3,6 +3,7 @@
 CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
 CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
+CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": layers of float_linear keep activations so where vLLM rounds them to FP8
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
+ACTIVATIONS = "CUTE_KERNELS_VLLM_ACTIVATIONS"
+IN_16_BITS = "16bit"
 VLLMS_PLUGINS = "VLLM_PLUGINS"
 """vLLM's own switch: the plug-ins that it loads, all if it is unset."""
 PLUGIN = "cute_kernels"
 """This package's entry point among them."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
-BY_NAME = ("float_experts",)
+BY_NAME = ("float_linear", "float_experts")
 """Seams that a list has to name: "1" does not ask for them."""
 
 
@@ -80,3 +83,15 @@ def wanted_constants() -> Path | None:
     if wanted_kv_format() is None or "attention" not in wanted_seams():
         raise ValueError(f"{CONSTANTS}: got {text!r}, want {KV_FORMAT} with it, and the seam attention in {SWITCH}")
     return Path(text)
+
+
+def keeps_activations() -> bool:
+    """Whether activations stay in 16 bits where a checkpoint has vLLM round them to FP8.
+
+    Raises:
+        ValueError: the switch has another value, or no seam looks at it.
+    """
+    text = os.environ.get(ACTIVATIONS, "").strip()
+    if text and (text != IN_16_BITS or not {"float_linear"} & {*wanted_seams()}):
+        raise ValueError(f"{ACTIVATIONS}: got {text!r}, want {IN_16_BITS}, and the seam float_linear in {SWITCH}")
+    return bool(text)

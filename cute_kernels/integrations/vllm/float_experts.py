@@ -5,15 +5,12 @@ Whether these products, by activations in 16 bits, are sooner done than vLLM's w
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from cute_kernels.formats.weights import MXFP4
 from cute_kernels.gemm import pack_experts
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.integrations.vllm import moe
-from cute_kernels.integrations.vllm.seams import replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 
 
@@ -45,6 +42,5 @@ SOURCE = moe.Source(
 
 def replace(interface: Interface) -> str:
     """Has vLLM's method for such layers make these experts; says what was done."""
-    module, name = interface.float_experts
-    replace_once(module, f"{name}.process_weights_after_loading", functools.partial(moe.makes_experts, SOURCE))
+    moe.replace_experts(*interface.float_experts, SOURCE)
     return "experts of gpt-oss (MXFP4) run here"

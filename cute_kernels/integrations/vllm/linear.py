@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from cute_kernels.gemm import interleave_weights, slice_outputs
+from cute_kernels.gemm import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.integrations import engine_linear
 from cute_kernels.integrations.engine_linear import Form, LayerTensors
@@ -50,7 +50,50 @@ def form_of(c: MPLinearLayerConfig) -> Form:
     return engine_linear.checked_form(c, WEIGHT_TYPES[c.weight_type][0])
 
 
-class CuteKernelsLinearKernel(MPLinearKernel):
+class Products:
+    """What a layer's products are, and what of the operations around them goes into them."""
+
+    is_interleaved = False  # until the layer is known
+
+    def note(self, form: Form) -> None:
+        """Settles the form, while the layer is made or when it is loaded."""
+        self.form = form
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.fused = fused_layers.wanted()
+        note_served(f"linear {form}")
+        prepare.note(problem_of(form), prepare.engine_rows())
+
+    def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
+        """Settles what of the operations around a layer goes into it, on which graphs that vLLM keeps depend; its
+        weight with rows in turn where they have to be."""
+        form = self.form
+        self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
+        if self.is_interleaved:
+            note_served(f"linear {form}, rows in turn")
+        if self.fused.sums and fused_layers.ends_block(layer):
+            fused_layers.settle_norms(form.n, form.dtype)
+        if self.fused.sums and fused_layers.reads_norm(layer):
+            fused_layers.settle_norms(form.k, form.dtype)
+        side = fused_layers.side_of_norm(layer) if self.fused.sums and not form.act_order else None
+        if side is not None and form.dtype == torch.bfloat16:
+            problem = problem_of(form)
+            fused_layers.make_ready(problem, prepare.engine_rows(), side)
+            if fused_layers.ends_layer(layer):
+                fused_layers.make_whole_ready(problem, prepare.engine_rows())
+        if not self.is_interleaved:
+            return weight
+        gate, up = (slice_outputs(weight, start, start + form.n // 2) for start in (0, form.n // 2))
+        return interleave_weights(gate, up)
+
+    def multiply(self, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None) -> torch.Tensor:
+        """The result [..., n] of x [..., k]."""
+        out = engine_linear.product(self.form, x, tensors, bias, self.batch_invariant)
+        if self.is_interleaved:
+            out = fused_layers.in_order(out)
+        return out.reshape(*x.shape[:-1], self.form.n)
+
+
+class CuteKernelsLinearKernel(MPLinearKernel, Products):
     """vLLM's interface of a linear layer with quantised weights and 16-bit activations."""
 
     @classmethod
@@ -68,49 +111,23 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if (left := prepare.why_left("linear")) is not None:
             return False, left
         index = torch.cuda.current_device()
-        reason = prepare.linear_reason(_problem(form), prepare.engine_rows(), index)
+        reason = prepare.linear_reason(problem_of(form), prepare.engine_rows(), index)
         return reason is None, reason
 
     def __init__(self, c: MPLinearLayerConfig, *names: object, **more_names: object) -> None:
         super().__init__(c, *names, **more_names)
-        self.form = form_of(c)
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self.fused = fused_layers.wanted()
-        self.is_interleaved = False  # until the layer is known
-        note_served(f"linear {self.form}")
-        prepare.note(_problem(self.form), prepare.engine_rows())
+        self.note(form_of(c))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         prepare.load_noted(torch.device("cuda", torch.cuda.current_device()))
-        self._note_fusion(layer)
         fields = self.packed(layer)
         for name, tensor in fields.items():
             replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
-    def _note_fusion(self, layer: torch.nn.Module) -> None:
-        """Settles what of the operations around a layer goes into it; graphs that vLLM keeps depend on it."""
-        form = self.form
-        self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
-        if self.is_interleaved:
-            note_served(f"linear {form}, rows in turn")
-        if self.fused.sums and fused_layers.ends_block(layer):
-            fused_layers.settle_norms(form.n, form.dtype)
-        if self.fused.sums and fused_layers.reads_norm(layer):
-            fused_layers.settle_norms(form.k, form.dtype)
-        side = fused_layers.side_of_norm(layer) if self.fused.sums and not form.act_order else None
-        if side is not None and form.dtype == torch.bfloat16:
-            problem = _problem(form)
-            fused_layers.make_ready(problem, prepare.engine_rows(), side)
-            if fused_layers.ends_layer(layer):
-                fused_layers.make_whole_ready(problem, prepare.engine_rows())
-
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of the packed weight, by the names of the parameters that they replace."""
         form = self.form
-        weight = engine_linear.packed(form, *self._tensors(layer))
-        if self.is_interleaved:
-            gate, up = (slice_outputs(weight, start, start + form.n // 2) for start in (0, form.n // 2))
-            weight = interleave_weights(gate, up)
+        weight = self.settled(layer, engine_linear.packed(form, *self._tensors(layer)))
         names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
         tensors = engine_linear.tensors_of(form, weight)
         return {name: one for name, one in zip(names, tensors, strict=True) if name is not None and one is not None}
@@ -121,10 +138,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         return [getattr(layer, name or "", None) for name in names]
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = engine_linear.product(self.form, x, LayerTensors(*self._tensors(layer)), bias, self.batch_invariant)
-        if self.is_interleaved:
-            out = fused_layers.in_order(out)
-        return out.reshape(*x.shape[:-1], self.form.n)
+        return self.multiply(x, LayerTensors(*self._tensors(layer)), bias)
 
 
 def replace(interface: Interface) -> str:
@@ -167,5 +181,6 @@ def _num_sms(device_index: int) -> int:
     return GPU.num_sms(device_index)
 
 
-def _problem(form: Form) -> LinearProblem:
+def problem_of(form: Form) -> LinearProblem:
+    """A layer as the schedules know it, for one row on the GPU of this process."""
     return form.problem(_num_sms(torch.cuda.current_device()), bool(envs.VLLM_BATCH_INVARIANT))

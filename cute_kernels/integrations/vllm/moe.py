@@ -29,7 +29,7 @@ from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import prepare
 from cute_kernels.integrations.vllm.plugin import note_served
-from cute_kernels.integrations.vllm.seams import replace_once, say_once
+from cute_kernels.integrations.vllm.seams import packs_here, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
@@ -407,17 +407,17 @@ _loaded: set[tuple[KernelSpec, ...]] = set()
 def replace(interface: Interface) -> str:
     """Has vLLM's methods for such layers make these experts; says what was done."""
     for module, name in interface.expert_methods:
-        replace_once(module, f"{name}.process_weights_after_loading", functools.partial(makes_experts, SOURCES[name]))
+        replace_experts(module, name, SOURCES[name])
     return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
 
 
-def makes_experts(source: Source, original: Any) -> Any:
-    def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
-        reason = reason_against(self, layer, source)
-        if reason is None:
-            process(self, layer, source)
-        else:
-            original(self, layer)
-        say_once("experts run here" if reason is None else f"experts are left to vLLM: {reason}")
+def replace_experts(module: str, name: str, source: Source) -> None:
+    """Has a method of vLLM's make these experts of the layers that are served."""
 
-    return process_weights_after_loading
+    def serve(method: Foreign, layer: Foreign) -> str | None:
+        reason = reason_against(method, layer, source)
+        if reason is None:
+            process(method, layer, source)
+        return reason
+
+    replace_once(module, f"{name}.process_weights_after_loading", functools.partial(packs_here, "experts", serve))

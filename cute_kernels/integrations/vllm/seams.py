@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from cute_kernels.integrations.objects import Foreign
+
 logger = logging.getLogger("vllm.cute_kernels")  # a child of vLLM's, so that lines go where vLLM's go
 said: set[str] = set()
 """Lines of `say_once`."""
@@ -29,3 +31,15 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
         replacement = functools.wraps(original)(made(original))
         vars(replacement)["is_cute_kernels"] = True
         setattr(owner, last, replacement)
+
+
+def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:
+    """A method's `process_weights_after_loading` that has ``serve`` pack a loaded layer, or say why vLLM should."""
+
+    def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
+        reason = serve(self, layer)
+        if reason is not None:
+            original(self, layer)
+        say_once(f"{what} run here" if reason is None else f"{what} are left to vLLM: {reason}")
+
+    return process_weights_after_loading

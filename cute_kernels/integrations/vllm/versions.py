@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 DISTRIBUTION = "vllm"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
+SCHEMES = f"{QUANTIZATION}.compressed_tensors.schemes.compressed_tensors"
 COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors_moe"
 
 
@@ -26,6 +27,7 @@ class Interface:
         backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
+        float_linear: modules and classes of the methods of linear layers in FP8, MXFP4 and NVFP4.
         float_experts: the module and class of the method of gpt-oss's.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
@@ -34,10 +36,7 @@ class Interface:
 
     tested: str
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
-    linear_scheme: tuple[str, str] = (
-        f"{QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_wNa16",
-        "CompressedTensorsWNA16",
-    )
+    linear_scheme: tuple[str, str] = (f"{SCHEMES}_wNa16", "CompressedTensorsWNA16")
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
     backend_choice: tuple[str, str] = ("vllm.v1.attention.selector", "_cached_get_attn_backend")
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
@@ -46,6 +45,14 @@ class Interface:
         (f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16", "CompressedTensorsWNA16MoEMethod"),
         (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
         (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
+    )
+    float_linear: tuple[tuple[str, str], ...] = (
+        (f"{QUANTIZATION}.fp8", "Fp8LinearMethod"),
+        (f"{SCHEMES}_w8a8_fp8", "CompressedTensorsW8A8Fp8"),
+        (f"{SCHEMES}_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
+        (f"{SCHEMES}_w4a4_nvfp4", "CompressedTensorsW4A4Fp4"),
+        (f"{SCHEMES}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4"),
+        (f"{QUANTIZATION}.modelopt", "ModelOptLinearMethod"),
     )
     float_experts: tuple[str, str] = (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod")
     mla_backends: tuple[tuple[str, str], ...] = (

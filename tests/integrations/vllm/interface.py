@@ -25,6 +25,7 @@ from tests.integrations.vllm import (
     seam_attention,
     seam_attention_choice,
     seam_attention_steps,
+    seam_float_linear,
     seam_fusion,
     seam_linear,
     seam_mla,
@@ -42,6 +43,7 @@ SEAMS = (
     seam_attention_steps,
     seam_moe,
     seam_mla,
+    seam_float_linear,
     seam_fusion,
 )
 """Modules that put their checks on the list."""
