@@ -128,15 +128,22 @@ def check_given_tensors(optional: Mapping[str, object]) -> None:
     check_tensors(**{name: value for name, value in optional.items() if isinstance(value, torch.Tensor)})
 
 
+def check_numbers(**tensors: object) -> None:
+    """Raises TypeError or ValueError naming the first argument that is no tensor with data."""
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.is_meta:
+            raise ValueError(f"{name}: got a tensor without data (meta), want one on a CPU or CUDA device")
+
+
 def check_floating(**tensors: object) -> None:
     """Raises TypeError or ValueError naming the first argument that is no tensor of floating numbers with data."""
-    check_tensors(**tensors)
+    check_numbers(**tensors)
     for name, tensor in tensors.items():
         assert isinstance(tensor, torch.Tensor)
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATING))}")
-        if tensor.is_meta:
-            raise ValueError(f"{name}: got a tensor without data (meta), want one on a CPU or CUDA device")
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:

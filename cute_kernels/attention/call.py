@@ -212,7 +212,7 @@ class AttentionCall:
         assert self.tree_mask is not None
         room = request_call.max_seq_len
         seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)
-        bias = torch.zeros(seen.shape, device=self.q.device).masked_fill(~seen, -torch.inf)[None, :, None]
+        bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)[None, :, None]
         shape = (1, own.stop - own.start, self.q.shape[1], room)
         return replace(request_call, causal=False, bias=Bias.of(bias, shape))
 

@@ -19,6 +19,7 @@ from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
+from cute_kernels.runtime.operator import as_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -263,7 +264,7 @@ def decode_attention_splits(
     check_count("num_splits", num_splits, 1, MAX_SPLITS)
     if q.is_cuda:
         return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
-    out, split_out, split_max, split_sum = decode_attention_splits_reference(
+    out, split_out, split_max, split_sum = as_kernels(decode_attention_splits_reference)(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, softmax_scale=softmax_scale
     )
     return out.to(q.dtype), split_out, split_max, split_sum

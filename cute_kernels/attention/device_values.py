@@ -37,7 +37,7 @@ def check_device_values(call: AttentionCall) -> None:
     if call.block_table is None:
         return
     table = call.block_table.cpu()
-    first = torch.arange(table.shape[1]) * call.page_size  # token of each entry
+    first = torch.arange(table.shape[1], device="cpu") * call.page_size  # token of each entry
     # From the first token that is seen in a page to behind the last one there.
     last = torch.minimum(first + call.page_size, lengths[:, None])
     used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last

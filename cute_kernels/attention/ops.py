@@ -45,7 +45,7 @@ from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, Plan, launcher, on_device_of
+from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -206,6 +206,7 @@ def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor 
     return out.copy_(torch.where(own[:, None, None], result, out))
 
 
+@as_kernels
 def reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -123,7 +123,7 @@ def _reference(call: AttentionCall, cu_seqlens_k: torch.Tensor) -> tuple[torch.T
         if own.start >= own.stop:
             continue
         k, v = (replace(operand, cache=operand.cache[:, start:stop]) for operand in (call.k, call.v))
-        length, size = torch.tensor([stop - start], dtype=torch.int32), stop - start
+        length, size = torch.tensor([stop - start], dtype=torch.int32, device=out.device), stop - start
         alone = replace(call, q=call.q[own][None], cu_seqlens_q=None, k=k, v=v, seq_lens=length, max_seq_len=size)
         result, own_lse = attention_of(replace(alone, page_size=size))
         out[own], lse[own] = result[0].to(out.dtype), own_lse[0]

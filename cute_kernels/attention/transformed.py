@@ -26,6 +26,7 @@ def checked_transform(transform: object) -> CacheTransform | None:
     return None if checked.kind is None else checked
 
 
+@torch.no_grad()
 def transform_query(
     transform: CacheTransform,
     q: torch.Tensor,
@@ -58,6 +59,7 @@ def transform_query(
     return transform.queries(q), shift
 
 
+@torch.no_grad()
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The result over V of one over the transformed V, in ``out`` if there is one."""
     restored = transform.restore(result)
@@ -73,6 +75,7 @@ class Inputs(NamedTuple):
     shift: torch.Tensor | None
 
 
+@torch.no_grad()
 def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any], return_lse: bool) -> Inputs:
     """The transformed inputs of a call with these options.
 
@@ -106,6 +109,7 @@ def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any
     )
 
 
+@torch.no_grad()
 def results_of(
     transform: CacheTransform,
     inputs: Inputs,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_tensors, device_of, shape_of
+from cute_kernels.arguments import check_flag, check_number, check_numbers, check_tensors, device_of, shape_of
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
@@ -57,7 +57,7 @@ def pack_weight(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     form = format_named(format, dtype)
-    check_tensors(codes=codes, scales=scales)
+    check_numbers(codes=codes, scales=scales)
     check_flag("second_divides", second_divides)
     if form.has_zeros:
         raise ValueError(f"format: got {spelling(form)}, which has zero points, want one without")
@@ -173,7 +173,11 @@ def _second_level(
         raise ValueError(
             f"second: got None, want the scale of the second level of a weight in the format {spelling(form)}"
         )
-    rows = torch.as_tensor(second)
+    if not isinstance(second, torch.Tensor):
+        check_number("second", second)
+        second = torch.tensor(second, dtype=torch.float32, device="cpu")
+    check_numbers(second=second)
+    rows = second
     if not rows.is_floating_point():
         raise TypeError(f"second: got dtype {rows.dtype}, want floating numbers")
     if rows.numel() not in (1, n) or rows.dim() > 2:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
+from cute_kernels.arguments import check_flag, check_numbers, check_permutation, device_of
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, shifted, weight_format
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
@@ -68,11 +68,9 @@ def quantize_weight(
         TypeError, ValueError: an argument is not as above, or a group wants a scale that there is none of (2**27 in
             bf16, of integers); the message names it.
     """
-    check_tensors(w=w)
+    check_numbers(w=w)
     if not w.is_floating_point():
         raise TypeError(f"w: got dtype {w.dtype}, want a floating one")
-    if w.is_meta:
-        raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
     if w.dim() != 2 or not w.numel():
         raise ValueError(f"w: got shape {list(w.shape)}, want [N, K] with N and K at least 1")
     chosen = chosen_format(bits, group_size, zero_point, dtype, format)

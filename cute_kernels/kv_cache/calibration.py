@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from cute_kernels import blocks
-from cute_kernels.arguments import check_positive, check_tensors
+from cute_kernels.arguments import check_numbers, check_positive
 from cute_kernels.formats.kv import format_of
 
 Method = Literal["absmax", "percentile"]
@@ -63,11 +63,9 @@ class Calibrator:
             TypeError: x is no tensor, or not floating.
             ValueError: x has another shape than before or fewer than 2 dimensions, or holds NaN or infinity.
         """
-        check_tensors(x=x)
+        check_numbers(x=x)
         if not x.is_floating_point():
             raise TypeError(f"x: got dtype {x.dtype}, want a floating one")
-        if x.is_meta:
-            raise ValueError("x: got a tensor without data (meta), want one on a CPU or CUDA device")
         if x.dim() < 2 or 0 in x.shape[-2:]:
             raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
         if self._top is None:

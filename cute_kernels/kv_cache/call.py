@@ -110,7 +110,7 @@ def check_append(call: AppendCall) -> None:
     Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
     k_format, v_format = call.formats
-    _check_tensors(call)
+    check_kinds(call)
     _check_tokens(call)
     if call.cache_layout not in LAYOUTS:
         raise ValueError(f"cache_layout: got {call.cache_layout!r}, want 'NHD' or 'HND'")
@@ -148,8 +148,8 @@ def _check_memory(call: AppendCall) -> None:
             check_apart(name, written, others)
 
 
-def _check_tensors(call: AppendCall) -> None:
-    """What is given is a tensor on k's device; what has no strides of its own contiguous."""
+def check_kinds(call: AppendCall) -> None:
+    """Raises unless what is given is a tensor on k's device, and contiguous where it has no strides of its own."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"

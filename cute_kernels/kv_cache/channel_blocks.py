@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_apart
+from cute_kernels.arguments import check_apart, check_tensors
 from cute_kernels.attention.checks import check_blocks, check_tail
 from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
-from cute_kernels.kv_cache.call import AppendCall, check_cache
+from cute_kernels.kv_cache.call import AppendCall, check_cache, check_kinds
 from cute_kernels.kv_cache.compile import FillSpec
 from cute_kernels.kv_cache.config import FillConfig
 from cute_kernels.runtime.cache import load
@@ -64,6 +64,11 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
         raise ValueError(
             f"slot_mapping: got slots, want seq_lens for {k_format.name} keys: positions decide which blocks are full"
         )
+    check_kinds(call)
+    tail = {"k_tail": rows, "tail_slots": slots}
+    check_tensors(**{name: given for name, given in tail.items() if given is not None})
+    if call.seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: got shape {list(call.seq_lens.shape)}, want [batch]")
     if call.k.dim() != 3:
         raise ValueError(f"k: got shape {list(call.k.shape)}, want [tokens, heads, head_dim]")
     heads = call.k.shape[1], call.k.shape[2]
@@ -140,14 +145,15 @@ def reference(*given: Any) -> None:
             continue
         ring, new = fill.k_tail[slot], fill.k_new[end - (length - start) : end]
         first = start // BLOCK_TOKENS * BLOCK_TOKENS
-        rows = torch.cat((ring[torch.arange(first, start) % TAIL_TOKENS], new))
+        rows = torch.cat((ring[torch.arange(first, start, device=ring.device) % TAIL_TOKENS], new))
         for block in range((length - first) // BLOCK_TOKENS):
             base = first + block * BLOCK_TOKENS
             page, row = _page_of(fill, cache.shape, request, base)
             if page is not None:
                 values = rows[block * BLOCK_TOKENS :][:BLOCK_TOKENS]
                 cache[page, row : row + BLOCK_TOKENS] = form.quantize(values)
-        kept = torch.arange(max(start, (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS), length)
+        oldest = max(start, (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS)
+        kept = torch.arange(oldest, length, device=ring.device)
         ring[kept % TAIL_TOKENS] = rows[kept - first]
 
 

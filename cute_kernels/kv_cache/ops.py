@@ -17,7 +17,7 @@ from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, launcher
+from cute_kernels.runtime.operator import Operator, as_kernels, launcher
 from cute_kernels.runtime.plans import identity
 
 __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
@@ -89,6 +89,7 @@ launch = launcher(_key, _checked, _plan_of, _without_tokens)
 """Append on CUDA tensors; returns q_out, None without q. Arguments as :func:`append` has them."""
 
 
+@as_kernels
 def reference(call: AppendCall) -> torch.Tensor | None:
     """The CPU implementation: checks everything, values included, and rounds q to its dtype."""
     check_append(call)

@@ -163,9 +163,9 @@ def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
 def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
     """The columns that are rotated together: two int64 tensors of rotary_dim / 2."""
     if rope.interleaved:
-        even = torch.arange(0, rope.rotary_dim, 2)
+        even = torch.arange(0, rope.rotary_dim, 2, device="cpu")
         return even, even + 1
-    low = torch.arange(rope.rotary_dim // 2)
+    low = torch.arange(rope.rotary_dim // 2, device="cpu")
     return low, low + rope.rotary_dim // 2
 
 

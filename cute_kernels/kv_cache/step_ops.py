@@ -44,7 +44,7 @@ from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.operator import Operator, launcher
+from cute_kernels.runtime.operator import Operator, as_kernels, launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 Extras = tuple[torch.Tensor | None, ...]
@@ -315,6 +315,7 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 # -- other ways in ----------------------------------------------------------------------------------------------------
 
 
+@as_kernels
 def reference(step: Step) -> tuple[torch.Tensor, Any]:
     """A step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
     softmax_scale, out = step.softmax_scale, step.out

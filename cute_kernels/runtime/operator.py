@@ -9,6 +9,7 @@ made) and a schema. A call like an earlier one costs the host its key, a look-up
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -184,6 +185,17 @@ def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) 
         return plan.launch(*args, **kwargs)
 
 
+def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """``function``, which computes as kernels do: it records nothing for gradients, and autocast chooses no dtype."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +213,7 @@ class Operator:
     ) -> None:
         self.name = schema.partition("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(self.name, cpu, "CPU")
+        _library.impl(self.name, as_kernels(cpu), "CPU")
         _library.impl(self.name, cuda, "CUDA")
         torch.library.register_fake(f"cute_kernels::{self.name}", meta, lib=_library)
 
@@ -231,4 +243,4 @@ def route(
     if needs_dispatch(**tensors):
         return operator
     first: Any = next(iter(tensors.values()))
-    return cuda if first.is_cuda or GPU.takes_cpu else cpu
+    return cuda if first.is_cuda or GPU.takes_cpu else as_kernels(cpu)

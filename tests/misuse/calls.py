@@ -13,7 +13,9 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention import decode_attention_splits
 from cute_kernels.compat import fbgemm, flash_mla
-from cute_kernels.kv_cache import Calibrator, check_pairs, compute_kv_scale, fold, smooth_keys
+from cute_kernels.gemm import pack_weight
+from cute_kernels.gemm.experts import ClampedSwiglu, Routing, route
+from cute_kernels.kv_cache import CacheTransform, Calibrator, check_pairs, compute_kv_scale, fold, smooth_keys
 from layouts.kv import Int4Row
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -564,3 +566,115 @@ def from_fastertransformer() -> Call:
     codes = torch.randint(-128, 128, (256, 32), dtype=torch.int8)
     call = {"weight": codes, "scales": torch.rand(4, 64), "bits": 4, "arch": 80, "activation_bits": 16}
     return ck.PackedWeight.from_fastertransformer, {**call, **import_options()}
+
+
+# -- what is newer, or has options that go together ------------------------------------------------------------------
+
+
+@case
+def decode_chosen_blocks() -> Call:
+    call = {"q": numbers(2, 1, 4, 64), "k_cache": rows(2, 128, 2), "v_cache": rows(2, 128, 2), "kv_format": "int4_g1"}
+    chosen = {"block_list": torch.zeros(2, 2, 1, dtype=torch.int32), "block_counts": torch.ones_like(table())}
+    return ck.decode_attention, {**call, "seq_lens": ints(70, 128), **chosen, "block_tokens": 64, "return_lse": True}
+
+
+@case
+def extend_chosen_blocks() -> Call:
+    call = {"q": numbers(2, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 1, 2)}
+    chosen = {"block_list": torch.zeros(2, 2, 1, dtype=torch.int32), "block_counts": torch.ones_like(table())}
+    wide = {"block_table": torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous(), "block_tokens": 64}
+    return ck.extend_attention, {**call, **chosen, **wide, "return_lse": True}
+
+
+@case
+def extend_with_scales() -> Call:
+    codes = [torch.zeros(2, 32, 2, 64, dtype=torch.uint8) for _ in range(2)]
+    call = {"q": numbers(5, 4, 64), "k_cache": codes[0], "v_cache": codes[1], "seq_lens": ints(5, 32)}
+    call |= {"kv_format": "int8_head", "k_scale": torch.ones(2), "v_scale": torch.ones(2), "unpack": False}
+    new = {"new_k": numbers(5, 2, 64), "new_v": numbers(5, 2, 64), "max_seq_len": 32}
+    return ck.extend_attention, {**call, **new, "cu_seqlens_q": ints(0, 3, 5)}
+
+
+@case
+def decode_keys_in_blocks() -> Call:
+    rows_of_blocks = torch.zeros(2, 32, 2, 40, dtype=torch.uint8)
+    call = {"q": numbers(2, 1, 4, 64), "k_cache": rows_of_blocks, "v_cache": rows(2, 32, 2), "seq_lens": ints(5, 32)}
+    tail = {"k_tail": torch.zeros(3, 64, 2, 64, dtype=torch.float16), "tail_slots": ints(2, 0)}
+    return ck.decode_attention, {**call, "kv_format": ("int4_channel32", "int4_g1"), **tail}
+
+
+@case
+def append_keys_in_blocks() -> Call:
+    rows_of_blocks = torch.zeros(2, 32, 2, 40, dtype=torch.uint8)
+    call = {"k": numbers(2, 2, 64), "v": numbers(2, 2, 64), "k_cache": rows_of_blocks, "v_cache": rows(2, 32, 2)}
+    tail = {"k_tail": torch.zeros(3, 64, 2, 64, dtype=torch.float16), "tail_slots": ints(2, 0)}
+    return ck.append_kv, {**call, "seq_lens": ints(5, 32), "kv_format": ("int4_channel32", "int4_g1"), **tail}
+
+
+@case
+def append_with_scales_and_a_transform() -> Call:
+    codes = [torch.zeros(2, 32, 2, 64, dtype=torch.uint8) for _ in range(2)]
+    call = {"k": numbers(2, 2, 64), "v": numbers(2, 2, 64), "k_cache": codes[0], "v_cache": codes[1]}
+    call |= {"kv_format": "int8_head", "k_scale": torch.ones(2), "v_scale": torch.ones(2), "seq_lens": ints(5, 32)}
+    centred = CacheTransform(k_center=torch.zeros(2, 64), k_rotation=32)
+    return ck.append_kv, {**call, "q": numbers(2, 4, 64), "transform": centred, "q_shift": torch.zeros(2, 4)}
+
+
+@case
+def append_pages_then_decode() -> Call:
+    call = {"q": numbers(2, 1, 4, 64), "k": numbers(2, 1, 2, 64), "v": numbers(2, 1, 2, 64), **pages()}
+    centred = CacheTransform(k_center=torch.zeros(2, 64), v_rotation=32)
+    return ck.append_and_decode, {
+        **call, "seq_lens": ints(5, 32), "block_table": table(), "transform": centred, "return_lse": True
+    }  # fmt: skip
+
+
+@case
+def dequantize_rows_with_scales() -> Call:
+    codes = torch.zeros(3, 2, 64, dtype=torch.uint8)
+    return ck.dequantize_kv, {"rows": codes, "kv_format": "int8_head", "head_dim": 64, "scale": torch.ones(2)}
+
+
+@case
+def linear_layer_behind_a_norm() -> Call:
+    call = {"x": numbers(3, 128), "weight": packed(), "norm": numbers(128), "norm_eps": 1e-6, "norm_offset": 1.0}
+    return ck.quantized_linear, call
+
+
+@case
+def linear_layer_in_fp8() -> Call:
+    weight = ck.quantize_weight(numbers(64, 128), format="fp8")
+    call = {"x": numbers(3, 128), "weight": weight, "bias": numbers(64), "activations": "fp8"}
+    return ck.quantized_linear, {**call, "activation_scale": torch.ones(1)}
+
+
+@case
+def quantize_a_weight_by_name() -> Call:
+    return ck.quantize_weight, {"w": numbers(64, 128), "format": "mxfp4", "device": "cpu"}
+
+
+@case
+def given_codes() -> Call:
+    codes, scales = (torch.full((64, n), 56, dtype=torch.uint8) for n in (64, 8))
+    levels = {"second": torch.tensor([0.5]), "second_divides": True}
+    return pack_weight, {"format": "nvfp4", "codes": codes, "scales": scales, **levels, "device": "cpu"}
+
+
+@case
+def layer_of_experts_with_biases() -> Call:
+    routing = {"topk_weights": torch.rand(3, 2), "topk_ids": torch.tensor([[0, 1], [2, 3], [1, 2]])}
+    call = {"x": numbers(3, 64), "gate_up": experts(128), "down": experts(), **routing, "batch_invariant": True}
+    biases = {"gate_up_bias": numbers(4, 128), "down_bias": numbers(4, 64)}
+    return ck.fused_moe, {**call, **biases, "activation": ClampedSwiglu(1.702, 7.0)}
+
+
+@case
+def router() -> Call:
+    routing = Routing(2, "sigmoid", renormalize=True, scale=2.5, groups=2, kept_groups=1)
+    call = {"hidden": numbers(3, 64), "weight": numbers(8, 64), "routing": routing}
+    return route, {**call, "bias": torch.zeros(8), "correction": torch.rand(8)}
+
+
+@case
+def routing() -> Call:
+    return Routing, {"top_k": 2, "renormalize": True, "scale": 2.5, "groups": 2, "kept_groups": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_tensors, is_one_of
+from cute_kernels.arguments import check_numbers, is_one_of
 from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES, symmetric_zero
 from layouts import transform
 
@@ -15,10 +15,8 @@ ZERO_TOLERANCE = 1e-3  # of a floating zero point that is to be an integer
 
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dim: int, what: str) -> None:
     """Raises TypeError or ValueError unless ``tensor`` has data, one of the dtypes and ``dim`` dimensions: ``what``."""
-    check_tensors(**{name: tensor})
+    check_numbers(**{name: tensor})
     assert isinstance(tensor, torch.Tensor)
-    if tensor.is_meta:
-        raise ValueError(f"{name}: got a tensor without data (meta), want one on a CPU or CUDA device")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
     if tensor.dim() != dim:

@@ -101,7 +101,7 @@ def made_of(
             raise ValueError(
                 f"{names.second or names.scales}: got no scale of the second level, want it in {spelling(form)}"
             )
-        second = torch.ones(())
+        second = torch.ones((), dtype=torch.float32, device=scales.device)
     if second is not None:
         fields.check_tensor(names.second, second, (torch.float32,), second.dim(), "any")
         if not bool((second > 0).all()):

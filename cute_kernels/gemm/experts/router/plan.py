@@ -28,7 +28,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Plan
+from cute_kernels.runtime.operator import Plan, as_kernels
 from cute_kernels.runtime.plans import ALIGNMENT
 
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
@@ -74,13 +74,13 @@ def without_tokens(call: RouteCall) -> Routed:
     return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
 
 
-@torch.no_grad()
+@as_kernels
 def by_torch(call: RouteCall) -> Routed:
     """What torch makes of a checked call, on any device."""
     return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
 
 
-@torch.no_grad()
+@as_kernels
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """fp32 logits [T, E] without the bias."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
