@@ -16,6 +16,7 @@ from cute_kernels import (
     quantize_weight,
     quantized_linear,
 )
+from cute_kernels.gemm.activations import ClampedSwiglu
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
 from tests.linear.test_fp8 import FORMATS, TOLERANCE, exact_product, relative_error
 
@@ -51,7 +52,7 @@ def test_torchs_product_serves_codes_by_rows(scale, bias, n, k, m):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("n", "k"), [(200, 256), (1000, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(200, 256), (1000, 4096), (200, 140), (1000, 2880)])  # 140, 2880: half k blocks
 @pytest.mark.parametrize("m", [1, 9, 16, 100, 520])
 def test_our_product_is_exact_on_rounded_operands(name, n, k, m):
     """Also with an epilogue, which no other library's takes."""
@@ -119,8 +120,9 @@ def test_a_layer_is_captured_and_compiled():
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block", "mxfp4", "w4g128"])
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 70, 300), (1000, 3, 129)])
-def test_products_of_experts_are_exact_on_rounded_operands(name, counts):
-    n, k, places = 192, 512, sum(counts)
+@pytest.mark.parametrize("k", [512, 2880])
+def test_products_of_experts_are_exact_on_rounded_operands(name, counts, k):
+    n, places = 192, sum(counts)
     weight = quantize_experts(numbers(3, n, k, seed=2).cuda(), format=name, dtype=BF16)
     offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     rows = torch.randint(0, 50, (places,), generator=torch.Generator().manual_seed(5)).int().cuda()
@@ -141,3 +143,22 @@ def test_a_layer_of_experts_agrees_with_the_reference(tokens):
     want = fused_moe(x, gate_up, down, shares, ids, activations="fp8")
     y = fused_moe(x.cuda(), gate_up.to("cuda"), down.to("cuda"), shares.cuda(), ids.cuda(), activations="fp8")
     assert relative_error(y.cpu(), want.double()) < 1e-2  # hidden activations near the middle of two codes
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 500])
+def test_experts_of_gpt_oss_are_on_the_fast_path(tokens):
+    """Of 2880 inputs, with clamps and biases."""
+    sizes = 5760, 2880
+    gate_up, down = (quantize_experts(numbers(4, n, 2880, seed=n) * 0.02, format="mxfp4", dtype=BF16) for n in sizes)
+    x, generator = numbers(tokens, 2880), torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, 4, generator=generator).argsort(1)[:, :2]
+    shares, biases = torch.rand(tokens, 2, generator=generator), [numbers(4, n, seed=n + 1) for n in sizes]
+
+    def layer(device: str) -> torch.Tensor:
+        up_bias, down_bias = (one.to(device) for one in biases)
+        return fused_moe(
+            x.to(device), gate_up.to(device), down.to(device), shares.to(device), ids.to(device),
+            activation=ClampedSwiglu(), gate_up_bias=up_bias, down_bias=down_bias, activations="fp8",
+        )  # fmt: skip
+
+    assert relative_error(layer("cuda").cpu(), layer("cpu").double()) < 1e-2

@@ -128,12 +128,6 @@ def test_each_product_of_a_layer_is_two_launches(form: str):
         assert {made[5], made[10]} <= {*product.arguments[1:]}
 
 
-def test_weights_whose_inputs_are_no_whole_k_blocks_are_refused():
-    weight, offsets = experts("mxfp4", 64, 320), torch.tensor([0, 1, 1, 1], dtype=torch.int32)
-    with recording(), pytest.raises(ValueError, match="of 320 inputs with padding, want a multiple of 128"):
-        grouped_linear(numbers(1, 320), weight, offsets, activations="fp8")
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("places", [1, 64, 2048, 65536])
 def test_every_product_has_tiles(form: str, places: int):

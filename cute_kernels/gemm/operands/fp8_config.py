@@ -57,13 +57,28 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
         raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
     problem = fp8_problem(form)
     if problem is not None:
-        raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {problem}")
+        raise ValueError(
+            f"activations: got {FP8!r} for weights in {spelling(form)}, want None (16-bit products), or {problem}"
+        )
     return True
 
 
 def x_group(form: WeightFormat) -> int:
     """Inputs of a row of x that share a scale where weights are of a format; 0 for all of K."""
     return X_GROUP if form.group_size else 0
+
+
+def whole_k(k_pad: int) -> int:
+    """Inputs of all k blocks, of which the last may be half of a weight's own.
+
+    Raises ValueError: the weight has less than a k block.
+    """
+    if k_pad < X_GROUP:
+        raise ValueError(
+            f"activations: got {FP8!r} for a weight of {k_pad} inputs with padding, want None (16-bit products), or at "
+            f"least {X_GROUP}"
+        )
+    return -(-k_pad // X_GROUP) * X_GROUP
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,22 @@ class Fp8Wgmma(Mainloop):
 
 
 @dataclass(frozen=True)
+class Fp8TailWgmma(Fp8Wgmma):
+    """As `Fp8Wgmma`, of K that ends in half a k block: the last one begins half of one earlier, and x has zeros for
+    what it has in common with the one before: `.fp8_tail`."""
+
+    name: ClassVar[str] = "e4m3tail"
+
+    def kernel(self) -> Kernel:
+        return Kernel("cute_kernels.gemm.operands.fp8_tail:Fp8TailKernel", FP8_TILES)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.group_size >= X_GROUP:
+            return f"groups of {config.group_size} inputs end with a k block"
+        return super().problem(config)
+
+
+@dataclass(frozen=True)
 class Fp8RowsConfig:
     """The kernel that makes rows of x in E4M3.
 
@@ -103,11 +134,13 @@ class Fp8RowsConfig:
         dtype: of x, "bf16" or "fp16".
         scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
         for_products: whether bytes lie in the order that products take, not in their own.
+        half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8TailWgmma`.
     """
 
     dtype: str
     scales: str = BY_GROUP
     for_products: bool = True
+    half_last: bool = False
     num_threads: ClassVar[int] = ROWS_THREADS
 
     def kernel(self) -> Kernel:
@@ -116,7 +149,8 @@ class Fp8RowsConfig:
 
     @property
     def name(self) -> str:
-        return f"linear_fp8_rows_{self.dtype}_{self.scales}{'' if self.for_products else '_plain'}"
+        kind = "_plain" if not self.for_products else "_half" if self.half_last else ""
+        return f"linear_fp8_rows_{self.dtype}_{self.scales}{kind}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -17,6 +17,7 @@ from cute_kernels.gemm.operands.fp8_config import (
     X_GROUP,
     Fp8RowsConfig,
     Fp8Wgmma,
+    whole_k,
 )
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
@@ -70,13 +71,13 @@ def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
 @lru_cache(maxsize=MAX_PLANS)
 def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> Fp8Rows:
     """The launch that makes FP8 rows of x for products. Codes come as elements of ``dtype``, two a piece, [places,
-    k_pad / 2], scales as [k_pad / 128, pitch]."""
-    groups = k_pad // X_GROUP
+    64 * k blocks], scales as [k blocks, pitch]."""
+    groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
     pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
-    config = Fp8RowsConfig(DTYPES[dtype], scales)
-    send = _bound(config, index, places=places, out_pieces=k_pad // VECTOR, **sizes)
-    return Fp8Rows(send, blank((places, k_pad // 2), dtype), blank((groups, pitch), torch.float32))
+    config = Fp8RowsConfig(DTYPES[dtype], scales, half_last=half_last)
+    send = _bound(config, index, places=places, out_pieces=groups * (X_GROUP // VECTOR), **sizes)
+    return Fp8Rows(send, blank((places, groups * (X_GROUP // 2)), dtype), blank((groups, pitch), torch.float32))
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> Fp8Rows | None:

@@ -21,6 +21,7 @@ from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES
 
 OUT_PIECE_BYTES = 8  # of a lane: 8 inputs
 WARPS = ROWS_THREADS // WARP_THREADS
+HALF_LANES = GROUP_LANES // 2
 GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
 MOST = 448.0
 LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
@@ -124,7 +125,7 @@ class Fp8RowsKernel:
             for begin in cutlass.range(part * GROUPS_AT_ONCE, groups, parts * GROUPS_AT_ONCE, unroll=1):
                 group = begin + first
                 piece = group * GROUP_LANES + lane
-                words = self.codes.inputs.load(x, row, piece, row_pieces)
+                words = self.codes.inputs.load(x, row, self.source(piece, group, groups, row_pieces), row_pieces)
                 if const_expr(self.config.scales == BY_GROUP):
                     factor, scale = self.codes.scales_of(self.codes.of_group(self.codes.largest(words)))
                 bytes_ = self.codes.codes(words, factor, lane)
@@ -132,6 +133,14 @@ class Fp8RowsKernel:
                     ptx.store_global(out + (Int64(place) * out_pieces + piece) * OUT_PIECE_BYTES, bytes_)
                 if (lane == 0) & (group < scale_groups):
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
+
+    def source(self, piece, group, groups, row_pieces):
+        """The piece of a row that a lane makes codes of: one behind its end, so zeros, in the first half of a last
+        group that begins early."""
+        if not self.config.half_last:
+            return piece
+        early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)
+        return cutlass.select_(group == groups - 1, early, piece)
 
     @cute.jit
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):

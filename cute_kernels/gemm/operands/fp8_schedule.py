@@ -6,9 +6,10 @@ docs/design/fp8_gemm.md has its numbers. Plain Python, no GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8TailWgmma, Fp8Wgmma, whole_k
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
@@ -29,11 +30,13 @@ WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as thos
 def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every schedule that is right for a problem. K of batch-invariant products is whole: its parts would go by the
     number of rows."""
+    mainloop = Fp8TailWgmma() if problem.k_pad % X_GROUP else Fp8Wgmma()
+    problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = 0 < problem.format.group_size < X_GROUP
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
         config = of_format(
             problem, tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
-            mainloop=Fp8Wgmma(), reduction=WorkspaceSplitK(),
+            mainloop=mainloop, reduction=WorkspaceSplitK(),
         )  # fmt: skip
         config = with_stages(config)
         for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
@@ -46,13 +49,9 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
 def fp8_schedule(problem: LinearProblem) -> TileSchedule:
     """The schedule that is expected to be the fastest.
 
-    Raises ValueError: K, with padding, is no multiple of a k block.
+    Raises ValueError: K, with padding, is less than a k block.
     """
-    found = min(candidates(problem), key=lambda schedule: expected_us(problem, schedule), default=None)
-    if found is None:
-        wanted = f"a multiple of {X_GROUP} with padding"
-        raise ValueError(f"activations: got 'fp8' for a weight of {problem.k_pad} inputs with padding, want {wanted}")
-    return found
+    return min(candidates(problem), key=lambda schedule: expected_us(problem, schedule))
 
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:

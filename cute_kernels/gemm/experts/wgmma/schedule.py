@@ -26,7 +26,8 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryConfig,
     EntryWgmma,
 )
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
+from cute_kernels.gemm.experts.wgmma.fp8_config import GroupedFp8TailWgmma
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, whole_k
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
@@ -146,12 +147,12 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
     """The fastest layout of products in FP8 by the model, whose numbers are arithmetic so far.
 
-    Raises ValueError: K, with padding, is no multiple of a k block.
+    Raises ValueError: K, with padding, is less than a k block.
     """
-    if problem.k_pad % X_GROUP:
-        wanted = f"a multiple of {X_GROUP} with padding"
-        raise ValueError(f"activations: got 'fp8' for weights of {problem.k_pad} inputs with padding, want {wanted}")
     shapes = SMALL_GROUP_FP8_SHAPES if 0 < problem.format.group_size < X_GROUP else FP8_SHAPES
+    if problem.k_pad % X_GROUP:
+        shapes = tuple(shape._replace(mainloop=GroupedFp8TailWgmma()) for shape in shapes)
+    problem = replace(problem, k_pad=whole_k(problem.k_pad))
     configs = [config for shape in shapes if (config := tile_config(problem, shape)) is not None]
     num_tiles, k_blocks = -(-problem.n // TILE_N), problem.k_pad // X_GROUP
     found = [GroupedTiles(config, num_tiles, k_blocks, problem.num_sms) for config in configs]

@@ -1,0 +1,54 @@
+"""FP8 products of K that ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
+
+The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.fp8_rows`), and
+weights bring nothing of their own: whatever of a row is NaN there makes all of its results NaN anyway. So the mainloop
+knows of no tail, nothing is read behind a row's end, and weights keep the padding that 16-bit products have.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32
+
+from cute_kernels.device import ptx
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.kernel import LOADER, TileScheduling, Waits, WgmmaKernel
+from cute_kernels.gemm.wgmma.loads import WeightLoads, product
+from layouts.weights.hopper import TILE_BYTES
+
+
+class TailWeightLoads(WeightLoads):
+    """Codes and scales of k blocks that are counted by halves: a tile has one less than ``shape.k_blocks`` twice."""
+
+    def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
+        """Asks for a k block of a block: of each tile a run of codes, and one of scales."""
+        config, stage = self.config, here.stage
+        address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
+        tile_bytes = config.k_block_tiles * TILE_BYTES
+        group_bytes = config.k_block_groups * config.format.group_scale_bytes
+        halves = 2 * shape.k_blocks - 1
+        first = cutlass.min(2 * k_block, halves - 2)
+        for i in range(config.block_tiles):
+            half = product(self.places.weight_tile(shape, work_tile, i), halves) + first
+            ptx.bulk_copy_to_shared(
+                memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
+                operands.codes + half * (tile_bytes // 2),
+                Int32(tile_bytes),
+                address,
+            )
+            if config.group_size:
+                ptx.bulk_copy_to_shared(
+                    memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
+                    operands.scales + half * (group_bytes // 2),
+                    Int32(group_bytes),
+                    address,
+                )
+
+
+class Fp8TailKernel(WgmmaKernel):
+    """`WgmmaKernel` whose weights `TailWeightLoads` brings."""
+
+    def __init__(self, config: WgmmaConfig, scheduling: TileScheduling | None = None, waits: Waits = LOADER):
+        super().__init__(config, scheduling, waits=waits)
+        asks_first = self.scheduling.asks_first
+        self.roles.weights = TailWeightLoads(config, self.scheduling.places, asks_first=asks_first)
