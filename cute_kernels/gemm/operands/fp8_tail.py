@@ -12,7 +12,7 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.kernel import LOADER, TileScheduling, Waits, WgmmaKernel
+from cute_kernels.gemm.wgmma.kernel import LOADER, TileRoles, TileScheduling, Waits, WgmmaKernel
 from cute_kernels.gemm.wgmma.loads import WeightLoads, product
 from layouts.weights.hopper import TILE_BYTES
 
@@ -45,10 +45,17 @@ class TailWeightLoads(WeightLoads):
                 )
 
 
-class Fp8TailKernel(WgmmaKernel):
-    """`WgmmaKernel` whose weights `TailWeightLoads` brings."""
+class Fp8TailKernel:
+    """The parts of a `WgmmaKernel` and its launch, but for its loads of weights: `TailWeightLoads`."""
+
+    launch, kernel = WgmmaKernel.launch, WgmmaKernel.kernel
 
     def __init__(self, config: WgmmaConfig, scheduling: TileScheduling | None = None, waits: Waits = LOADER):
-        super().__init__(config, scheduling, waits=waits)
-        asks_first = self.scheduling.asks_first
-        self.roles.weights = TailWeightLoads(config, self.scheduling.places, asks_first=asks_first)
+        tiles = WgmmaKernel(config, scheduling, waits=waits)
+        self.config, self.operands, self.scheduling = config, tiles.operands, tiles.scheduling
+        self.activations, self.consumers = tiles.activations, tiles.consumers
+        places, table, dense = self.scheduling.places, self.scheduling.table_bytes, self.scheduling.is_dense
+        weights = TailWeightLoads(config, places, asks_first=self.scheduling.asks_first)
+        self.roles = TileRoles(
+            config, places, weights, self.activations, self.consumers, table, dense=dense, waits=waits
+        )
