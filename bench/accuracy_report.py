@@ -1,4 +1,4 @@
-"""A recorded accuracy run as text for a terminal and as the Markdown table of docs/accuracy.md."""
+"""A recorded accuracy run as text for a terminal and as the first table of docs/accuracy_models.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded run of `python -m bench accuracy --model` as text for a terminal and as the table of docs/accuracy.md."""
+"""A recorded run of `python -m bench accuracy --model` as text for a terminal and as a table of docs/accuracy_models.md."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench import (
-    accuracy_report,
     e2e_steps,
     e2e_vllm,
     extend,
@@ -26,6 +25,7 @@ from bench import (
     vllm_rows,
 )
 from bench import record as records
+from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
 
@@ -81,33 +81,34 @@ def headline() -> str:
     assert best is not None
     us, peer = ours["us"]["median_us"], best[1].replace("SDPA cudnn", "cuDNN")
     gpu = load("main")["environment"]["gpu"]
+    both, mixed = perplexity.caches_in([ours["kv_format"]]), perplexity.caches_in([",".join(RECOMMENDED)])
     return (
-        f"On one {gpu}, attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from "
-        f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
-        f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
-        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. "
-        f"{_cost('int4_g4')} {_served()}\n"
+        f"- **Speed**: attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from an "
+        f"INT4 cache on one {gpu}. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} "
+        f"us, **{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
+        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads.\n"
+        f"- **Accuracy**: K in INT8 with V in INT4, where to begin, raises perplexity by {_cost(mixed)}. INT4 for both "
+        f"raises it by {_cost(both)}. Each has {both[0].columns} columns a scale.\n"
+        f"- **Serving**: with the plug-in, vLLM serves {_served()} times as fast, started by the same command.\n"
     )
 
 
-def _cost(name: str) -> str:
-    """What a cache costs in perplexity, in a sentence."""
-    (cache,) = perplexity.caches_in([name])
-    known = [text for text in (model.said(cache) for model in perplexity.models()) if text is not None]
-    return f"What 4 bits cost in perplexity, with {cache.columns} columns a scale: {', '.join(known)}."
+def _cost(caches: Sequence[perplexity.Cache]) -> str:
+    """What a cache costs in the perplexity of each model that was measured, in words."""
+    (cache,) = caches
+    costs = [(model, model.cost(cache), model.measured_as(cache)) for model in perplexity.models()]
+    known = [f"{cost} ({model.name}, `{as_.name}`)" for model, cost, as_ in costs if cost is not None and as_]
+    return " and ".join(known).replace("+", "")
 
 
 def _served() -> str:
-    """What a served model gains, in a sentence."""
+    """The models that were served and their gains, in words."""
     models = _steps_of_vllm(), _steps_of_vllm("qwen3-30b-a3b")
     times = [
         [steps[batch, plugin, "fp8"]["tpot_ms"] for plugin in ("off", "on")] for steps in models for batch in (1, 32)
     ]
     gains = sorted(before / after for before, after in times)
-    return (
-        f"With the plug-in, vLLM serves Llama-3-8B and Qwen3-30B-A3B with 4-bit weights {number(gains[0], 2)} to "
-        f"{number(gains[-1], 2)} times as fast, started by the same command."
-    )
+    return f"Llama-3-8B and Qwen3-30B-A3B with 4-bit weights {number(gains[0], 2)} to {number(gains[-1], 2)}"
 
 
 def _steps_of_vllm(model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
@@ -379,12 +380,6 @@ MODELS: tuple[Section, ...] = (
         e2e_vllm.markdown,
     ),
     ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, beside torch's operators.", norm.markdown),
-    (
-        "What formats cost in accuracy",
-        "accuracy",
-        "Errors and a small model's perplexity; [accuracy](accuracy.md) explains the columns.",
-        accuracy_report.markdown,
-    ),
 )
 WHOLE: tuple[Section, ...] = (
     (
@@ -401,7 +396,6 @@ FIGURES = {
     "shapes": {"decode_shapes": "Time over the streaming floor, by shape"},
     "mla": {"mla_rates": "Rates of MLA decode beside FlashMLA's"},
     "linear": {"linear_speed": "cuBLAS's time in bf16 over a layer's, by rows of x; dashed the fastest other library"},
-    "accuracy": {"accuracy": "Increase of perplexity by bytes of a token"},
     "e2e_steps_default": {
         "step_latency": "Milliseconds per token, by requests; dotted what reading the step's bytes takes",
         "step_throughput": "Tokens per second, by requests",
