@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts, is_moe_block, refusal
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_moe_block, refusal
 from cute_kernels.gemm.experts.module import QuantizedExperts
+from cute_kernels.gemm.experts.stored import WANTED, is_experts
 from cute_kernels.gemm.module import QuantizedLinear, is_conv1d
 from cute_kernels.model_report import ReportedLayer
 from cute_kernels.weight_readers import layers_read_by_code
@@ -169,11 +170,7 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
     is_named = "expert" in name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
     if is_named and any(tensor.dim() == 3 for tensor in module.parameters(recurse=False)):
         names = ", ".join(key for key, _ in module.named_parameters(recurse=False))
-        reason = (
-            f"experts with {names}, of a kind that is not served: want gate_up_proj [E, 2 I, hidden] and down_proj "
-            "[E, hidden, I] with SiLU and nothing else"
-        )
-        return _left(name, module, reason, True)
+        return _left(name, module, f"experts with {names}, of a kind that is not served: want {WANTED}", True)
     return _left(name, module, "not an nn.Linear", True)
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.experts.blocks import is_experts, is_moe_block
+from cute_kernels.gemm.experts.blocks import is_moe_block
 from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.stored import is_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format

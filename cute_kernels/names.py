@@ -9,11 +9,8 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu", "swiglu"]
-"""Of a linear layer's result; "swiglu" is silu(gate) * up over pairs of columns."""
-
-GatedActivation = Literal["swiglu"]
-"""Of a mixture of experts: between its two products."""
+Activation = Literal["silu", "gelu", "swiglu", "relu2"]
+"""Of a product's result; "swiglu" is silu(gate) * up over pairs of columns, "relu2" max(x, 0)^2."""
 
 Activations = Literal["fp8"]
 """What a product rounds activations to; None in its place leaves them in 16 bits."""

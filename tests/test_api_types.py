@@ -13,7 +13,7 @@ import pytest
 from cute_kernels import names
 from cute_kernels.attention.checks import CACHE_LAYOUTS
 from cute_kernels.formats import kv as kv_formats
-from cute_kernels.gemm.activations import STANDARD
+from cute_kernels.gemm.activations import STANDARD, Relu2
 from cute_kernels.mla import formats as mla_formats
 
 ROOT = Path(__file__).parents[1]
@@ -128,5 +128,4 @@ def test_the_words_are_those_that_the_families_know():
     assert {*get_args(names.KvFormatName)} == {*kv_formats.FORMATS, *kv_formats.ALIASES} | in_blocks
     assert {*get_args(names.MlaFormatName)} == {*mla_formats.FORMATS}
     assert {*get_args(names.CacheLayout)} == {*CACHE_LAYOUTS}
-    assert {*get_args(names.Activation)} == {each.name for each in STANDARD}
-    assert {*get_args(names.GatedActivation)} == {each.name for each in STANDARD if each.gated}
+    assert {*get_args(names.Activation)} == {*(each.name for each in STANDARD), Relu2().name}

@@ -31,17 +31,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.formats.weights import WeightFormat, integers, weight_format
-from cute_kernels.gemm.experts.blocks import (
-    activation_of,
-    experts_refusal,
-    experts_sizes,
-    has_biases,
-    is_experts,
-    is_moe_block,
-    refusal,
-    shared_of,
-)
+from cute_kernels.gemm.experts.blocks import experts_refusal, is_moe_block, refusal, shared_of
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.stored import known_experts
 from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
@@ -236,8 +228,9 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
 
 def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | QuantizedRoutedExperts:
     """An empty `QuantizedMoE` for a block that it takes, or for experts by themselves."""
-    alone = is_experts(block)
-    if not alone and not is_moe_block(block):
+    weights = getattr(block, "experts", block)
+    known, alone = known_experts(weights), weights is block
+    if known is None or not (alone or is_moe_block(block)):
         raise TypeError(f"got {type(block).__name__} in the model, want a mixture of experts that is served")
     reason = experts_refusal(block) if alone else refusal(block)
     if reason is not None:
@@ -245,13 +238,13 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
     if pair.keys() != {"gate_up", "down"}:
         raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
     experts = {}
-    weights = block if alone else block.experts
     biases: dict[str, torch.Tensor] = {}
-    count, hidden, inner = experts_sizes(weights)
-    for own, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+    kind, activation = known
+    count, hidden, inner = kind.sizes(weights)
+    for own, n, k in (("gate_up", kind.rows(inner), hidden), ("down", hidden, inner)):
         form = pair[own]
-        if ("bias" in form["tensors"]) != has_biases(weights):
-            raise ValueError(f"got experts {'without' if has_biases(weights) else 'with'} biases, want the model's")
+        if ("bias" in form["tensors"]) != kind.biased:
+            raise ValueError(f"got experts {'without' if kind.biased else 'with'} biases, want the model's")
         tensors: dict[str, Any] = {
             name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
             for name, tensor in _empty_tensors((n, k), form).items()
@@ -259,9 +252,8 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
         biases[own] = meta_tensor((count, n), form["dtype"])
-    activation = activation_of(weights) or "swiglu"
     if alone:
-        kept = (biases["gate_up"], biases["down"]) if has_biases(weights) else None
+        kept = (biases["gate_up"], biases["down"]) if kind.biased else None
         layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation)
     else:
         layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block), activation=activation)

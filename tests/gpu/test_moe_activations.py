@@ -1,5 +1,7 @@
-"""Layers of experts with biases and activations of their own on a GPU, on every path: sorted, as they are, in parts of
-K, by entries, of many rows; and dense products with such an activation. Against fp64."""
+"""Layers of experts with biases and activations of their own, with gates and without, on a GPU. Against fp64.
+
+On every path: sorted, as they are, in parts of K, by entries, of many rows; and dense products with such an activation.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.gemm import quantize_weight, quantized_linear
-from cute_kernels.gemm.activations import ClampedSwiglu
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Gelu, Relu2
 from cute_kernels.gemm.experts import PackedExperts, fused_moe, grouped_linear, stack_experts
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.runtime.cache import load_many
@@ -31,7 +33,7 @@ class Layer(NamedTuple):
     hidden: int
     inner: int
     format: str
-    activation: ClampedSwiglu
+    activation: ActivationFunction
     biased: bool = True
 
 
@@ -40,6 +42,9 @@ LAYERS = {
     "integers": Layer(32, 1024, 512, "w4g128", GPT_OSS),  # work ranges, entries, limbs
     "parts of K": Layer(4, 256, 14336, "w4g128", GPT_OSS),
     "DeepSeek": Layer(16, 1024, 512, "mxfp4", DEEPSEEK, biased=False),
+    "Nemotron-H": Layer(32, 1024, 512, "w4g128", Relu2(), biased=False),  # without a gate
+    "without a gate": Layer(8, 2688, 1856, "mxfp4", Relu2()),  # sizes of Nemotron 3 Nano, tails of K
+    "a standard one": Layer(8, 256, 512, "w4g128", Gelu()),  # which a launch's number says
 }
 TOKENS = (1, 2, 16, 300)
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
@@ -63,10 +68,9 @@ def weights_of(layer: Layer, device: str = CUDA) -> Weights:
         one = quantize_weight(torch.randn(n, k, generator=generator) * size / k**0.5, dtype=BF16, format=layer.format)
         return stack_experts([one] * layer.experts).to(device)
 
-    gate_up, down = experts_of(2 * layer.inner, layer.hidden, 10.0), experts_of(layer.hidden, layer.inner, 1.0)
-    biases = [
-        torch.randn(layer.experts, n, generator=generator).to(device, BF16) for n in (2 * layer.inner, layer.hidden)
-    ]
+    rows = layer.inner * (2 if layer.activation.gated else 1)
+    gate_up, down = experts_of(rows, layer.hidden, 10.0), experts_of(layer.hidden, layer.inner, 1.0)
+    biases = [torch.randn(layer.experts, n, generator=generator).to(device, BF16) for n in (rows, layer.hidden)]
     return Weights(gate_up, down, *(biases if layer.biased else (None, None)))
 
 

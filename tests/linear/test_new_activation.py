@@ -22,6 +22,7 @@ from cute_kernels.gemm.activations import (
     ActivationFunction,
     ClampedSwiglu,
     Gelu,
+    Relu2,
     Silu,
     Swiglu,
     activation_named,
@@ -191,7 +192,7 @@ def test_messages_name_those_that_there_are():
 # -- the device code, lane by lane -------------------------------------------------------------------------------------
 
 EDGES = (0.0, -0.0, 7.0, -7.0, 7.5, -7.5, 1e4, -1e4, 3e38, -3e38, np.inf, -np.inf, np.nan, 1e-30, -88.0, 5.5)
-EVERY = (*OWN, ClampedSwiglu(), ClampedSwiglu(1.0, 10.0, 0.0), Silu(), Gelu(), Swiglu())
+EVERY = (*OWN, Relu2(), ClampedSwiglu(), ClampedSwiglu(1.0, 10.0, 0.0), Silu(), Gelu(), Swiglu())
 
 
 def shape_of(own: ActivationFunction) -> SimpleNamespace:

@@ -254,7 +254,11 @@ def group_k_blocks(schedule: GroupedSchedule, entries: int) -> list[int]:
 CLAMPED = ClampedSwiglu(limit=3.0)
 
 
-@pytest.mark.parametrize("activation, n, k", [("swiglu", 132, 128), (CLAMPED, 136, 2880)], ids=["swiglu", "clamped"])
+@pytest.mark.parametrize(
+    "activation, n, k",
+    [("swiglu", 132, 128), (CLAMPED, 136, 2880), ("relu2", 132, 128)],
+    ids=["swiglu", "clamped", "without a gate"],
+)
 def test_bias_activation_and_output_dtype_are_the_experts(activation, n, k, run_on):
     """Some of whom have no rows; the clamped one's limits are reached on both sides, in tails of gpt-oss's K."""
     weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(3)])

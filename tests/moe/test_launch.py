@@ -105,7 +105,9 @@ CALLS: dict[str, Any] = {
     "out of other tokens": lambda: but(out=torch.empty(2, HIDDEN, dtype=BF16)),
     "batch-invariant": lambda: but(batch_invariant=True),
     "batch-invariant by a number": lambda: but(batch_invariant=1),
-    "an activation there is not": lambda: but(activation="gelu"),
+    "an activation there is not": lambda: but(activation="relu"),
+    "without a gate": lambda: but(gate_up=experts(INNER, HIDDEN), activation="relu2"),
+    "rows of gates, without a gate": lambda: but(activation="gelu"),
     "a list of activations": lambda: but(activation=["silu"]),
 }
 REFUSED = {
@@ -115,6 +117,7 @@ REFUSED = {
     "results in a list": "out_dtype", "out with gaps": "out", "out of other tokens": "out",
     "batch-invariant by a number": "batch_invariant",
     "an activation there is not": "activation", "a list of activations": "activation",
+    "rows of gates, without a gate": "down",
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
 KINDS = ("few rows", "ranges", "tiles", "limbs", "modelled")  # of kernels that the products are by

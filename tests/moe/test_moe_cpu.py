@@ -220,7 +220,11 @@ BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
     "ids of other tokens": ({"topk_ids": IDS[:4]}, r"topk_ids: got shape \[4, 2\], want \[5, any\]"),
     "ids in fp32": ({"topk_ids": IDS.float()}, "topk_ids: got dtype torch.float32, want torch.int32 or torch.int64"),
     "weights of another topk": ({"topk_weights": torch.ones(5, 3)}, r"topk_weights: got shape \[5, 3\], want \[5, 2\]"),
-    "activation": ({"activation": "gelu"}, "activation: got 'gelu', want 'swiglu'"),
+    "activation": ({"activation": "relu"}, "activation: got 'relu', want 'silu', 'gelu', 'swiglu'"),
+    "no activation": ({"activation": None}, "activation: got None, want 'silu'"),
+    "rows without a gate": (
+        {"activation": "gelu"}, r"down: got shape \[64, 32\], want \[.., 64\], all of gate_up's rows, as activation is"
+    ),
     "batch-invariant by a number": ({"batch_invariant": None}, "batch_invariant: got None, want True or False"),
     "out with gaps": ({"out": numbers(5, 128)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
     "out a list": ({"out": [0.0]}, "out: got list, want a torch.Tensor"),

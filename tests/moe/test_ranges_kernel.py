@@ -357,7 +357,7 @@ def check_limbs(launch: Launch, weight: PackedExperts, entries: Entries) -> None
 CLAMPED = ClampedSwiglu(limit=3.0)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED, "relu2"], ids=str)
 def test_bias_activation_and_output_dtype_are_the_experts(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
@@ -467,7 +467,7 @@ def test_the_first_part_of_k_has_the_bias(run_on):
             assert torch.equal(found[0, place], bias[expert].float()) and not found[1, place].any()
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu", CLAMPED, "relu2"], ids=str)
 def test_bias_and_activation_are_those_of_an_assignments_expert(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])

@@ -11,7 +11,7 @@ from cute_kernels.gemm.activations.base import (
     ActivationFunction,
     activation_named,
     config_of,
-    gated_activation,
+    experts_activation,
     name_of,
     number_of,
     out_features,
@@ -19,6 +19,7 @@ from cute_kernels.gemm.activations.base import (
     registered_names,
 )
 from cute_kernels.gemm.activations.clamped_swiglu import ClampedSwiglu
+from cute_kernels.gemm.activations.relu2 import Relu2
 from cute_kernels.gemm.activations.standard import STANDARD, Gelu, Silu, Swiglu
 
 __all__ = [
@@ -26,11 +27,12 @@ __all__ = [
     "ActivationFunction",
     "ClampedSwiglu",
     "Gelu",
+    "Relu2",
     "Silu",
     "Swiglu",
     "activation_named",
     "config_of",
-    "gated_activation",
+    "experts_activation",
     "name_of",
     "number_of",
     "out_features",

@@ -82,11 +82,8 @@ def register(kind: KindT) -> KindT:
 
 def registered_names() -> tuple[str, ...]:
     """Returns the names of all activations, with usual numbers, the standard ones first."""
-    return tuple(one.name for one in _registered())
-
-
-def _registered() -> list[ActivationFunction]:
-    return [kind() for kind in sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))]
+    kinds = sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))
+    return tuple(kind().name for kind in kinds)
 
 
 def activation_named(given: object) -> ActivationFunction | None:
@@ -95,20 +92,15 @@ def activation_named(given: object) -> ActivationFunction | None:
     Raises:
         ValueError: there is none of that name; the message says which there are.
     """
+    return None if given is None else experts_activation(given, "None, ")
+
+
+def experts_activation(given: object, others: str = "") -> ActivationFunction:
+    """Returns `activation_named`, which experts always have. Raises ValueError for any other; others: what is wanted
+    besides."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
-    if found is None and given is None:
-        return None
     if not isinstance(found, ActivationFunction):
-        raise ValueError(f"activation: got {given!r}, want None, {', '.join(map(repr, registered_names()))}")
-    return found
-
-
-def gated_activation(given: object) -> ActivationFunction:
-    """Returns `activation_named` of a gated one. Raises ValueError for any other."""
-    found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
-    if not isinstance(found, ActivationFunction) or not found.gated:
-        names = ", ".join(repr(one.name) for one in _registered() if one.gated)
-        raise ValueError(f"activation: got {given!r}, want {names}: of a gate and an up")
+        raise ValueError(f"activation: got {given!r}, want {others}{', '.join(map(repr, registered_names()))}")
     return found
 
 

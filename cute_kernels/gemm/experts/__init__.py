@@ -18,7 +18,7 @@ from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExpert
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.experts.router import Routing, route
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
-from cute_kernels.names import Activation, Activations, GatedActivation
+from cute_kernels.names import Activation, Activations
 
 __all__ = [
     "ClampedSwiglu",
@@ -90,7 +90,7 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
-    activation: GatedActivation | ActivationFunction = "swiglu",
+    activation: Activation | ActivationFunction = "swiglu",
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -100,18 +100,21 @@ def fused_moe(
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
+    Experts without a gate have the activation of one operand, of up_e(x[t]) alone.
+
     What is between the two products is rounded to x's dtype, accumulators are in fp32 and added up in the order of j,
     so a result does not change from run to run. Nothing waits for the device. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::fused_moe``. It has no gradient.
 
     Args:
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
-        gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so.
+        gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so; [E, I, K] without a gate.
         down: [E, N, I].
         topk_weights: floating [T, topk], used as fp32.
         topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
-        activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's.
-        gate_up_bias, down_bias: [E, 2 I], in turn as the rows of gate_up, and [E, N], in x's dtype; added in fp32.
+        activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's. Without a gate
+            "relu2", Nemotron-H's, or another one of one operand.
+        gate_up_bias, down_bias: [E, rows of gate_up], in their order, and [E, N], in x's dtype; added in fp32.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
             on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they

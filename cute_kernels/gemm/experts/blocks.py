@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
+from cute_kernels.gemm.activations import ActivationFunction, Swiglu
+from cute_kernels.gemm.experts.stored import DOWN, Stored, is_experts, known_experts
 
 SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
 SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
@@ -28,55 +28,6 @@ _MAGNITUDES = (0.5, 4.0, 30.0, 500.0, 1e4)  # of the largest gate or up; publish
 _SMALL_EXPERTS, _SMALL_INNER, _SMALL_HIDDEN = 4, 16, 32  # of experts that are tried in small
 _BLOCK_MAGNITUDE = 60.0  # the one, beside that of random tokens, for whole blocks: theirs are large weights
 _FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a number in fp16
-
-
-def is_experts(module: object) -> bool:
-    """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
-    if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
-        return False
-    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if any(True for _ in module.buffers()) or len(shapes.get("gate_up_proj", ())) != 3:
-        return False
-    count, rows, hidden = shapes["gate_up_proj"]
-    wanted = {"gate_up_proj": (count, rows, hidden), "down_proj": (count, hidden, rows // 2)}
-    if shapes.keys() == {*wanted}:
-        return shapes == wanted and activation_of(module) is not None
-    hidden, rows = rows, hidden  # with biases weights are transposed, as gpt-oss has them
-    wanted = {"gate_up_proj": (count, hidden, rows), "down_proj": (count, rows // 2, hidden)}
-    wanted |= {"gate_up_proj_bias": (count, rows), "down_proj_bias": (count, hidden)}
-    return shapes == wanted and activation_of(module) is not None
-
-
-def experts_sizes(experts: nn.Module) -> tuple[int, int, int]:
-    """(experts, hidden, inner) of a module of experts."""
-    count, *sizes = cast("torch.Tensor", experts.down_proj).shape
-    hidden, inner = reversed(sizes) if has_biases(experts) else sizes
-    return count, hidden, inner
-
-
-def has_biases(experts: object) -> bool:
-    """Whether experts have biases; their weights are transposed then, and gates and ups come in turn."""
-    return hasattr(experts, "gate_up_proj_bias")
-
-
-def activation_of(experts: object) -> ActivationFunction | None:
-    """What experts' attributes say of their activation, which `experts_refusal` tries; None if they say of none that is
-    known. A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with one, gpt-oss's."""
-    alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
-    if limit is not None and alpha is not None:
-        return ClampedSwiglu(alpha, limit)
-    if has_biases(experts):
-        return None
-    function = getattr(experts, "act_fn", None)
-    if not (_is_silu(function) or (function is None and limit is not None)):
-        return None
-    return Swiglu() if limit is None else ClampedSwiglu(1.0, limit, 0.0)
-
-
-def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """The first attribute that is a finite number."""
-    found = (getattr(experts, name, None) for name in names)
-    return next((float(each) for each in found if isinstance(each, (int, float)) and math.isfinite(each)), None)
 
 
 def is_moe_block(module: object) -> bool:
@@ -120,45 +71,44 @@ def experts_refusal(experts: nn.Module) -> str | None:
 
     They are tried in small, with weights of their own: what is asked is what their code does.
     """
-    reason = _activation_refusal(experts)
+    known = known_experts(experts)
+    if known is None:
+        return "its weights or its activation are not known"
+    reason = _activation_refusal(experts, *known)
     if reason is not None:
         return reason
     try:
-        return _small_probe_refusal(experts)
+        return _small_probe_refusal(experts, *known)
     except Exception as error:  # whatever another library's code raises
         return f"its experts cannot be tried with hidden states, ids and weights ({type(error).__name__}: {error})"
 
 
 @torch.no_grad()
-def _small_probe_refusal(experts: Any) -> str | None:
-    """Why tokens do not come out of experts as sums of gated SiLU, weighted as they are told, or None."""
-    (count, hidden, inner), activation = experts_sizes(experts), activation_of(experts)
-    sizes = {"num": (count, _SMALL_EXPERTS), "inter": (inner, _SMALL_INNER), "hidden": (hidden, _SMALL_HIDDEN)}
+def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunction) -> str | None:
+    """Why tokens do not come out of experts as their sums, weighted as they are told, or None."""
+    small, dtype = (_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER), experts.get_parameter(DOWN).dtype
     tried = copy.copy(experts)
     tried.__dict__ = dict(experts.__dict__)
-    for word, (size, small) in sizes.items():  # in the names of attributes that hold them
-        tried.__dict__.update({name: small for name, value in vars(experts).items() if word in name and value == size})
-    dtype = experts.gate_up_proj.dtype
+    for word, size, own in zip(("num", "hidden", "inter"), kind.sizes(experts), small, strict=True):
+        # in the names of attributes that hold them
+        tried.__dict__.update({name: own for name, value in vars(experts).items() if word in name and value == size})
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     with torch.device("cpu"):
-        gate_up = (random(_SMALL_EXPERTS, 2 * _SMALL_INNER, _SMALL_HIDDEN) / _SMALL_HIDDEN**0.5).to(dtype)
-        down = (random(_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER) / _SMALL_INNER**0.5).to(dtype)
-        weights, biases = {"gate_up_proj": gate_up, "down_proj": down}, None
-        if has_biases(experts):
-            biases = random(_SMALL_EXPERTS, 2 * _SMALL_INNER).to(dtype), random(_SMALL_EXPERTS, _SMALL_HIDDEN).to(dtype)
-            weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
-            weights |= {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
-        tried._parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
+        made: dict[str, torch.Tensor] = {}
+        for name, shape in kind.shapes(*small).items():
+            inputs = shape[1 if kind.transposed else 2] if len(shape) == 3 else 1
+            made[name] = (random(*shape) / inputs**0.5).to(dtype)
+        tried._parameters = {name: nn.Parameter(weight) for name, weight in made.items()}
         x, ids = random(2, _SMALL_HIDDEN).to(dtype), torch.tensor([[0, 2], [3, 0], [1, 3], [2, 1]])
         x, shares = torch.cat((x, -x)), torch.tensor([[0.7, 0.3], [1.0, 0.5], [0.2, 0.1], [0.6, 0.4]])
         for magnitude in (each for each in _MAGNITUDES if dtype != torch.float16 or each <= _FP16_MAGNITUDE):
             inputs = x * magnitude
             found = tried(inputs, ids, shares.to(dtype))
-            wanted = _routed(gate_up, down, inputs, shares.to(dtype), ids, biases, activation)
+            wanted = _routed(tried, kind, activation, inputs, shares.to(dtype), ids)
             off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
             if bool(off.any()):
                 meant = _said_of(activation)
@@ -177,10 +127,10 @@ def _router_refusal(block: nn.Module) -> str | None:
     return f"its router {gate} takes {', '.join(wanted) or 'nothing'}, want one that takes hidden states alone"
 
 
-def _activation_refusal(experts: nn.Module) -> str | None:
-    """Why the experts' own gated activation, where it is a function of its own, is not the one of `activation_of`."""
+def _activation_refusal(experts: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
+    """Why the experts' own gated activation, where it is a function of its own, is not the one that they say."""
     apply: Any = getattr(experts, "_apply_gate", None)
-    if apply is None or has_biases(experts):  # whose activation is tried with the rest
+    if apply is None or kind.biased or not kind.gated:  # whose activation is tried with the rest
         return None
     sizes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device="cpu")
     values = torch.cat((-sizes.flip(0), sizes))
@@ -190,7 +140,6 @@ def _activation_refusal(experts: nn.Module) -> str | None:
             found = apply(torch.cat((gate, up))[None])[0].float()
     except Exception as error:  # whatever another library's code raises
         return f"its experts' gated activation cannot be tried ({type(error).__name__}: {error})"
-    activation = activation_of(experts) or Swiglu()
     wanted = activation.reference(gate, up)
     off = (
         ~torch.isclose(found, wanted, rtol=_GATE_TOLERANCE, atol=1e-6)
@@ -207,22 +156,17 @@ def _activation_refusal(experts: nn.Module) -> str | None:
     )
 
 
-def _said_of(activation: ActivationFunction | None) -> str:
-    return "silu(gate) * up" if activation is None or activation.number else activation.name
-
-
-def _is_silu(function: object) -> bool:
-    with torch.device("cpu"):  # also while a skeleton is made on the meta device
-        sizes = torch.tensor((*range(5), 30.0, 500.0, 1e4), dtype=torch.float32)
-        values = torch.cat((-sizes, sizes))
-        return callable(function) and torch.allclose(torch.as_tensor(function(values)), functional.silu(values))
+def _said_of(activation: ActivationFunction) -> str:
+    return "silu(gate) * up" if activation == Swiglu() else activation.name
 
 
 @torch.no_grad()
 def _probe_refusal(block: nn.Module) -> str | None:
     """Why tokens do not come out of the block as they would of a `QuantizedMoE`, or None."""
-    experts: Any = block.experts
-    w = experts.gate_up_proj
+    known = known_experts(block.get_submodule("experts"))
+    assert known is not None
+    kind, activation = known
+    w = kind.weights(block.get_submodule("experts")).first
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator, dtype=torch.float32, device="cpu")
     x = x.to(w.device, w.dtype)
@@ -234,10 +178,10 @@ def _probe_refusal(block: nn.Module) -> str | None:
         for magnitude in (size, _BLOCK_MAGNITUDE):
             inputs = x * (magnitude / size) if size else x
             found, router = block(inputs[None].clone()), cast("nn.Module", block.gate)(inputs)
-            if not _agree(block, inputs, found, router):
+            if not _agree(block, kind, activation, inputs, found, router):
                 return (
                     f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with "
-                    f"{_said_of(activation_of(experts))}, weighted by what its router says, plus its shared expert"
+                    f"{_said_of(activation)}, weighted by what its router says, plus its shared expert"
                 )
     except Exception as error:  # whatever another library's code raises
         return f"its forward cannot be tried with hidden states alone ({type(error).__name__}: {error})"
@@ -246,13 +190,14 @@ def _probe_refusal(block: nn.Module) -> str | None:
     return None
 
 
-def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
+def _agree(
+    block: nn.Module, kind: Stored, activation: ActivationFunction, x: torch.Tensor, found: Any, router: Any
+) -> bool:
     """Whether what the block and its router made of x is what a `QuantizedMoE` would make of it, token by token."""
-    experts: Any = block.experts
     shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
     if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
         return False
-    y = _routed(experts.gate_up_proj, experts.down_proj, x, *router[1:], activation=activation_of(experts))
+    y = _routed(block.get_submodule("experts"), kind, activation, x, *router[1:])
     shared = next(iter(shared_of(block).keys() & {*SHARED_NAMES}), None)
     wanted = (y if shared is None else with_shared(block, shared, x, y)).float()
     off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
@@ -262,23 +207,21 @@ def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
 
 
 def _routed(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    experts: nn.Module,
+    kind: Stored,
+    activation: ActivationFunction,
     x: torch.Tensor,
     shares: torch.Tensor,
     ids: torch.Tensor,
-    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    activation: ActivationFunction | None = None,
 ) -> torch.Tensor:
-    """fp32 [tokens, hidden]: what experts of those weights make of x, by the router's shares and ids."""
+    """fp32 [tokens, hidden]: what experts make of x, by the router's shares and ids."""
+    first, second, biases = kind.weights(experts)
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):
         for share, e in zip(own, chosen, strict=True):
-            pairs = functional.linear(x[token], gate_up[e], None if biases is None else biases[0][e]).float()
-            halves = pairs.chunk(2) if biases is None else (pairs[::2], pairs[1::2])
-            hidden = (activation or Swiglu()).reference(*halves)
-            own = functional.linear(hidden.to(x.dtype), down[e], None if biases is None else biases[1][e])
-            y[token] += share * own.float()
+            sums = functional.linear(x[token], first[e], None if biases is None else biases[0][e]).float()
+            hidden = activation.reference(*kind.operands(sums)).to(x.dtype)
+            y[token] += share * functional.linear(hidden, second[e], None if biases is None else biases[1][e]).float()
     return y
 
 

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_flag, check_tensors
-from cute_kernels.gemm.activations import ActivationFunction, gated_activation, out_features
+from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
 from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.operands.fp8_config import check_activations
@@ -145,13 +145,12 @@ def check_moe(call: MoeCall) -> MoeCall:
     x, gate_up, down = call.x, call.gate_up, call.down
     check_experts("gate_up", gate_up)
     check_experts("down", down)
-    check_pair(gate_up, down)
+    check_pair(gate_up, down, experts_activation(call.activation))
     check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
     if not is_compiling():  # or an exported program would be for no more tokens, wherever it runs
         check_tokens(x)
     check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], None), x.device)
     check_tensor("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
-    gated_activation(call.activation)
     for name, weight in (("gate_up_bias", gate_up), ("down_bias", down)):
         if (bias := getattr(call, name)) is not None:
             check_tensor(name, bias, (x.dtype,), (len(weight), weight.out_features), x.device, contiguous=True)
@@ -220,15 +219,15 @@ def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_row
         raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, want {wanted}")
 
 
-def check_pair(gate_up: PackedExperts, down: PackedExperts) -> None:
+def check_pair(gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction) -> None:
     """Raises TypeError or ValueError unless the two are the products of one layer."""
     if len(down) != len(gate_up):
         raise ValueError(f"down: got {len(down)} experts, want {len(gate_up)}, as many as gate_up has")
-    if gate_up.out_features % 2:
+    if activation.gated and gate_up.out_features % 2:
         raise ValueError(f"gate_up: got {gate_up.out_features} rows, want an even number: gate and up in turn")
-    if down.in_features != gate_up.out_features // 2:
-        wanted = gate_up.out_features // 2
-        raise ValueError(f"down: got shape {list(down.shape)}, want [.., {wanted}], half of gate_up's rows")
+    if down.in_features != (wanted := out_features(gate_up.out_features, activation)):
+        rows = f"{'half' if activation.gated else 'all'} of gate_up's rows, as activation is {activation.name!r}"
+        raise ValueError(f"down: got shape {list(down.shape)}, want [.., {wanted}], {rows}")
     if down.dtype != gate_up.dtype:
         raise TypeError(f"down: got dtype {down.dtype}, want {gate_up.dtype}, that of gate_up")
     if down.device != gate_up.device:

@@ -11,21 +11,19 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.activations import ActivationFunction, Swiglu, gated_activation
+from cute_kernels.gemm.activations import ActivationFunction, Swiglu, experts_activation
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.blocks import (
     SHARED_GATE,
     SHARED_NAMES,
-    activation_of,
     experts_refusal,
-    has_biases,
-    is_experts,
     is_moe_block,
     refusal,
     shared_of,
     with_shared,
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
+from cute_kernels.gemm.experts.stored import WANTED, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import OfWeight, describe, products_in
 from cute_kernels.gemm.operands.fp8_config import check_activations
@@ -166,10 +164,10 @@ class QuantizedMoE(OfExperts):
             raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
         check_experts("gate_up", gate_up)
         check_experts("down", down)
-        check_pair(gate_up, down)
+        self.activation = experts_activation(activation)
+        check_pair(gate_up, down, self.activation)
         self.gate = gate
         self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
-        self.activation = gated_activation(activation)
         self._shared: str | None = None
         for name, module in _checked_shared(shared).items():
             self.add_module(name, module)
@@ -202,8 +200,7 @@ class QuantizedMoE(OfExperts):
         """
         if not is_moe_block(block):
             raise TypeError(
-                f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold "
-                "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU"
+                f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold {WANTED}"
             )
         reason = refusal(block)
         if reason is not None:
@@ -223,8 +220,7 @@ class QuantizedMoE(OfExperts):
         format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
         """Quantises as `from_block` does a block that is known to be supported."""
-        gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
-        activation = activation_of(block.experts) or "swiglu"
+        gate_up, down, _, activation = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
         return cls(block.gate, gate_up, down, shared_of(block), activation).train(block.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -264,10 +260,10 @@ class QuantizedRoutedExperts(OfExperts):
         super().__init__()
         check_experts("gate_up", gate_up)
         check_experts("down", down)
-        check_pair(gate_up, down)
+        self.activation = experts_activation(activation)
+        check_pair(gate_up, down, self.activation)
         first, second = biases or (None, None)
         self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
-        self.activation = gated_activation(activation)
 
     @classmethod
     def from_experts(
@@ -285,22 +281,18 @@ class QuantizedRoutedExperts(OfExperts):
 
         ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
         which is called with hidden states, ids and weights; or with biases, as gpt-oss has them, weights transposed and
-        gates and ups in turn.
+        gates and ups in turn; or without gates, as Nemotron-H has them, ``up_proj`` [E, I, hidden] and ``down_proj``.
 
         Raises:
             TypeError, ValueError: as `QuantizedMoE.from_block`.
         """
         if not is_experts(experts):
-            raise TypeError(
-                f"experts: got {type(experts).__name__}, want gate_up_proj [E, 2 I, hidden] and down_proj "
-                "[E, hidden, I] with SiLU and nothing else"
-            )
+            raise TypeError(f"experts: got {type(experts).__name__}, want {WANTED}")
         reason = experts_refusal(experts)
         if reason is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
-        gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
-        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if has_biases(experts) else None
-        return cls(gate_up, down, biases, activation_of(experts) or "swiglu").train(experts.training)
+        parts = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
+        return cls(*parts).train(experts.training)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -344,13 +336,15 @@ def _quantized(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     form: WeightFormat | str | None,
-) -> tuple[PackedExperts, PackedExperts]:
-    """gate_up, gates and ups in turn, and down."""
-    weights, options = (bits, group_size, zero_point, dtype), {"device": device, "format": form}
-    dense, biased = (experts.gate_up_proj.detach(), experts.down_proj.detach()), has_biases(experts)
-    first, second = (each.mT for each in dense) if biased else dense
-    gate_up = quantize_experts(first, *weights, halves_in_turn=not biased, **options)
-    return gate_up, quantize_experts(second, *weights, **options)
+) -> tuple[PackedExperts, PackedExperts, tuple[torch.Tensor, torch.Tensor] | None, ActivationFunction]:
+    """gate_up, gates and ups in turn, down, both biases or None, and the activation of experts that are known."""
+    known = known_experts(experts)
+    assert known is not None
+    (kind, activation), weights = known, (bits, group_size, zero_point, dtype)
+    options: dict[str, Any] = {"device": device, "format": form}
+    first, second, biases = kind.weights(experts)
+    gate_up = quantize_experts(first, *weights, halves_in_turn=kind.gated and not kind.in_turn, **options)
+    return gate_up, quantize_experts(second, *weights, **options), biases, activation
 
 
 def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:

@@ -58,16 +58,17 @@ class Stack:
 
 
 class Experts:
-    """The experts of a layer, whose projections come one by one, in any order."""
+    """The experts of a layer, with a gate or without one, whose projections come one by one, in any order."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, gated: bool = True) -> None:
+        self._gated = gated
         self._stacks = {"gate_up": Stack(count), "down": Stack(count)}
         self._waiting: dict[int, tuple[str, PackedWeight]] = {}  # a gate or up, until the other one comes
 
     def put(self, role: str, expert: int, weight: PackedWeight) -> None:
         """Takes a projection; ValueError as `Stack.put` and `interleave_weights`."""
-        if role == DOWN:
-            self._stacks["down"].put(expert, weight)
+        if role == DOWN or not self._gated:
+            self._stacks["down" if role == DOWN else "gate_up"].put(expert, weight)
             return
         other = self._waiting.pop(expert, None)
         if other is None:

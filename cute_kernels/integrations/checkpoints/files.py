@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from cute_kernels.formats.weights import weight_format
-from cute_kernels.gemm.experts.blocks import activation_of, experts_sizes, has_biases
+from cute_kernels.gemm.activations import ActivationFunction
 from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.stored import NAMES, Stored, known_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import check_activations, fp8_problem
@@ -145,14 +146,14 @@ class Filling:
         self.found = found = {name: form for name, form in found.items() if not self.is_unused(join(name, form.mark))}
         stacked = [name for name, form in found.items() if is_stacked(entries, name, form)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
-        self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections
+        self._known: dict[str, tuple[Stored, ActivationFunction, tuple[int, int, int]]] = {}  # of experts, and sizes
         for name, place in self.places.items():
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             wants_bias, why = getattr(dense, "bias", None) is not None, "layer has a bias"
-            if place.role is not None:
-                self._sizes[place.module] = experts_sizes(dense)
-                wants_bias, why = has_biases(dense), "experts have one"
+            if (known := None if place.role is None else known_experts(dense)) is not None:
+                self._known[place.module] = (*known, known[0].sizes(dense))
+                wants_bias, why = known[0].biased, "experts have one"
             if wants_bias and not has_bias:
                 raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's {why}")
             if place.role is not None and has_bias and not wants_bias:
@@ -199,16 +200,16 @@ class Filling:
             else:
                 self._unpacked[module] = {"weight": layer.dequantize(), "bias": layer.bias}
             return
-        count, hidden, inner = self._sizes[place.module]
+        kind, activation, (count, hidden, inner) = self._known[place.module]
         if isinstance(layer, QuantizedExperts):
             experts: Any = self._experts.setdefault(place.module, {})
-            wanted = (count, hidden, inner) if place.role == "down" else (count, 2 * inner, hidden)
+            wanted = (count, hidden, inner) if place.role == "down" else (count, kind.rows(inner), hidden)
             self._check_shape(name, (len(layer.codes), *layer.shape), wanted)
             experts[place.role] = layer
             full = experts.keys() == {"gate_up", "down"}
         else:
             self._check_shape(name, layer.shape, (hidden, inner) if place.role == "down" else (inner, hidden))
-            experts = self._experts.setdefault(place.module, Experts(count))
+            experts = self._experts.setdefault(place.module, Experts(count, kind.gated))
             try:
                 experts.put(place.role, place.expert, layer.weight)
             except ValueError as error:
@@ -219,9 +220,8 @@ class Filling:
             del self._experts[place.module]
             biases = None
             if isinstance(experts, dict):
-                biases = (pair["gate_up"].bias, pair["down"].bias) if has_biases(module) else None
+                biases = (pair["gate_up"].bias, pair["down"].bias) if kind.biased else None
                 pair = {role: layer.weight for role, layer in pair.items()}
-            activation = activation_of(module) or "swiglu"
             made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation)
             # Experts have no static scales: those of a checkpoint that declares some stay with 16-bit products.
             rounds = self._activations is not None and getattr(layer, "activation_scale", None) is None
@@ -248,8 +248,7 @@ class Filling:
         for name, module in self._modules.items():
             names.setdefault(module, name)
         for module, layer in self._made.items():
-            own = ("weight", "gate_up_proj", "down_proj")
-            dense: list[torch.Tensor] = [getattr(module, name) for name in own if hasattr(module, name)]
+            dense: list[torch.Tensor] = [getattr(module, name) for name in ("weight", *NAMES) if hasattr(module, name)]
             parts: Any = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
             packed = sum(part.weight.nbytes for part in parts)
             sizes = sum(tensor.nbytes for tensor in dense), packed

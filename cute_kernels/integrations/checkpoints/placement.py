@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_experts
+from cute_kernels.gemm.experts.blocks import experts_refusal
+from cute_kernels.gemm.experts.stored import WANTED, is_experts, known_experts, stored_as
 from cute_kernels.model_layers import is_dense, routers_of
 from cute_kernels.weight_readers import layers_read_by_code
 
@@ -99,20 +100,18 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
         raise ValueError(
             f"{name}: got a layer that becomes part of {renamed}, want an nn.Linear, or an expert's projection"
         )
-    sources = list(converter.source_patterns)
-    role = DOWN if parameter == "down_proj" else (GATE, UP)[sources.index(source)]
+    roles = {"down_proj": (DOWN,), "up_proj": (UP,)}.get(parameter, (GATE, UP))
+    role = roles[list(converter.source_patterns).index(source)]
     return _expert(modules, name, block, role, int(expert[1]))
 
 
 def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, expert: int) -> Place:
-    """The place of an expert's projection; ValueError if it has no gate, as Nemotron-H's, or there are no experts."""
+    """The place of an expert's projection; ValueError if the model has no such experts."""
     experts = modules.get(f"{block}.experts")
-    if not hasattr(experts, "gate_up_proj"):
+    if stored_as(experts) is None:
         found = "none" if experts is None else ", ".join(key for key, _ in experts.named_parameters())
-        raise ValueError(
-            f"{name}: got experts for {block}, a {type(modules.get(block)).__name__} of the model with {found}, want "
-            "gate_up_proj and down_proj: no kernel serves experts without a gate"
-        )
+        kind = type(modules.get(block)).__name__
+        raise ValueError(f"{name}: got experts for {block}, a {kind} of the model with {found}, want {WANTED}")
     return Place(f"{block}.experts", role, expert)
 
 
@@ -156,18 +155,15 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
     for name, found in blocks.items():
         experts: Any = modules.get(name)
         first = next(iter(found.values()))
-        kind = type(experts).__name__
-        if not is_experts(experts):
-            raise ValueError(
-                f"{first}: got experts for {name}, a {kind} of the model, want gate_up_proj [E, 2 I, hidden] and "
-                "down_proj [E, hidden, I] with SiLU and nothing else, or gpt-oss's"
-            )
+        kind, known = type(experts).__name__, known_experts(experts)
+        if known is None:
+            raise ValueError(f"{first}: got experts for {name}, a {kind} of the model, want {WANTED}")
         if (reason := experts_refusal(experts)) is not None:
             raise ValueError(f"{first}: got experts for {name}, a {kind} that is not served: {reason}")
         wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
         if any(expert is not None for expert, _ in found):
-            count = experts.down_proj.shape[0]
-            wanted = [(expert, role) for expert in range(count) for role in (GATE, UP, DOWN)]
+            roles, (count, _, _) = (GATE, UP, DOWN) if known[0].gated else (UP, DOWN), known[0].sizes(experts)
+            wanted = [(expert, role) for expert in range(count) for role in roles]
         for key in wanted:
             if key not in found:
                 raise ValueError(f"{name}: got no {key[1]} of expert {key[0]}, want it: {first} is packed")

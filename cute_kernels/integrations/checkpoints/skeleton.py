@@ -15,6 +15,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
+from cute_kernels.gemm.experts.stored import NAMES
 from cute_kernels.gemm.module import ModelProgress
 from cute_kernels.gemm.weight import SCALE_DTYPES
 from cute_kernels.integrations.checkpoints.configuration import Config
@@ -69,7 +70,7 @@ def dtype_of(settings: Foreign, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-_TENSORS = ("weight", "bias", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # of layers, experts
+_TENSORS = {"weight", "bias", *NAMES, *(f"{name}_bias" for name in NAMES)}  # of layers, experts
 
 
 class Import(CuteKernelsConfig):
@@ -175,7 +176,7 @@ def _make_room(module: nn.Module) -> None:
     Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
     """
     for part in module.modules():
-        for name in part._parameters.keys() & {*_TENSORS}:
+        for name in part._parameters.keys() & _TENSORS:
             tensor: Any = part._parameters.pop(name)
             vars(part)[name] = tensor
             if tensor is not None:

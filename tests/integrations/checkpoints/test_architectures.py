@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cute_kernels import QuantizedLinear
+from cute_kernels.gemm.activations import Relu2
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
+from cute_kernels.gemm.experts.stored import Stored, stored_as
 from cute_kernels.integrations.checkpoints import load_model
 from tests.integrations.checkpoints import goldens
 from tests.integrations.checkpoints.test_model import BF16, FORMATS, llama, write
@@ -203,7 +204,14 @@ def llama4() -> Any:
     )
 
 
-def with_experts_apart(path: Path, model: Any, transposed: bool) -> Any:
+def nemotron_h() -> Any:
+    own: dict[str, Any] = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    own |= {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return tf.NemotronHForCausalLM(tf.NemotronHConfig(hidden_size=64, vocab_size=96, **heads, **own))
+
+
+def with_experts_apart(path: Path, model: Any) -> Any:
     """A GPTQ checkpoint of a model's experts one by one, and the model of their dequantised weights."""
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -211,31 +219,36 @@ def with_experts_apart(path: Path, model: Any, transposed: bool) -> Any:
     model.to(BF16).eval().save_pretrained(path, max_shard_size="50GB")
     tensors = {key: x for key, x in load_file(path / "model.safetensors").items() if ".experts." not in key}
     for name, module in model.named_modules():
-        if not name.endswith(".experts"):
+        kind = Stored(transposed=True) if type(module).__name__ == "Llama4TextExperts" else stored_as(module)
+        if kind is None:
             continue
-        gate_up, down = (x.mT if transposed else x for x in (module.gate_up_proj.data, module.down_proj.data))
+        first, down, _ = kind.weights(module)
+        rows = {"gate_proj": first[:, :64], "up_proj": first[:, -64:]} if kind.gated else {"up_proj": first}
         for expert in range(len(down)):
-            parts = {"gate_proj": gate_up[expert, :64], "up_proj": gate_up[expert, 64:], "down_proj": down[expert]}
-            for seed, (own, weight) in enumerate(parts.items()):
-                n, k = weight.shape
+            for seed, (own, weight) in enumerate((rows | {"down_proj": down}).items()):
+                n, k = weight[expert].shape
                 layer = goldens.layer(n, k, 32, lowest_zero=1, dtype=BF16, seed=3 * expert + seed)
-                weight.copy_(layer.dense)
-                tensors |= {f"{name}.{expert}.{own}.{key}": value for key, value in goldens.gptq(layer).items()}
+                weight[expert].copy_(layer.dense)
+                key = f"{name}.{expert}.{own}".replace("model.", SAVED_AS.get(type(model), "model."), 1)
+                tensors |= {f"{key}.{own}": value for own, value in goldens.gptq(layer).items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["gptq"][1]}))
     return model
 
 
+SAVED_AS = {tf.NemotronHForCausalLM: "backbone."}  # what checkpoints call the model
+
+
 def test_experts_that_transformers_knows_stacked_alone(tmp_path):
-    want = with_experts_apart(tmp_path, qwen3_vl_moe(), transposed=False)
+    want = with_experts_apart(tmp_path, qwen3_vl_moe())
     found = load_model(tmp_path)
     assert type(found.model.language_model.layers[0].mlp.experts) is QuantizedRoutedExperts
     assert agree(found, want, text)
 
 
 def test_experts_whose_router_scales_what_they_take(tmp_path):
-    want = with_experts_apart(tmp_path / "packed", llama4(), transposed=True)
+    want = with_experts_apart(tmp_path / "packed", llama4())
     found = load_model(tmp_path / "packed")
     assert sum(isinstance(module, QuantizedLinear) for module in found.modules()) == 4 * 3
     assert agree(found, want, text)
@@ -244,23 +257,19 @@ def test_experts_whose_router_scales_what_they_take(tmp_path):
         assert torch.equal(load_model(tmp_path / "ours")(IDS).logits, found(IDS).logits)
 
 
-def test_experts_without_a_gate_are_refused(tmp_path):
-    own: dict[str, Any] = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-    own |= {"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
-    model: Any = tf.NemotronHForCausalLM(
-        tf.NemotronHConfig(hidden_size=64, vocab_size=96, num_attention_heads=2, **own)
-    )
-    model.to(BF16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    expert = next(key for key in sorted(tensors) if re.search(r"experts\.0\.down_proj\.weight", key))
-    layer = goldens.layer(64, 64, 32, lowest_zero=1, dtype=BF16)
-    tensors |= {expert.removesuffix("weight") + key: value for key, value in goldens.gptq(layer).items()}
-    del tensors[expert]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["gptq"][1]}))
-    with pytest.raises(ValueError, match=r"experts\.0\.down_proj: got experts for .*, a NemotronHMoE .*no kernel"):
-        load_model(tmp_path)
+@torch.no_grad()
+def test_experts_without_a_gate(tmp_path):
+    want = with_experts_apart(tmp_path / "packed", nemotron_h())
+    found = load_model(tmp_path / "packed")
+    (experts,) = (module for module in found.modules() if isinstance(module, QuantizedRoutedExperts))
+    assert experts.activation == Relu2() and agree(found, want, text)
+    found.save_pretrained(tmp_path / "ours")
+    assert torch.equal(load_model(tmp_path / "ours")(IDS).logits, found(IDS).logits)
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    lost = {key: x for key, x in tensors.items() if ".experts.2.up_proj." not in key}
+    save_file(lost, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts: got no up of expert 2, want it"):
+        load_model(tmp_path / "packed")
 
 
 # -- which class, which attention, which settings ----------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""How modules of experts of other libraries hold their weights, and what they say of their activation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Gelu, Relu2, Silu, Swiglu
+
+NAMES = GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"  # of the weights of both products
+_LARGE = (30.0, 500.0, 1e4)  # numbers beyond published clamps, on which activations are compared
+
+
+class ExpertWeights(NamedTuple):
+    """[E, N, K] of both products, which may be views, and the biases of both, [E, N], if there are some."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The names and the order of experts' weights.
+
+    Attributes:
+        first: the name of the first product's; without a gate `UP`.
+        transposed: whether they are [E, K, N], not [E, N, K].
+        in_turn: whether gates and ups come in turn; else all gates come before the ups.
+        biased: whether there are biases, named as the weights with "_bias".
+    """
+
+    first: str = GATE_UP
+    transposed: bool = False
+    in_turn: bool = False
+    biased: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.first == GATE_UP
+
+    def sizes(self, experts: nn.Module) -> tuple[int, int, int]:
+        """(experts, hidden, inner) of a module."""
+        count, *sizes = experts.get_parameter(DOWN).shape
+        hidden, inner = reversed(sizes) if self.transposed else sizes
+        return count, hidden, inner
+
+    def rows(self, inner: int) -> int:
+        """N of the first product."""
+        return 2 * inner if self.gated else inner
+
+    def shapes(self, count: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """Those of a module's parameters by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, n, k in ((self.first, self.rows(inner), hidden), (DOWN, hidden, inner)):
+            found[name] = (count, k, n) if self.transposed else (count, n, k)
+            if self.biased:
+                found[f"{name}_bias"] = count, n
+        return found
+
+    def weights(self, experts: nn.Module) -> ExpertWeights:
+        """The weights of a module, all gates and ups where they are."""
+        first, second = (experts.get_parameter(name).detach() for name in (self.first, DOWN))
+        if self.transposed:
+            first, second = first.mT, second.mT
+        if not self.biased:
+            return ExpertWeights(first, second, None)
+        biases = experts.get_parameter(f"{self.first}_bias"), experts.get_parameter(f"{DOWN}_bias")
+        return ExpertWeights(first, second, biases)
+
+    def operands(self, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What an activation takes of the first product's results [..., N]."""
+        if not self.gated:
+            return (sums,)
+        return (sums[..., ::2], sums[..., 1::2]) if self.in_turn else sums.chunk(2, dim=-1)
+
+
+KINDS = (Stored(), Stored(transposed=True, in_turn=True, biased=True), Stored(UP))
+"""Those of most models, of gpt-oss and of Nemotron-H."""
+
+WANTED = (
+    "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else, or up_proj [E, I, hidden] "
+    "and down_proj with relu2, or gpt-oss's"
+)
+
+
+def stored_as(module: object) -> Stored | None:
+    """How a module holds experts' weights, and no others; None if it holds none, or in another way."""
+    if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
+        return None
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    if any(True for _ in module.buffers()) or len(shapes.get(DOWN, ())) != 3:
+        return None
+    return next((kind for kind in KINDS if kind.shapes(*kind.sizes(module)) == shapes), None)
+
+
+def is_experts(module: object) -> bool:
+    """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
+    return isinstance(module, nn.Module) and known_experts(module) is not None
+
+
+def known_experts(module: nn.Module) -> tuple[Stored, ActivationFunction] | None:
+    """How a module holds experts' weights, and what its attributes say of its activation; None if either is unknown.
+
+    `experts_refusal` tries that activation.
+    """
+    kind = stored_as(module)
+    activation = None if kind is None else _activation_of(module, kind)
+    return None if kind is None or activation is None else (kind, activation)
+
+
+def _activation_of(experts: nn.Module, kind: Stored) -> ActivationFunction | None:
+    """A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with one, gpt-oss's."""
+    alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
+    function = getattr(experts, "act_fn", None)
+    if not kind.gated:
+        return next((each for each in (Relu2(), Silu(), Gelu()) if _is(function, each)), None)
+    if limit is not None and alpha is not None:
+        return ClampedSwiglu(alpha, limit)
+    if kind.biased or not (_is(function, Silu()) or (function is None and limit is not None)):
+        return None
+    return Swiglu() if limit is None else ClampedSwiglu(1.0, limit, 0.0)
+
+
+def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
+    """The first attribute that is a finite number."""
+    found = (getattr(experts, name, None) for name in names)
+    return next((float(each) for each in found if isinstance(each, (int, float)) and math.isfinite(each)), None)
+
+
+def _is(function: object, activation: ActivationFunction) -> bool:
+    with torch.device("cpu"):  # also while a skeleton is made on the meta device
+        sizes = torch.tensor((*range(5), *_LARGE), dtype=torch.float32)
+        values = torch.cat((-sizes, sizes))
+        return callable(function) and torch.allclose(torch.as_tensor(function(values)), activation.reference(values))
