@@ -76,7 +76,7 @@ WRONG = {
     "ck.quantize_weight(x, group_sise=64)": "group_sise",
     "ck.quantize_model(torch.nn.Module(), group_sise=64)": "group_sise",
     "ck.QuantizedLinear.from_linear(torch.nn.Linear(8, 8), group_sise=64)": "group_sise",
-    'ck.fused_moe(x, ck.quantize_experts(x), ck.quantize_experts(x), x, x, activation="silu")': "silu",
+    'ck.fused_moe(x, ck.quantize_experts(x), ck.quantize_experts(x), x, x, activation="relu")': "relu",
     'ck.mla_decode(x, x, x, x, kv_format="mla_fp8")': "positional",
     'ck.mla_decode(x, x, x, kv_format="mla_fp9", block_table=x)': "mla_fp9",
     'ck.append_mla(x, x, x, kv_format="mla_fp8", slots=x)': "slots",

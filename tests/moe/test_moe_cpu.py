@@ -223,7 +223,8 @@ BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"activation": "relu"}, "activation: got 'relu', want 'silu', 'gelu', 'swiglu'"),
     "no activation": ({"activation": None}, "activation: got None, want 'silu'"),
     "rows without a gate": (
-        {"activation": "gelu"}, r"down: got shape \[64, 32\], want \[.., 64\], all of gate_up's rows, as activation is"
+        {"activation": "gelu"},
+        r"down: got shape \[64, 32\], want \[.., 64\], all of gate_up's rows, as activation is",
     ),
     "batch-invariant by a number": ({"batch_invariant": None}, "batch_invariant: got None, want True or False"),
     "out with gaps": ({"out": numbers(5, 128)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
