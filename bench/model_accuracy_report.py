@@ -1,4 +1,4 @@
-"""A recorded run of `python -m bench accuracy --model` as text for a terminal and as a table of docs/accuracy_models.md."""
+"""A recorded run of `python -m bench accuracy --model` as text for a terminal and as a table for users."""
 
 from __future__ import annotations
 
