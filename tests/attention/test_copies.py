@@ -104,6 +104,18 @@ def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
         assert len(bulk) == 1
 
 
+def test_every_tensor_map_of_a_contiguous_cache_is_entered_as_it_is():
+    """Their copies name the block: there is no address that could be moved to it."""
+    from cute_kernels.attention.loads.copies import RowMapSource, TensorMapSource, TileCopier
+
+    sources = {"map": RowMapSource(*[None] * 4), "tma": TensorMapSource(*[None] * 4)}  # type: ignore[arg-type]
+    few_heads = AttentionProblem(8, 4096, 32, 8, 128, 128, "int4_g1", "int4_g1", "bf16", q_len=3)
+    found = [*candidate_configs(few_heads), *CONFIGS]
+    operands = [operand for config in found for operand in TileCopier(config).operands if operand.copy in sources]
+    assert {operand.copy for operand in operands} == {"map", "tma"}
+    assert all(operand.enter(sources[operand.copy], 1) is sources[operand.copy] for operand in operands)
+
+
 @pytest.mark.parametrize("element_bytes", [1, 2])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_bytes: int):

@@ -419,6 +419,9 @@ class RowMapOperand(RowOperand):
         cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))
         return RowMapSource(atom, cache, ring, Int32(before))
 
+    def enter(self, source: RowMapSource, block) -> RowMapSource:
+        return source  # copies name their block, as those of all tensor maps
+
     def arriving_bytes(self, tokens):
         if not self.config.page_tokens:
             return self.num_boxes * self.box_bytes
