@@ -142,8 +142,7 @@ def check_floating(**tensors: object) -> None:
     check_numbers(**tensors)
     for name, tensor in tensors.items():
         assert isinstance(tensor, torch.Tensor)
-        if tensor.dtype not in FLOATING:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATING))}")
+        check_dtype(name, tensor, *FLOATING)
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
@@ -267,14 +266,52 @@ def check_together(**tensors: Any) -> None:
     """Raises ValueError unless all tensors are where the first one is."""
     (speaker, first), *others = tensors.items()
     for name, tensor in others:
-        if tensor.device != first.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {first.device}, where {speaker} is")
+        check_place(name, tensor, first.device, speaker)
 
 
-def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raises ValueError unless a tensor lies on ``device``, that of q."""
+def check_place(name: str, tensor: torch.Tensor, device: torch.device, speaker: str = "q") -> None:
+    """Raises ValueError unless a tensor lies on ``device``, that of the argument ``speaker``."""
     if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where q is")
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where {speaker} is")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype, why: str = "") -> None:
+    """Raises TypeError unless a tensor has one of ``dtypes``; ``why`` ends the message."""
+    if tensor.dtype not in dtypes:
+        known = [*map(str, dict.fromkeys(dtypes))]
+        wanted = " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {wanted}{why}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "") -> None:
+    """Raises ValueError unless a tensor has these sizes; ``why`` ends the message.
+
+    A name stands for any size, and a first "..." for any number of them.
+    """
+    leads = sizes[:1] == ("...",)
+    own = sizes[1:] if leads else sizes
+    found = tensor.shape[len(tensor.shape) - len(own) :] if leads and len(tensor.shape) >= len(own) else tensor.shape
+    if len(found) != len(own) or any(not isinstance(b, str) and a != b for a, b in zip(found, own, strict=True)):
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{', '.join(map(str, sizes))}]{why}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    sizes: tuple[int | str, ...],
+    device: torch.device,
+    *,
+    contiguous: bool = False,
+) -> None:
+    """Raises TypeError or ValueError unless a tensor has one of ``dtypes`` and these sizes (see `check_shape`), and
+    lies on ``device``, that of x."""
+    check_tensors(**{name: tensor})
+    check_dtype(name, tensor, *dtypes)
+    check_shape(name, tensor, *sizes)
+    check_place(name, tensor, device, "x")
+    if contiguous:
+        check_contiguous(name, tensor)
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -295,10 +332,8 @@ def check_aligned(name: str, tensor: torch.Tensor, unit: int) -> None:
 
 def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int, what: str) -> None:
     """Raises TypeError or ValueError unless the tensor is a contiguous ``dtype`` [size]."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
-    if tensor.shape != (size,):
-        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}], {what}")
+    check_dtype(name, tensor, dtype)
+    check_shape(name, tensor, size, why=f", {what}")
     check_contiguous(name, tensor)
 
 

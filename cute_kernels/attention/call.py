@@ -15,9 +15,9 @@ from cute_kernels.arguments import (
     check_optional_count,
     check_optional_positive,
     check_place,
+    check_shape,
     check_tensors,
     check_vector,
-    shape_of,
 )
 from cute_kernels.attention import checks, extend_checks
 from cute_kernels.attention.chosen_blocks import ChosenBlocks, blocks_of, check_pages
@@ -388,8 +388,7 @@ def make_extend_call(
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     extend_checks.check_query(q)
-    if seq_lens.dim() != 1:
-        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    check_shape("seq_lens", seq_lens, "batch")
     batch, window_size = seq_lens.shape[0], options.get("window_size")
     check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     check_optional_count("num_splits", num_splits, MAX_SPLITS)

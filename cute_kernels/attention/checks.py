@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_contiguous, check_tensors, check_vector, overlaps, shape_of, strides_of
+from cute_kernels.arguments import (
+    check_contiguous,
+    check_dtype,
+    check_shape,
+    check_tensors,
+    check_vector,
+    overlaps,
+    shape_of,
+    strides_of,
+)
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -29,10 +38,8 @@ CACHES = ("k_cache", "v_cache")
 
 def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
     """Raises TypeError or ValueError unless q_shift is contiguous fp32 [batch, q_len, num_q_heads]."""
-    if shift.dtype != torch.float32:
-        raise TypeError(f"q_shift: got dtype {shift.dtype}, want torch.float32")
-    if tuple(shift.shape) != shape:
-        raise ValueError(f"q_shift: got shape {shape_of(shift)}, want {list(shape)}: batch, q_len and heads of q")
+    check_dtype("q_shift", shift, torch.float32)
+    check_shape("q_shift", shift, *shape, why=": batch, q_len and heads of q")
     check_contiguous("q_shift", shift)
 
 
@@ -49,8 +56,7 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     """Raises TypeError or ValueError unless q can be attended with over caches of these formats."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
-    if q.dtype not in Q_DTYPES:
-        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype("q", q, *Q_DTYPES)
     for form in forms:
         if not form.fits(q.dtype):
             raise TypeError(f"q: got dtype {q.dtype}, want {form.cache_dtype}, that of a {form.name} cache")
@@ -87,9 +93,7 @@ def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str)
     """Raises TypeError or ValueError unless a cache has four dimensions, strides to go by and a dtype of its format."""
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
-    if cache.dtype not in form.cache_dtypes:
-        wanted = " or ".join(map(str, form.cache_dtypes))
-        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
     if not cache.is_contiguous() and cache.numel():
         _check_cache_strides(name, cache, form, dimensions)
 
@@ -111,6 +115,13 @@ def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensi
         raise ValueError(f"{found}, want rows that do not overlap")
     if strides[0] * size >= 2**40 or max(strides[1:3]) * size >= 2**31:
         raise ValueError(f"{found}, want blocks less than 2**40 bytes apart, tokens and heads less than 2**31")
+
+
+def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raises ValueError unless two caches differ in their rows alone."""
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        wanted = f"that of k_cache, {shape_of(k_cache)}, in all but the last dimension"
+        raise ValueError(f"v_cache: got shape {shape_of(v_cache)}, want {wanted}")
 
 
 def check_key_rows(k_cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
@@ -174,21 +185,15 @@ def check_tail(
     if rows is None or slots is None:
         return
     check_vector("tail_slots", slots, torch.int32, batch, "a slot of k_tail for each request")
-    if rows.dtype != torch.float16:
-        raise TypeError(f"k_tail: got dtype {rows.dtype}, want torch.float16")
-    if rows.dim() != 4 or tuple(rows.shape[1:]) != (TAIL_TOKENS, *heads):
-        raise ValueError(f"k_tail: got shape {shape_of(rows)}, want [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}]")
+    check_dtype("k_tail", rows, torch.float16)
+    check_shape("k_tail", rows, "slots", TAIL_TOKENS, *heads)
     check_contiguous("k_tail", rows)
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
     """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with its columns side by side."""
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table: got dtype {block_table.dtype}, want torch.int32")
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table: got shape {shape_of(block_table)}, want [{batch}, max_pages], a row for each request of q"
-        )
+    check_dtype("block_table", block_table, torch.int32)
+    check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
     if block_table.shape[0] > 1 and block_table.stride(0) >= 2**31:
@@ -223,8 +228,7 @@ def check_given_scale(
     if scale is None:
         raise ValueError(f"{name}: got None, want torch.float32 {wanted}")
     check_tensors(**{name: scale})
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
+    check_dtype(name, scale, torch.float32)
     if shape_of(scale) not in shapes:
         raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted}")
     if scale.is_cpu or (arguments.DEBUG and scale.is_cuda):
@@ -242,8 +246,7 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
     Raises TypeError or ValueError unless it is fp32 or bf16 and broadcasts to that shape.
     """
-    if bias.dtype not in BIAS_DTYPES:
-        raise TypeError(f"attn_bias: got dtype {bias.dtype}, want torch.float32 or torch.bfloat16")
+    check_dtype("attn_bias", bias, *BIAS_DTYPES)
     padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(padded) != 4 or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
         raise ValueError(
@@ -267,7 +270,5 @@ def check_result(out: torch.Tensor, q: torch.Tensor, wanted: list[int], why: str
     """Checks a result of a given shape, as :func:`check_out` does. why: ends the message, and says where the shape
     comes from."""
     check_tensors(out=out)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
-    if shape_of(out) != wanted:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}{why}")
+    check_dtype("out", out, q.dtype, why=", that of q")
+    check_shape("out", out, *wanted, why=why)

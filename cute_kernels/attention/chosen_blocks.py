@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.arguments import check_place, check_tensors, shape_of
+from cute_kernels.arguments import check_dtype, check_place, check_tensors, shape_of
 from cute_kernels.runtime.operator import Plan
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def blocks_of(
     wanted = {"block_list": (block_list, 3, ", max_blocks"), "block_counts": (block_counts, 2, "")}
     for name, (tensor, dimensions, more) in wanted.items():
         check_place(name, tensor, device)
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32")
+        check_dtype(name, tensor, torch.int32)
         if tensor.dim() != dimensions or tuple(tensor.shape[:2]) != heads or not tensor.shape[-1]:
             raise ValueError(
                 f"{name}: got shape {shape_of(tensor)}, want [{heads[0]}, {heads[1]}{more}]: requests and KV heads"

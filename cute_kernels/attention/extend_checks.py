@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_place, check_tensors, overlaps, shape_of, strides_of
+from cute_kernels.arguments import (
+    check_contiguous,
+    check_dtype,
+    check_place,
+    check_shape,
+    check_tensors,
+    overlaps,
+    shape_of,
+    strides_of,
+)
 from cute_kernels.attention import checks
 from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -69,14 +78,8 @@ def check_score_options(names: tuple[str, ...], **others: object) -> None:
 def check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
     check_tensors(tree_mask=mask)
     check_place("tree_mask", mask, q.device)
-    if mask.dtype != torch.int32:
-        raise TypeError(
-            f"tree_mask: got dtype {mask.dtype}, want torch.int32: 32 new tokens a word, see pack_tree_mask"
-        )
-    if mask.dim() != 2 or mask.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"tree_mask: got shape {shape_of(mask)}, want [{q.shape[0]}, words]: a row for each query of q"
-        )
+    check_dtype("tree_mask", mask, torch.int32, why=": 32 new tokens a word, see pack_tree_mask")
+    check_shape("tree_mask", mask, q.shape[0], "words", why=": a row for each query of q")
     check_contiguous("tree_mask", mask)
     for name, value in positional.items():
         if value is not None:
@@ -95,11 +98,8 @@ def check_new(
     for name, tensor in (("new_k", new_k), ("new_v", new_v)):
         check_tensors(**{name: tensor})
         check_place(name, tensor, q.device)
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {q.dtype}, that of q")
-        wanted = [q.shape[0], num_kv_heads, q.shape[2]]
-        if shape_of(tensor) != wanted:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {wanted}: a row for each query and KV head")
+        check_dtype(name, tensor, q.dtype, why=", that of q")
+        check_shape(name, tensor, q.shape[0], num_kv_heads, q.shape[2], why=": a row for each query and KV head")
         check_rows(name, tensor)
     return new_k, new_v
 
@@ -113,8 +113,7 @@ def check_query(q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless q is what the kernels take."""
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
-    if q.dtype not in checks.Q_DTYPES:
-        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype("q", q, *checks.Q_DTYPES)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:

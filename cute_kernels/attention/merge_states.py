@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.distributed
 
-from cute_kernels.arguments import check_aligned, check_contiguous, check_tensors, shape_of
+from cute_kernels.arguments import (
+    check_aligned,
+    check_contiguous,
+    check_dtype,
+    check_place,
+    check_shape,
+    check_tensors,
+    shape_of,
+)
 from cute_kernels.attention.arguments import MERGE
 from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.compile import AttentionSpec
@@ -83,21 +91,17 @@ def check_states(**tensors: torch.Tensor) -> None:
     first, out = next(iter(tensors.items()))
     if out.dim() not in NDIMS:
         raise ValueError(f"{first}: got {out.dim()} dimensions, want 3 or 4: [..., num_heads, head_dim]")
-    if out.dtype not in DTYPES:
-        raise TypeError(f"{first}: got dtype {out.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    check_dtype(first, out, *DTYPES)
     row_bytes = out.shape[-1] * out.element_size()
     if row_bytes % VECTOR_BYTES or not row_bytes:
         raise ValueError(f"{first}: got rows of {row_bytes} bytes, want a multiple of {VECTOR_BYTES}")
     if out.numel() * out.element_size() // VECTOR_BYTES > MAX_VECTORS:
         raise ValueError(f"{first}: got shape {shape_of(out)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes")
     for name, tensor in tensors.items():
-        if tensor.device != out.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {out.device}, where {first} is")
+        check_place(name, tensor, out.device, first)
         dtype, shape = (out.dtype, out.shape) if name.startswith("out") else (torch.float32, out.shape[:-1])
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {list(shape)}")
+        check_dtype(name, tensor, dtype)
+        check_shape(name, tensor, *shape)
         check_contiguous(name, tensor)
 
 

@@ -18,9 +18,9 @@ from cute_kernels.arguments import (
     check_contiguous,
     check_flag,
     check_place,
+    check_shape,
     check_tensors,
     check_vector,
-    shape_of,
 )
 from cute_kernels.attention.decode import decode_attention
 from cute_kernels.attention.extend import extend_attention
@@ -205,8 +205,7 @@ def _margin_of(
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
     """Raises ValueError for what keeps a batch from being cut in two; both calls check the rest."""
     check_query(q)
-    if seq_lens.dim() != 1:
-        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    check_shape("seq_lens", seq_lens, "batch")
     batch, queries = seq_lens.shape[0], q.shape[0]
     check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     if type(num_decodes) is not int or not 0 <= num_decodes <= min(batch, queries):
@@ -222,8 +221,7 @@ def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, An
     table = options.get("block_table")
     if table is not None:
         check_tensors(block_table=table)
-        if table.dim() != 2:
-            raise ValueError(f"block_table: got shape {shape_of(table)}, want [batch, max_pages]")
+        check_shape("block_table", table, "batch", "max_pages")
         return {"k_cache": k_cache, "v_cache": v_cache, **options, "block_table": table[part]}
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() != 4:

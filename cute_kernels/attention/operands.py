@@ -111,11 +111,7 @@ def check_caches(
     num_kv_heads, tokens = (k_cache.shape[1], k_cache.shape[2]) if head_major else (k_cache.shape[2], k_cache.shape[1])
     if num_kv_heads == 0:
         raise ValueError("k_cache: got no KV heads, want at least 1")
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, in all but the last "
-            "dimension"
-        )
+    checks.check_alike(k_cache, v_cache)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
     max_seq_len = tokens

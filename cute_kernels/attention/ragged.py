@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_place, check_tensors, check_vector, shape_of
+from cute_kernels.arguments import check_dtype, check_place, check_tensors, check_vector, shape_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.extend_checks import check_query, check_rows
@@ -95,8 +95,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> At
     for name, rows in (("k", k), ("v", v)):
         if rows.dim() != 3:
             raise ValueError(f"{name}: got {rows.dim()} dimensions, want 3: [total_k, num_kv_heads, head_dim]")
-        if rows.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {rows.dtype}, want {q.dtype}, that of q")
+        check_dtype(name, rows, q.dtype, why=", that of q")
         if rows.shape[2] != q.shape[2] or rows.shape != k.shape:
             raise ValueError(f"{name}: got shape {shape_of(rows)}, want {[*k.shape[:2], q.shape[2]]}, k's and q's")
         check_rows(name, rows)

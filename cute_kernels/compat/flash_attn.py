@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of, strides_of
+from cute_kernels.arguments import check_dtype, check_shape, check_tensors, strides_of
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.ragged import ragged_attention
@@ -177,8 +177,7 @@ def _rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _format_of(q: torch.Tensor) -> Any:
-    if q.dtype not in Q_DTYPES:
-        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype("q", q, *Q_DTYPES)
     return Q_DTYPES[q.dtype]
 
 
@@ -202,8 +201,7 @@ def _options(
     if alibi_slopes is not None:
         if right != 0:
             raise ValueError("alibi_slopes: got a tensor without causal, want None or causal=True")
-        if alibi_slopes.dim() != 1:
-            raise ValueError(f"alibi_slopes: got shape {shape_of(alibi_slopes)}, want [num_heads]")
+        check_shape("alibi_slopes", alibi_slopes, "num_heads")
     return {
         "causal": causal,
         "window_size": None if (left, right) in ((-1, -1), (-1, 0)) and causal == (right == 0) else (left, right),

@@ -28,7 +28,7 @@ import dataclasses
 import torch
 
 from cute_kernels import arguments as package_arguments
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_shape, check_tensors
 from cute_kernels.compat.names import renamed
 from cute_kernels.mla import ops
 from cute_kernels.mla.formats import V_DIM
@@ -203,12 +203,9 @@ def flash_mla_sparse_fwd(
     """
     check_tensors(q=q, kv=kv, indices=indices)
     _check_value_dim("d_v", d_v)
-    if q.dim() != 3:
-        raise ValueError(f"q: got shape {shape_of(q)}, want [s_q, h_q, d_qk]")
-    if kv.dim() != 3 or kv.shape[1] != 1:
-        raise ValueError(f"kv: got shape {shape_of(kv)}, want [s_kv, 1, d_qk]")
-    if indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
-        raise ValueError(f"indices: got shape {shape_of(indices)}, want [{q.shape[0]}, 1, topk]")
+    check_shape("q", q, "s_q", "h_q", "d_qk")
+    check_shape("kv", kv, "s_kv", 1, "d_qk")
+    check_shape("indices", indices, q.shape[0], 1, "topk")
     cache = kv.transpose(0, 1)  # one page
     chosen = indices.masked_fill(indices >= kv.shape[0], -1) if package_arguments.DEBUG else indices  # no mistake here
     extras = SparseExtras(topk_length, attn_sink)
@@ -262,8 +259,8 @@ def _sparse(
     """(out, lse [b, s_q, h_q]); extras as `flash_mla_with_kvcache` names them, in the operator's order."""
     topk_length, attn_sink, extra_k_cache, extra_indices, extra_topk_length = extras
     for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
-        if cache is not None and (cache.dim() != 4 or cache.shape[2] != 1):
-            raise ValueError(f"{name}: got shape {shape_of(cache)}, want [num_blocks, page_block_size, 1, row]")
+        if cache is not None:
+            check_shape(name, cache, "num_blocks", "page_block_size", 1, "row")
     own = SparseExtras(
         topk_length,
         attn_sink,
@@ -287,18 +284,15 @@ def _check_dimensions(name: str, tensor: torch.Tensor | None, dimensions: tuple[
     if tensor is None:
         return
     check_tensors(**{name: tensor})
-    if tensor.dim() != len(dimensions):
-        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{', '.join(dimensions)}]")
+    check_shape(name, tensor, *dimensions)
 
 
 def _check_decode(
     q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, metadata: object, num_splits: object
 ) -> None:
     _check_value_dim("head_dim_v", head_dim_v)
-    if q.dim() != 4:
-        raise ValueError(f"q: got shape {shape_of(q)}, want [b, s_q, h_q, head_dim]")
-    if k_cache.dim() != 4:
-        raise ValueError(f"k_cache: got shape {shape_of(k_cache)}, want [num_blocks, page_block_size, h_k, row]")
+    check_shape("q", q, "b", "s_q", "h_q", "head_dim")
+    check_shape("k_cache", k_cache, "num_blocks", "page_block_size", "h_k", "row")
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
             f"tile_scheduler_metadata: got {type(metadata).__name__}, want the FlashMLASchedMeta of get_mla_metadata"

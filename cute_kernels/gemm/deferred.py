@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_tensor, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.activations import activation_named, config_of
 from cute_kernels.gemm.call import (
     LinearCall,
     check_apart,
-    check_bias,
     check_input,
     check_norm,
     check_options,
@@ -114,7 +113,7 @@ def check_giving(call: GivingCall) -> GivingCall:
     (n, k), dtype = weight.shape, weight.dtype
     check_input(x, k, dtype, weight.device)
     if call.bias is not None:
-        check_bias(call.bias, x, n)
+        check_tensor("bias", call.bias, (x.dtype,), (n,), x.device, contiguous=True)
     check_tensors(residual=residual)
     check_result("residual", residual, x, n, None, x.dtype)
     check_norm(call.norm, call.eps, call.offset, residual)

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_number, check_numbers, check_tensors, device_of, shape_of
+from cute_kernels.arguments import (
+    check_dtype,
+    check_flag,
+    check_number,
+    check_numbers,
+    check_tensors,
+    device_of,
+    shape_of,
+)
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
@@ -116,8 +124,7 @@ def pack_experts(
 
 
 def _bytes_of(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+    check_dtype(name, tensor, *dtypes)
     return tensor.view(torch.uint8)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_tensors, row_stride
+from cute_kernels.arguments import check_dtype, check_tensors, row_stride
 from cute_kernels.gemm.call import check_norm
 from cute_kernels.norm import rms_norm
 from cute_kernels.norm.call import DTYPES
@@ -94,8 +94,7 @@ class NormedRows:
 def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: object) -> None:
     """Raises TypeError or ValueError unless `rms_norm` takes rows with this weight and these numbers."""
     check_tensors(rows=rows)
-    if rows.dtype not in DTYPES:
-        raise TypeError(f"rows: got dtype {rows.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype("rows", rows, *DTYPES)
     n = rows.shape[-1] if rows.dim() else 0
     if not n or n % NORM_VECTOR or n > MAX_COLUMNS:
         want = f"[..., n] with n a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}"

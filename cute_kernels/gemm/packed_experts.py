@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.arguments import check_contiguous, check_flag, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight
@@ -77,8 +77,7 @@ class PackedExperts(Packed):
             if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != len(self)):
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
         for name, tensor in self._tensors().items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+            check_contiguous(name, tensor)
         check_presence(self.zeros, self.format)
         self[0]  # which checks all else but numbers
         check_flag("check_values", check_values)

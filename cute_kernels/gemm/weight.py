@@ -12,10 +12,14 @@ from torch.compiler import is_compiling
 
 from cute_kernels import blocks
 from cute_kernels.arguments import (
+    check_aligned,
+    check_contiguous,
     check_count,
+    check_dtype,
     check_flag,
     check_matrix_shape,
     check_permutation,
+    check_place,
     check_tensors,
     is_one_of,
 )
@@ -208,18 +212,15 @@ class PackedWeight(Packed):
         if tensor is None:
             return
         check_tensors(**{name: tensor})
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+        check_dtype(name, tensor, dtype)
         if tuple(tensor.shape) != shape:
             n, k = self.shape
             kind = f"{self.bits}-bit [{n}, {k}] in {f'groups of {self.group_size}' if self.group_size else 'rows'}"
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)} for a weight of {kind}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
-        if tensor.device != self.codes.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
+        check_contiguous(name, tensor)
+        check_place(name, tensor, self.codes.device, "codes")
         if name in _COPIED:
-            check_place(name, tensor)
+            check_start(name, tensor)
 
     @kept
     def form(self) -> WeightForm:
@@ -459,14 +460,12 @@ def per_row(group_size: SizeT) -> SizeT | None:
     return None if isinstance(group_size, int) and group_size == -1 else group_size
 
 
-def check_place(name: str, tensor: torch.Tensor) -> None:
+def check_start(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError unless a tensor on a GPU starts where kernels copy from."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return
-    past = tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
-    if past:
-        message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
-        raise ValueError(f"{name}: {message}")
+    if tensor.is_cuda or GPU.takes_cpu:
+        check_aligned(name, tensor, ALIGNMENT)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

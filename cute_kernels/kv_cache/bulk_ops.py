@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_tensors, is_one_of, shape_of
+from cute_kernels.arguments import (
+    check_aligned,
+    check_apart,
+    check_contiguous,
+    check_dtype,
+    check_place,
+    check_shape,
+    check_tensors,
+    is_one_of,
+    shape_of,
+)
 from cute_kernels.attention.checks import check_given_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform, transform_of
@@ -112,13 +122,11 @@ def _dequantize_through_operator(call: Dequantize) -> torch.Tensor:
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
     form = format_of(kv_format)
     check_tensors(x=x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, DTYPES))}")
-    if x.dim() < 2:
-        raise ValueError(f"x: got shape {shape_of(x)}, want [..., num_kv_heads, head_dim]")
+    check_dtype("x", x, *DTYPES)
+    check_shape("x", x, "...", "num_kv_heads", "head_dim")
     if x.shape[-1] not in HEAD_DIMS:
         raise ValueError(f"x: got head_dim {x.shape[-1]}, want one of {', '.join(map(str, HEAD_DIMS))}")
-    _check_memory("x", x, x.device)
+    _check_blocks("x", x)
     _check_scale(form, scale, x, x.shape[-1])
     return form
 
@@ -131,16 +139,10 @@ def _check_rows(call: Dequantize) -> KvFormat:
         raise ValueError(f"head_dim: got {head_dim!r}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype!r}, want one of {', '.join(map(str, DTYPES))}")
-    if rows.dtype not in form.cache_dtypes:
-        raise TypeError(
-            f"rows: got dtype {rows.dtype}, want {' or '.join(map(str, form.cache_dtypes))} for {kv_format}"
-        )
-    row = form.row_elements(head_dim)
-    if rows.dim() < 2 or rows.shape[-1] != row:
-        raise ValueError(
-            f"rows: got shape {shape_of(rows)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim {head_dim}"
-        )
-    _check_memory("rows", rows, rows.device)
+    check_dtype("rows", rows, *form.cache_dtypes, why=f" for {kv_format}")
+    row, why = form.row_elements(head_dim), f" for {kv_format} at head_dim {head_dim}"
+    check_shape("rows", rows, "...", "num_kv_heads", row, why=why)
+    _check_blocks("rows", rows)
     _check_scale(form, scale, rows, head_dim)
     return form
 
@@ -148,16 +150,12 @@ def _check_rows(call: Dequantize) -> KvFormat:
 def _check_scale(form: KvFormat, scale: torch.Tensor | None, beside: torch.Tensor, head_dim: int) -> None:
     check_given_scale("scale", scale, form, beside.shape[-2], head_dim)
     if scale is not None:
-        _check_memory("scale", scale, beside.device)
+        check_place("scale", scale, beside.device, "what it scales")
+        check_contiguous("scale", scale)
 
 
-def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}")
-    if name == "scale":
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
-    elif row_blocks(tensor) is None:
+def _check_blocks(name: str, tensor: torch.Tensor) -> None:
+    if row_blocks(tensor) is None:
         raise ValueError(
             f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want rows contiguous, in blocks of "
             "dense rows that are evenly spaced"
@@ -196,11 +194,10 @@ def _checked_out(
     **read: torch.Tensor | None,
 ) -> torch.Tensor:
     check_tensors(out=out)
-    if out.dtype not in dtypes:
-        raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, dtypes))}")
-    if out.shape != shape:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {list(shape)}")
-    _check_memory("out", out, device)
+    check_dtype("out", out, *dtypes)
+    check_shape("out", out, *shape)
+    check_place("out", out, device, "what is read")
+    _check_blocks("out", out)
     check_apart("out", out, read)
     return out
 
@@ -284,9 +281,9 @@ def _launch(
     for of, name, tensor, form in (("number", names[0], x, None), ("cache", names[1], rows, kv_format)):
         unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
         inner, stride = row_blocks(tensor) or (1, 0)
-        for what, place in (("start", tensor.data_ptr()), ("have blocks", stride * tensor.element_size())):
-            if place % unit and (what == "start" or inner < num_rows):
-                raise ValueError(f"{name}: got a tensor that does not {what} on multiples of {unit} bytes, want it to")
+        check_aligned(name, tensor, unit)
+        if stride * tensor.element_size() % unit and inner < num_rows:
+            raise ValueError(f"{name}: got a tensor that does not have blocks on multiples of {unit} bytes, want it to")
         blocks |= {f"{of}_rows": inner, f"{of}_stride": stride * tensor.element_size()}
         blocks[f"{of}_divisor"] = divisor_of(inner)
     index = x.get_device()

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from cute_kernels import blocks
-from cute_kernels.arguments import check_numbers, check_positive
+from cute_kernels.arguments import check_numbers, check_positive, check_shape
 from cute_kernels.formats.kv import format_of
 
 Method = Literal["absmax", "percentile"]
@@ -70,8 +70,7 @@ class Calibrator:
             raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
         if self._top is None:
             self._top = torch.zeros(x.shape[-2:], dtype=torch.float32, device=x.device)
-        if x.shape[-2:] != self._top.shape:
-            raise ValueError(f"x: got shape {list(x.shape)}, want [..., {', '.join(map(str, self._top.shape))}]")
+        check_shape("x", x, "...", *self._top.shape)
         samples = x.reshape(-1, *x.shape[-2:])
         for chunk in samples.split(max(1, blocks.elements(_CHUNK_ELEMENTS) // max(1, self._top.numel()))):
             self._take(chunk.detach().float().abs())

@@ -6,8 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_number, check_tensors, overlaps, shape_of, strides_of
-from cute_kernels.attention.checks import check_given_scale
+from cute_kernels.arguments import (
+    check_apart,
+    check_contiguous,
+    check_dtype,
+    check_number,
+    check_place,
+    check_shape,
+    check_tensors,
+    overlaps,
+    shape_of,
+    strides_of,
+)
+from cute_kernels.attention.checks import check_alike, check_given_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
@@ -126,8 +137,8 @@ def check_append(call: AppendCall) -> None:
         if call.k_cache.shape[0] != call.num_tokens:
             found = f"k_cache: got shape {shape_of(call.k_cache)}"
             raise ValueError(f"{found}, want a row for each of {call.num_tokens} tokens")
-    elif call.v_cache.shape[:3] != call.k_cache.shape[:3]:
-        raise ValueError(f"v_cache: got shape {shape_of(call.v_cache)}, want that of k_cache but for the row")
+    else:
+        check_alike(call.k_cache, call.v_cache)
     _check_place(call)
     _check_extras(call)
     _check_transform(call)
@@ -154,19 +165,17 @@ def check_kinds(call: AppendCall) -> None:
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"
     ).split()
-    device = call.k.device if isinstance(call.k, torch.Tensor) else None
     for name in names:
         tensor: torch.Tensor | None = getattr(call, name)
         if tensor is None and name not in names[:4]:
             continue
         check_tensors(**{name: tensor})
         assert tensor is not None
-        if tensor.device != device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
+        check_place(name, tensor, call.k.device, "k")
         if name == "block_table" and tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise ValueError(f"{name}: got strides {tensor.stride()}, want columns side by side")
-        if name not in WITH_STRIDES and not tensor.is_contiguous():
-            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
+        if name not in WITH_STRIDES:
+            check_contiguous(name, tensor)
 
 
 def _check_tokens(call: AppendCall) -> None:
@@ -176,12 +185,9 @@ def _check_tokens(call: AppendCall) -> None:
         x = getattr(call, name)
         if x is None:
             continue
-        if x.dim() != 3:
-            raise ValueError(f"{name}: got shape {shape_of(x)}, want [tokens, heads, head_dim]")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
-        if x.dtype != call.k.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want {call.k.dtype}, that of k")
+        check_shape(name, x, "tokens", "heads", "head_dim")
+        check_dtype(name, x, *DTYPES)
+        check_dtype(name, x, call.k.dtype, why=", that of k")
         if x.shape[0] != call.k.shape[0]:
             raise ValueError(f"{name}: got {x.shape[0]} tokens, want {call.k.shape[0]}, those of k")
         if x.shape[2] not in HEAD_DIMS:
@@ -198,17 +204,14 @@ def _check_tokens(call: AppendCall) -> None:
         raise ValueError(f"k: got {call.num_tokens} tokens, want at most {MAX_TOKENS}")
     if call.q is not None and call.q.shape[2] != call.k.shape[2]:
         raise ValueError(f"q: got head_dim {call.q.shape[2]}, want {call.k.shape[2]}, that of k")
-    if call.q_out is not None and call.q is not None and call.q_out.shape != call.q.shape:
-        raise ValueError(f"q_out: got shape {shape_of(call.q_out)}, want {shape_of(call.q)}, that of q")
+    if call.q_out is not None and call.q is not None:
+        check_shape("q_out", call.q_out, *call.q.shape, why=", that of q")
 
 
 def check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
     inner = "page_size, num_kv_heads" if call.cache_layout == "NHD" else "num_kv_heads, page_size"
-    if cache.dim() != 4:
-        raise ValueError(f"{name}: got shape {shape_of(cache)}, want 4 dimensions: [num_pages or batch, {inner}, row]")
-    if cache.dtype not in form.cache_dtypes:
-        wanted = " or ".join(map(str, form.cache_dtypes))
-        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    check_shape(name, cache, "num_pages or batch", *inner.split(", "), "row")
+    check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
     row = form.row_elements(head_dim)
     if cache.shape[3] != row:
         raise ValueError(
@@ -236,24 +239,21 @@ def _check_place(call: AppendCall) -> None:
         ("block_table", (torch.int32,)),
         ("position_ids", POSITION_DTYPES),
     ):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.dtype not in dtypes:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+        if (tensor := getattr(call, name)) is not None:
+            check_dtype(name, tensor, *dtypes)
     for name in ("slot_mapping", "position_ids"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.shape != (tokens,):
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{tokens}], the tokens of k")
+        if (tensor := getattr(call, name)) is not None:
+            check_shape(name, tensor, tokens, why=", the tokens of k")
     if call.cu_seqlens is not None and call.seq_lens is None:
         raise ValueError("cu_seqlens: got it without seq_lens, want both: lengths say at which positions tokens go")
     if call.seq_lens is not None:
-        if call.seq_lens.dim() != 1:
-            raise ValueError(f"seq_lens: got shape {shape_of(call.seq_lens)}, want [batch]")
+        check_shape("seq_lens", call.seq_lens, "batch")
         if call.cu_seqlens is None and call.batch != tokens:
             raise ValueError(
                 f"seq_lens: got {call.batch} requests for {tokens} tokens, want one token a request, or cu_seqlens"
             )
-        if call.cu_seqlens is not None and call.cu_seqlens.shape != (call.batch + 1,):
-            raise ValueError(f"cu_seqlens: got shape {shape_of(call.cu_seqlens)}, want [{call.batch + 1}], batch + 1")
+        if call.cu_seqlens is not None:
+            check_shape("cu_seqlens", call.cu_seqlens, call.batch + 1, why=", batch + 1")
     if call.slot_mapping is not None:
         if call.block_table is not None:
             raise ValueError("block_table: got one together with slot_mapping, which says where tokens go; want one")
@@ -287,13 +287,9 @@ def _check_extras(call: AppendCall) -> None:
         "k_norm": k_dim,
     }
     for name, size in sizes.items():
-        tensor = getattr(call, name)
-        if tensor is None:
-            continue
-        if tensor.dtype != call.k.dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {call.k.dtype}, that of k")
-        if tensor.shape != (size,):
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}]")
+        if (tensor := getattr(call, name)) is not None:
+            check_dtype(name, tensor, call.k.dtype, why=", that of k")
+            check_shape(name, tensor, size)
     check_number("norm_eps", call.norm_eps, least=0)
     if call.rope is None:
         return
@@ -320,7 +316,5 @@ def _check_transform(call: AppendCall) -> None:
         return
     if call.q is None or transform is None or transform.k_center is None:
         raise ValueError("q_shift: got a tensor without q and a transform that has a k_center, want None")
-    if shift.dtype != torch.float32:
-        raise TypeError(f"q_shift: got dtype {shift.dtype}, want torch.float32")
-    if shift.shape != call.q.shape[:2]:
-        raise ValueError(f"q_shift: got shape {shape_of(shift)}, want {list(call.q.shape[:2])}, tokens and heads of q")
+    check_dtype("q_shift", shift, torch.float32)
+    check_shape("q_shift", shift, *call.q.shape[:2], why=", tokens and heads of q")

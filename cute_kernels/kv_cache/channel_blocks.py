@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_apart, check_tensors
-from cute_kernels.attention.checks import check_blocks, check_tail
+from cute_kernels.arguments import check_apart, check_place, check_shape, check_tensors
+from cute_kernels.attention.checks import check_alike, check_blocks, check_tail
 from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
@@ -67,23 +67,16 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
     check_kinds(call)
     tail = {"k_tail": rows, "tail_slots": slots}
     check_tensors(**{name: given for name, given in tail.items() if given is not None})
-    if call.seq_lens.dim() != 1:
-        raise ValueError(f"seq_lens: got shape {list(call.seq_lens.shape)}, want [batch]")
-    if call.k.dim() != 3:
-        raise ValueError(f"k: got shape {list(call.k.shape)}, want [tokens, heads, head_dim]")
+    check_shape("seq_lens", call.seq_lens, "batch")
+    check_shape("k", call.k, "tokens", "heads", "head_dim")
     heads = call.k.shape[1], call.k.shape[2]
     check_cache("k_cache", call, call.k_cache, k_format, heads[1])
-    if call.k_cache.shape[:3] != call.v_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache: got shape {list(call.v_cache.shape)}, want that of k_cache, {list(call.k_cache.shape)}, but for "
-            "the row"
-        )
+    check_alike(call.k_cache, call.v_cache)
     check_blocks((k_format, v_format), None if call.block_table is None else call.page_size)
     check_tail(k_format, rows, slots, call.batch, heads)
     assert rows is not None and slots is not None
     for name, tensor in (("k_tail", rows), ("tail_slots", slots), ("k_cache", call.k_cache)):
-        if tensor.device != call.k.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.k.device}, where k is")
+        check_place(name, tensor, call.k.device, "k")
     if arguments.DEBUG or not rows.is_cuda:  # there is no plan that would say that a call like it was checked
         check_apart("k_cache", call.k_cache, {"v_cache": call.v_cache, "k": call.k, "v": call.v})
         check_apart("k_tail", rows, {"k_cache": call.k_cache, "v_cache": call.v_cache, "k": call.k, "v": call.v})

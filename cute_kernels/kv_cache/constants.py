@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from cute_kernels.arguments import check_all_positive, check_floating, device_of
+from cute_kernels.arguments import check_all_positive, check_dtype, check_floating, device_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 FORMAT, VERSION = "cute_kernels.cache_constants", "1"
@@ -166,6 +166,5 @@ def _rotations(path: str | Path, header: Mapping[str, str]) -> list[tuple[int, i
 
 def _check_scale(name: str, scale: torch.Tensor) -> None:
     check_floating(**{name: scale})
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
+    check_dtype(name, scale, torch.float32)
     check_all_positive(name, scale)

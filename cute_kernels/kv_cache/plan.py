@@ -192,9 +192,8 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
     by_vectors += ["k_scale"] * (format_of(call.k_format).given_scale == "channel")
     by_vectors += ["v_scale"] * (format_of(call.v_format).given_scale == "channel")
     for name in by_vectors:
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {ALIGNMENT} bytes, want it to")
+        if (tensor := getattr(call, name)) is not None:
+            check_aligned(name, tensor, ALIGNMENT)
     if call.num_pages * call.page_size**2 >= 2**63:
         raise ValueError(f"k_cache: got {call.num_pages} requests of {call.page_size} tokens, want fewer")
 

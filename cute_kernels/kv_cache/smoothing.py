@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from cute_kernels.arguments import check_floating
+from cute_kernels.arguments import check_floating, check_shape
 
 _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a dead channel gets a finite factor
 
@@ -121,16 +121,15 @@ def fold(
     elif factors.dim() != 2 or not factors.numel():
         raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")
     columns = factors.numel()
-    if k_weight.dim() != 2 or k_weight.shape[0] != columns:
-        raise ValueError(f"k_weight: got shape {list(k_weight.shape)}, want [{columns}, hidden_size]")
+    check_shape("k_weight", k_weight, columns, "hidden_size")
     if q_weight.dim() != 2 or q_weight.shape[0] % columns:
         raise ValueError(f"q_weight: got shape {list(q_weight.shape)}, want [a multiple of {columns}, hidden_size]")
     group = q_weight.shape[0] // columns
     k_factors = factors.flatten()
     q_factors = factors.repeat_interleave(group, dim=0).flatten()
     for name, bias, per_column in (("q_bias", q_bias, q_factors), ("k_bias", k_bias, k_factors)):
-        if bias is not None and bias.shape != per_column.shape:
-            raise ValueError(f"{name}: got shape {list(bias.shape)}, want {list(per_column.shape)}")
+        if bias is not None:
+            check_shape(name, bias, *per_column.shape)
     return Folded(
         (q_weight * q_factors[:, None]).to(q_weight.dtype),
         (k_weight / k_factors[:, None]).to(k_weight.dtype),

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_given_tensors, check_optional_positive, check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import (
+    check_contiguous,
+    check_given_tensors,
+    check_optional_positive,
+    check_shape,
+    check_tensors,
+    needs_dispatch,
+    shape_of,
+)
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import AttentionCall
@@ -254,10 +262,8 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     batch, q_len = q.shape[:2]
     if isinstance(position_ids, torch.Tensor):
         check_tensors(position_ids=position_ids)
-        if position_ids.shape != (batch, q_len):
-            raise ValueError(f"position_ids: got shape {shape_of(position_ids)}, want {[batch, q_len]}, tokens of q")
-        if not position_ids.is_contiguous():
-            raise ValueError(f"position_ids: got strides {position_ids.stride()}, want it contiguous")
+        check_shape("position_ids", position_ids, batch, q_len, why=", tokens of q")
+        check_contiguous("position_ids", position_ids)
         position_ids = position_ids.view(-1)
     k_format, v_format = format_pair(kv_format)
     append = AppendCall(
@@ -291,9 +297,7 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
 
 def _as_tokens(name: str, x: torch.Tensor, q_shape: torch.Size) -> torch.Tensor:
     """[batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
-    if x.dim() != 4 or x.shape[:2] != q_shape[:2]:
-        batch, q_len = q_shape[:2]
-        raise ValueError(f"{name}: got shape {shape_of(x)}, want [{batch}, {q_len}, heads, head_dim], the tokens of q")
+    check_shape(name, x, *q_shape[:2], "heads", "head_dim", why=", the tokens of q")
     try:
         return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
     except RuntimeError:

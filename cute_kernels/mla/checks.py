@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_flag, check_place, check_tensors, check_vector, shape_of
+from cute_kernels.arguments import (
+    check_aligned,
+    check_contiguous,
+    check_dtype,
+    check_flag,
+    check_place,
+    check_shape,
+    check_tensors,
+    check_together,
+    check_vector,
+    shape_of,
+)
 from cute_kernels.mla.formats import V_DIM, MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -29,18 +40,17 @@ def dense_problem(
     causal: bool = True,
 ) -> DenseProblem:
     """Arguments as `cute_kernels.mla.mla_decode` has them; raises TypeError or ValueError."""
-    form = _form_of(kv_format)
+    form = form_of(kv_format)
     tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
-    _check_together(**tensors)
+    check_tensors(**tensors)
+    check_together(**tensors)
     check_flag("causal", causal)
     batch, q_len, num_heads, head_dim = _check_query(q, form)
     if q_len > MAX_Q_LEN:
         raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")
     shape = cache_shape("cache", cache, form, head_dim)
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table: got dtype {block_table.dtype}, want torch.int32")
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
-        raise ValueError(f"block_table: got shape {shape_of(block_table)}, want [{batch}, max_pages], a row a request")
+    check_dtype("block_table", block_table, torch.int32)
+    check_shape("block_table", block_table, batch, "max_pages", why=", a row a request")
     max_pages = block_table.shape[1]
     if max_pages * shape.page_size > MAX_TOKENS:
         raise ValueError(f"block_table: got {max_pages * shape.page_size} tokens a request, want at most {MAX_TOKENS}")
@@ -73,10 +83,12 @@ def sparse_problem(
 
     optional: any of `SparseExtras`.
     """
-    form = _form_of(kv_format)
+    form = form_of(kv_format)
     topk_length, sinks, extra_cache, extra_indices, extra_topk_length = SparseExtras(**optional)
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    _check_together(q=q, cache=cache, indices=indices, **given)
+    tensors = {"q": q, "cache": cache, "indices": indices, **given}
+    check_tensors(**tensors)
+    check_together(**tensors)
     batch, q_len, num_heads, head_dim = _check_query(q, form)
     shape = cache_shape("cache", cache, form, head_dim)
     topk = _check_indices("indices", indices, batch, q_len)
@@ -112,27 +124,17 @@ def sparse_problem(
 # -- one argument ------------------------------------------------------------------------------------------------------
 
 
-def _form_of(kv_format: object) -> MlaFormat:
+def form_of(kv_format: object) -> MlaFormat:
+    """The format of a name; TypeError or ValueError for anything else."""
     if not isinstance(kv_format, str):
         raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
     return format_of(kv_format)
 
 
-def _check_together(**tensors: torch.Tensor) -> None:
-    """All are tensors where the first is."""
-    check_tensors(**tensors)
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
-    assert first in ("q", "latent")
-    for name, tensor in tensors.items():
-        check_place(name, tensor, device)
-
-
 def _check_query(q: torch.Tensor, form: MlaFormat) -> tuple[int, int, int, int]:
-    if q.dim() != 4:
-        raise ValueError(f"q: got shape {shape_of(q)}, want 4 dimensions: [batch, q_len, num_heads, head_dim]")
+    check_shape("q", q, "batch", "q_len", "num_heads", "head_dim")
     check_contiguous("q", q)
-    if q.dtype != form.q_dtype:
-        raise TypeError(f"q: got dtype {q.dtype}, want {form.q_dtype} for {form.name}")
+    check_dtype("q", q, form.q_dtype, why=f" for {form.name}")
     batch, q_len, num_heads, head_dim = q.shape
     if head_dim not in form.head_dims:
         wanted = " or ".join(map(str, form.head_dims))
@@ -145,21 +147,16 @@ def _check_query(q: torch.Tensor, form: MlaFormat) -> tuple[int, int, int, int]:
 
 
 def _check_indices(name: str, indices: torch.Tensor, batch: int, q_len: int) -> int:
-    if indices.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {indices.dtype}, want torch.int32")
-    if indices.dim() != 3 or indices.shape[:2] != (batch, q_len):
-        raise ValueError(f"{name}: got shape {shape_of(indices)}, want [{batch}, {q_len}, topk], for each query of q")
+    check_dtype(name, indices, torch.int32)
+    check_shape(name, indices, batch, q_len, "topk", why=", for each query of q")
     check_contiguous(name, indices)
     return indices.shape[2]
 
 
 def cache_shape(name: str, cache: torch.Tensor, form: MlaFormat, head_dim: int) -> CacheShape:
     """A cache's shape and strides; TypeError or ValueError unless it is one of this format."""
-    if cache.dim() != 3:
-        raise ValueError(f"{name}: got shape {shape_of(cache)}, want 3 dimensions: [num_pages, page_size, row]")
-    if cache.dtype not in form.cache_dtypes:
-        wanted = " or ".join(map(str, form.cache_dtypes))
-        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    check_shape(name, cache, "num_pages", "page_size", "row")
+    check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
     num_pages, page_size, row = cache.shape
     wanted_row = form.row_elements(head_dim)
     if row != wanted_row:
@@ -188,10 +185,8 @@ def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result."""
     check_tensors(out=out)
     assert isinstance(out, torch.Tensor)
-    if out.dtype != problem.q_dtype:
-        raise TypeError(f"out: got dtype {out.dtype}, want {problem.q_dtype}, that of q")
-    if tuple(out.shape) != problem.out_shape:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {list(problem.out_shape)}: q's, with {V_DIM} columns")
+    check_dtype("out", out, problem.q_dtype, why=", that of q")
+    check_shape("out", out, *problem.out_shape, why=f": q's, with {V_DIM} columns")
     check_place("out", out, problem.device)
     check_contiguous("out", out)
 
@@ -199,18 +194,21 @@ def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
 def check_alignment(problem: DenseProblem | SparseProblem, **tensors: torch.Tensor | None) -> None:
     """Raises ValueError for what the kernels' 16-byte accesses could not reach: caches, q and out."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {ALIGNMENT} bytes, want it to")
-    shapes = {"cache": problem.cache, "extra_cache": getattr(problem, "extra", None)}
-    for name, shape in shapes.items():
-        if shape is None:
-            continue
-        strides = {"pages": (shape.num_pages, shape.page_stride)}
-        if not shape.form.split_pages:
-            strides["tokens"] = (shape.page_size, shape.token_stride)
-        for what, (count, stride) in strides.items():
-            if count > 1 and stride % ALIGNMENT:
-                raise ValueError(f"{name}: got {what} {stride} bytes apart, want a multiple of {ALIGNMENT} bytes")
+        if tensor is not None:
+            check_aligned(name, tensor, ALIGNMENT)
+    for name, shape in (("cache", problem.cache), ("extra_cache", getattr(problem, "extra", None))):
+        if shape is not None:
+            check_distances(name, shape, ALIGNMENT)
+
+
+def check_distances(name: str, shape: CacheShape, unit: int) -> None:
+    """Raises ValueError unless a cache's pages and tokens are multiples of ``unit`` bytes apart."""
+    strides = {"pages": (shape.num_pages, shape.page_stride)}
+    if not shape.form.split_pages:
+        strides["tokens"] = (shape.page_size, shape.token_stride)
+    for what, (count, stride) in strides.items():
+        if count > 1 and stride % unit:
+            raise ValueError(f"{name}: got {what} {stride} bytes apart, want a multiple of {unit} bytes")
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ import torch
 
 from cute_kernels.arguments import (
     check_apart,
+    check_contiguous,
+    check_dtype,
     check_number,
     check_permutation,
+    check_shape,
     check_tensors,
     check_together,
     row_stride,
@@ -49,8 +52,7 @@ def check_call(call: NormCall) -> None:
     """Raises TypeError or ValueError, which name the argument, unless a norm can be taken."""
     check_tensors(**call.tensors)
     x = call.x
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype("x", x, *DTYPES)
     n = x.shape[-1] if x.dim() else 0
     if not n or n % VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"x: got shape {shape_of(x)}, want [..., n] with n a multiple of {VECTOR} up to {MAX_COLUMNS}")
@@ -69,13 +71,13 @@ def check_call(call: NormCall) -> None:
     if call.residual is None and call.residual_out is not None:
         raise ValueError("residual_out: got a tensor without a residual, want None")
     for name in ("residual", "out", "residual_out"):
-        _check_like_x(name, getattr(call, name), x)
+        if (tensor := getattr(call, name)) is not None:
+            check_dtype(name, tensor, x.dtype, why=", that of x")
+            check_shape(name, tensor, *x.shape, why=", that of x")
+            if name != "residual":
+                check_contiguous(name, tensor)
     for name in ("x", "residual"):
         _check_rows(name, getattr(call, name))
-    for name in ("out", "residual_out"):
-        tensor = getattr(call, name)
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
     _check_places(call)
 
 
@@ -86,22 +88,9 @@ def check_device_values(call: NormCall) -> None:
 
 
 def _check_weight(name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(map(str, dict.fromkeys(dtypes)))
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {wanted}")
-    if shape_of(tensor) != [n]:
-        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {[n]}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()}, want it contiguous")
-
-
-def _check_like_x(name: str, tensor: torch.Tensor | None, x: torch.Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.dtype != x.dtype:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {x.dtype}, that of x")
-    if tensor.shape != x.shape:
-        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {shape_of(x)}, that of x")
+    check_dtype(name, tensor, *dtypes)
+    check_shape(name, tensor, n)
+    check_contiguous(name, tensor)
 
 
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:

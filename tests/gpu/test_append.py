@@ -351,7 +351,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "misaligned cache": (lambda a: {"k_cache": offset(a["k_cache"], 2)}, "k_cache: got a tensor that starts 2 bytes"),
     "misaligned bias": (
         lambda a: {"qkv_bias": (None, offset(torch.zeros(256, device=CUDA).bfloat16(), 2), None)},
-        "k_bias: got a tensor that does not start on a multiple of 16 bytes",
+        "k_bias: got a tensor that starts 2 bytes past a multiple of 16",
     ),
 }
 

@@ -106,7 +106,7 @@ def test_no_rows_are_no_work_and_misaligned_ones_are_refused():
     empty = quantize_kv(torch.empty(0, 4, 128, device=CUDA), kv_format="int4_g4")
     assert empty.shape == (0, 4, 80)
     x = torch.zeros(129, device=CUDA)[1:].view(1, 1, 128)
-    with pytest.raises(ValueError, match="x: got a tensor that does not start on multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="x: got a tensor that starts 4 bytes past a multiple of 16"):
         quantize_kv(x, kv_format="int4_g4")
 
 

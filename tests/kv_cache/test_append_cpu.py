@@ -189,7 +189,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown format": ({"kv_format": "int3"}, "kv_format: got 'int3', want one of bf16"),
     "three formats": ({"kv_format": ("bf16",) * 3}, r"kv_format: got \(.* want the name of a format or a pair"),
     "layout in words": ({"cache_layout": "NDH"}, "cache_layout: got 'NDH', want 'NHD' or 'HND'"),
-    "flat cache": ({"k_cache": lambda a: a["k_cache"][0]}, r"k_cache: got shape \[16, 2, 128\], want 4 dimensions"),
+    "flat cache": ({"k_cache": lambda a: a["k_cache"][0]}, r"k_cache: got shape \[16, 2, 128\], want \[num_pages or b"),
     "cache of bytes": (
         {"v_cache": lambda a: a["v_cache"].view(torch.uint8)},
         "v_cache: got dtype torch.uint8, want torch.bfloat16 for bf16",
@@ -242,7 +242,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "short bias": ({"qkv_bias": (torch.zeros(8).bfloat16(), None, None)}, r"q_bias: got shape \[8\], want \[512\]"),
     "bias of no q": ({"q": None, "qkv_bias": (torch.zeros(8), None, None)}, "q_bias: got a tensor without q, want"),
     "norm of all heads": ({"k_norm": torch.ones(256).bfloat16()}, r"k_norm: got shape \[256\], want \[128\]"),
-    "norm with gaps": ({"q_norm": torch.ones(256).bfloat16()[::2]}, "q_norm: got strides .* want it contiguous"),
+    "norm with gaps": ({"q_norm": torch.ones(256).bfloat16()[::2]}, "q_norm: got strides .* want a contiguous tensor"),
     "negative eps": ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a finite number of at least 0"),
     "scale of nothing": ({"k_scale": torch.ones(())}, "k_scale: got a tensor .*want None: bf16 has no such scale"),
 }  # fmt: skip

@@ -174,5 +174,5 @@ def test_a_scale_per_head_may_start_on_any_float(launches):
 
 def test_a_scale_per_channel_must_start_on_a_vector(launches):
     given = but(lambda a: {"k_scale": offset(a["k_scale"], 4)}, kv_format="int8_channel")
-    with pytest.raises(ValueError, match="k_scale: got a tensor that does not start on a multiple of 16 bytes"):
+    with pytest.raises(ValueError, match="k_scale: got a tensor that starts .* bytes past a multiple of 16"):
         append_kv(**given)

@@ -151,7 +151,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weight a tensor": ({"weight": torch.zeros(4, 4)}, "weight: got Tensor, want a PackedWeight"),
     "bias in fp32": ({"bias": torch.zeros(70)}, "bias: got dtype torch.float32, want torch.bfloat16"),
     "short bias": ({"bias": numbers(69)}, r"bias: got shape \[69\], want \[70\]"),
-    "bias with gaps": ({"bias": numbers(140)[::2]}, r"bias: got strides \(2,\), want a contiguous tensor"),
+    "bias with gaps": (
+        {"bias": numbers(140)[::2]},
+        r"bias: got strides \(2,\) for shape \[70\], want a contiguous tensor",
+    ),
     "bias a list": ({"bias": [0.0]}, "bias: got list, want a torch.Tensor"),
     "residual of another shape": ({"residual": numbers(70)}, r"residual: got shape \[70\], want \[5, 70\]"),
     "residual of another dtype": (

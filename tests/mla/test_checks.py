@@ -26,7 +26,11 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "format": (_set(kv_format="fp8"), ValueError, "kv_format: got 'fp8', want one of mla_bf16"),
     "format pair": (_set(kv_format=("mla_fp8", "mla_fp8")), TypeError, "kv_format: got"),
     "q list": (_set(q=[1.0]), TypeError, "q: got list, want a torch.Tensor"),
-    "q 3-d": (_with("q", lambda q: q[:, 0]), ValueError, r"q: got shape \[2, 4, 576\], want 4 dimensions"),
+    "q 3-d": (
+        _with("q", lambda q: q[:, 0]),
+        ValueError,
+        r"q: got shape \[2, 4, 576\], want \[batch, q_len, num_heads, head_dim\]",
+    ),
     "q dtype": (
         _with("q", torch.Tensor.half),
         TypeError,
@@ -38,7 +42,11 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "no heads": (_with("q", lambda q: q[:, :, :0]), ValueError, "q: got 0 heads"),
     "q_len": (_with("q", lambda q: q.repeat(1, 9, 1, 1)), ValueError, "q: got q_len 18, want 1 to 16"),
     "no queries": (_with("q", lambda q: q[:, :0].contiguous()), ValueError, "q: got q_len 0"),
-    "cache 4-d": (_with("cache", lambda c: c.unsqueeze(2)), ValueError, "cache: got shape .* want 3 dimensions"),
+    "cache 4-d": (
+        _with("cache", lambda c: c.unsqueeze(2)),
+        ValueError,
+        "cache: got shape .* want \\[num_pages, page_size, row\\]",
+    ),
     "cache dtype": (_with("cache", lambda c: c.to(torch.int16)), TypeError, "cache: got dtype torch.int16"),
     "cache row": (_with("cache", lambda c: c[..., :584]), ValueError, "cache: got rows of 584 elements, want 656"),
     "cache row stride": (_with("cache", lambda c: c.repeat(1, 1, 2)[..., ::2]), ValueError, "a last stride of 1"),

@@ -214,7 +214,10 @@ def test_what_bulk_is_given(launches):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c._replace(latent=torch.zeros(6, 1024).bfloat16()[:, 4:516]), "latent: got a tensor that does not"),
+        (
+            lambda c: c._replace(latent=torch.zeros(6, 1024).bfloat16()[:, 4:516]),
+            "latent: got a tensor that starts 8 bytes past",
+        ),
         (lambda c: c._replace(latent=torch.zeros(6, 516).bfloat16()[:, :512]), "latent: got strides .* 16 bytes"),
         (lambda c: c._replace(k_rope=torch.zeros(6, 65).bfloat16()[:, :64]), "k_rope: got strides .* 4 bytes"),
         (lambda c: c._replace(cache=torch.zeros(4, 3 * 656 + 8).byte()[:, :1968].view(4, 3, 656)), "got pages 1976"),

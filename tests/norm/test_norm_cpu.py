@@ -128,7 +128,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"weight": torch.ones(128, dtype=torch.bfloat16)[::2]},
         ValueError,
-        "weight: got strides (2,), want it contiguous",
+        "weight: got strides (2,) for shape [64], want a contiguous tensor",
     ),
     ({"residual": X.half()}, TypeError, "residual: got dtype torch.float16, want torch.bfloat16, that of x"),
     ({"residual": X[:3]}, ValueError, "residual: got shape [3, 64], want [4, 64], that of x"),

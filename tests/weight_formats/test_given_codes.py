@@ -148,7 +148,7 @@ def test_experts_are_weights_of_their_own():
             "format: got 'fp9', want one such.*did you mean fp8",
         ),
         (("w4_g32z", bytes_of(4, 8), scales_of(4)), ValueError, "format: got w4g32z, which has zero points"),
-        (("fp8", scales_of(4, 8), scales_of(4)), TypeError, "codes: got dtype torch.float32, want torch.uint8"),
+        (("fp8", scales_of(4, 8), scales_of(4)), TypeError, "codes: got dtype torch.float32, want one of torch.uint8"),
         (("fp8", scales_of(4, 8).to(torch.float8_e5m2), scales_of(4)), TypeError, "codes: got dtype torch.float8_e5m2"),
         (("fp8", bytes_of(4, 8), bytes_of(4)), TypeError, "scales: got dtype torch.uint8, want torch.float32"),
         (("fp8", bytes_of(4, 8), scales_of(3)), ValueError, r"scales: got shape \[3\], want one number or \[4\]"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_contiguous, check_dtype, check_shape, check_tensors
 
 WORD_BITS = 32
 # Options of `decode_attention` that do not go with a tree's mask, and what one is called.
@@ -26,10 +26,8 @@ def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
     check_tensors(seen=seen)
-    if seen.dtype != torch.bool:
-        raise TypeError(f"seen: got dtype {seen.dtype}, want torch.bool")
-    if seen.dim() != 2:
-        raise ValueError(f"seen: got shape {shape_of(seen)}, want [total_q, tokens]")
+    check_dtype("seen", seen, torch.bool)
+    check_shape("seen", seen, "total_q", "tokens")
     words = -(-seen.shape[1] // WORD_BITS)
     bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(seen.shape[0], words, WORD_BITS)
     values = bits.to(torch.int64) << torch.arange(WORD_BITS, device=seen.device)
@@ -65,12 +63,11 @@ def attend_to_trees(
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
     batch, q_len = q.shape[:2]
-    if tree_mask.dim() != 3 or tree_mask.shape[:2] != q.shape[:2]:
-        raise ValueError(f"tree_mask: got shape {shape_of(tree_mask)}, want [{batch}, {q_len}, words]")
+    check_shape("tree_mask", tree_mask, batch, q_len, "words")
     if out is not None:
         check_tensors(out=out)
-        if out.shape != q.shape or not out.is_contiguous():
-            raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q, contiguous")
+        check_shape("out", out, *q.shape, why=", that of q")
+        check_contiguous("out", out)
     result, lse = extend_attention(
         q.reshape(batch * q_len, *q.shape[2:]),
         k_cache,

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_count, check_floating, shape_of
+from cute_kernels.arguments import check_contiguous, check_count, check_dtype, check_floating, shape_of
 
 # Factors beyond would leave fp16's range, which q' may have, or lose all of a channel's bits.
 LEAST_FACTOR, GREATEST_FACTOR = 2.0**-14, 2.0**14
@@ -322,12 +322,10 @@ def _per_q_head(name: str, x: torch.Tensor, array: torch.Tensor) -> torch.Tensor
 
 def _check_array(name: str, array: torch.Tensor) -> None:
     check_floating(**{name: array})
-    if array.dtype != torch.float32:
-        raise TypeError(f"{name}: got dtype {array.dtype}, want torch.float32")
+    check_dtype(name, array, torch.float32)
     if array.dim() != 2 or not array.numel():
         raise ValueError(f"{name}: got shape {shape_of(array)}, want [num_kv_heads, head_dim]")
-    if not array.is_contiguous():
-        raise ValueError(f"{name}: got strides {array.stride()}, want it contiguous")
+    check_contiguous(name, array)
     if not bool(array.isfinite().all()):
         raise ValueError(f"{name}: got NaN or infinity, want finite numbers")
 

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.arguments import check_dtype, check_flag, check_place, check_shape, check_tensor, check_tensors
 from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
 from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
@@ -75,7 +75,7 @@ def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
     int32 = (torch.int32,)
     check_tensor("expert_offsets", call.expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
     if call.rows is not None:
-        check_tensor("rows", call.rows, int32, (None,), x.device, contiguous=True)
+        check_tensor("rows", call.rows, int32, ("places",), x.device, contiguous=True)
     if call.bias is not None:
         check_tensor("bias", call.bias, (x.dtype,), (len(weight), n), x.device, contiguous=True)
     check_activation(call.activation, n)
@@ -149,7 +149,7 @@ def check_moe(call: MoeCall) -> MoeCall:
     check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
     if not is_compiling():  # or an exported program would be for no more tokens, wherever it runs
         check_tokens(x)
-    check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], None), x.device)
+    check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], "topk"), x.device)
     check_tensor("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
     for name, weight in (("gate_up_bias", gate_up), ("down_bias", down)):
         if (bias := getattr(call, name)) is not None:
@@ -173,39 +173,14 @@ def check_experts(name: str, weight: object) -> None:
 def check_rows_of(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises TypeError or ValueError unless x is ``dtype`` [rows, K] where the weight is."""
     check_tensors(x=x)
-    if x.dtype != dtype:
-        raise TypeError(f"x: got dtype {x.dtype}, want {dtype}, that of the weight's scales")
-    if x.dim() != 2 or x.shape[1] != k:
-        raise ValueError(f"x: got shape {list(x.shape)}, want [rows, {k}]")
-    if x.device != device:
-        raise ValueError(f"x: got a tensor on {x.device}, want it on {device}, where the weight is")
+    check_dtype("x", x, dtype, why=", that of the weight's scales")
+    check_shape("x", x, "rows", k)
+    check_place("x", x, device, "the weight")
 
 
 def check_tokens(x: torch.Tensor) -> None:
     if x.shape[0] > MAX_TOKENS:
         raise ValueError(f"x: got {x.shape[0]} rows, want at most {MAX_TOKENS}")
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int | None, ...],
-    device: torch.device,
-    *,
-    contiguous: bool = False,
-) -> None:
-    """Raises TypeError or ValueError unless the tensor has one of ``dtypes`` and ``shape``, None being any size."""
-    check_tensors(**{name: tensor})
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
-    if tensor.dim() != len(shape) or any(b not in (None, a) for a, b in zip(tensor.shape, shape, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{wanted}]")
-    if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where x is")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
 
 
 def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_dtype, check_place, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
 from cute_kernels.gemm.operands.fp8_launch import plain_rows
@@ -44,8 +44,7 @@ def quantize_activations(
         TypeError, ValueError: an argument is not as above; the message names it.
     """
     check_tensors(x=x)
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"x: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x: got shape {list(x.shape)}, want [..., K]")
     if type(group_size) is not int or group_size not in (0, X_GROUP):
@@ -62,8 +61,7 @@ def check_scale(scale: torch.Tensor, device: torch.device, name: str = "activati
     check_tensors(**{name: scale})
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise ValueError(f"{name}: got {scale.dtype} {list(scale.shape)}, want torch.float32 of one element")
-    if scale.device != device:
-        raise ValueError(f"{name}: got a tensor on {scale.device}, want it on {device}, where x is")
+    check_place(name, scale, device, "x")
     if has_values(scale) and not 0 < float(scale) < float("inf"):
         raise ValueError(f"{name}: got {float(scale):g}, want a positive finite number")
 

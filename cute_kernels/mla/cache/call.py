@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_tensors, check_vector, shape_of
+from cute_kernels.arguments import check_apart, check_dtype, check_tensors, check_together, check_vector, shape_of
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.mla.checks import cache_shape
+from cute_kernels.mla.checks import cache_shape, form_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
 from layouts.kv.mla import ROPE_DIM
@@ -54,20 +54,14 @@ def check_append(call: AppendMlaCall) -> CacheShape:
 
     Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
-    if not isinstance(call.kv_format, str):
-        raise TypeError(f"kv_format: got {call.kv_format!r}, want the name of a format")
-    form = call.form
-    tensors = call.tensors
+    form, tensors = form_of(call.kv_format), call.tensors
     if call.position_ids is not None:
         tensors["position_ids"] = call.position_ids
     check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        if tensor.device != call.latent.device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.latent.device}, with latent")
+    check_together(**tensors)
     _check_rows("latent", call.latent, tuple(head_dim - ROPE_DIM for head_dim in form.head_dims), form)
     _check_rows("k_rope", call.k_rope, (ROPE_DIM,), form)
-    if call.k_rope.dtype != call.latent.dtype:
-        raise TypeError(f"k_rope: got dtype {call.k_rope.dtype}, want {call.latent.dtype}, that of latent")
+    check_dtype("k_rope", call.k_rope, call.latent.dtype, why=", that of latent")
     tokens = call.num_tokens
     if call.k_rope.shape[0] != tokens:
         raise ValueError(f"k_rope: got {call.k_rope.shape[0]} tokens, want {tokens}, those of latent")
@@ -84,8 +78,7 @@ def _check_rows(name: str, x: torch.Tensor, columns: tuple[int, ...], form: MlaF
     wanted = " or ".join(map(str, columns))
     if x.dim() != 2 or x.shape[1] not in columns:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want [tokens, {wanted}] for {form.name}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
+    check_dtype(name, x, *DTYPES)
     if x.stride(1) != 1:
         raise ValueError(f"{name}: got strides {x.stride()}, want columns side by side")
 
@@ -102,8 +95,7 @@ def _check_rope(call: AppendMlaCall) -> None:
         raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want {ROPE_DIM}, the columns of k_rope")
     if positions is None:
         raise ValueError("position_ids: got None with rope, want the tokens' positions")
-    if positions.dtype not in POSITION_DTYPES:
-        raise TypeError(f"position_ids: got dtype {positions.dtype}, want torch.int32 or torch.int64")
+    check_dtype("position_ids", positions, *POSITION_DTYPES)
     check_vector("position_ids", positions, positions.dtype, call.num_tokens, "one for each token of latent")
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import (
+    check_aligned,
+    check_contiguous,
+    check_dtype,
+    check_place,
+    check_shape,
+    check_tensors,
+    shape_of,
+)
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.mla.cache.arguments import WRITE
 from cute_kernels.mla.cache.call import (
@@ -19,6 +27,7 @@ from cute_kernels.mla.cache.call import (
 )
 from cute_kernels.mla.cache.plan import AppendMlaPlan, bulk_config, function_of, make_plan, place_arguments
 from cute_kernels.mla.cache.reference import append_mla_reference
+from cute_kernels.mla.checks import form_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.runtime.gpu import GPU
@@ -84,31 +93,22 @@ def _quantize_through_operator(x: torch.Tensor, kv_format: str, out: torch.Tenso
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str) -> MlaFormat:
-    if not isinstance(kv_format, str):
-        raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
-    form = format_of(kv_format)
+    form = form_of(kv_format)
     check_tensors(x=x)
-    if x.dtype not in BULK_DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, BULK_DTYPES))}")
+    check_dtype("x", x, *BULK_DTYPES)
     if x.dim() < 1 or x.shape[-1] not in form.head_dims:
         wanted = " or ".join(map(str, form.head_dims))
         raise ValueError(f"x: got shape {shape_of(x)}, want [..., {wanted}] for {kv_format}")
-    if not x.is_contiguous():
-        raise ValueError(f"x: got strides {x.stride()} for shape {shape_of(x)}, want it contiguous")
+    check_contiguous("x", x)
     return form
 
 
 def _check_out(out: torch.Tensor, x: torch.Tensor, form: MlaFormat) -> torch.Tensor:
     check_tensors(out=out)
-    if out.dtype not in form.cache_dtypes:
-        raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, form.cache_dtypes))}")
-    wanted = [*x.shape[:-1], form.row_elements(x.shape[-1])]
-    if shape_of(out) != wanted:
-        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}")
-    if out.device != x.device:
-        raise ValueError(f"out: got a tensor on {out.device}, want it on {x.device}")
-    if not out.is_contiguous():
-        raise ValueError(f"out: got strides {out.stride()} for shape {shape_of(out)}, want it contiguous")
+    check_dtype("out", out, *form.cache_dtypes)
+    check_shape("out", out, *x.shape[:-1], form.row_elements(x.shape[-1]))
+    check_place("out", out, x.device, "x")
+    check_contiguous("out", out)
     arguments.check_apart("out", out, {"x": x})
     return out
 
@@ -137,9 +137,8 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
     row_bytes = form.row_bytes(x.shape[-1])
     shape = CacheShape(form, tokens.shape[0], 1, row_bytes, row_bytes)  # pages of one token
     latent, k_rope = tokens[:, :-ROPE_DIM], tokens[:, -ROPE_DIM:]
-    for name, tensor, unit in (("x", x, 16), ("out", rows, config.unit)):
-        if tensor.data_ptr() % unit:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+    check_aligned("x", x, 16)
+    check_aligned("out", rows, config.unit)
     index = x.get_device()
     unused = {"slots": 0, "position_ids": 0, "phase_steps": 0, "rope_factor": 1.0, "mode": 0}
     send = WRITE.bound(function_of(config, index), place_arguments(shape) | unused)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import check_aligned
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.mla.cache.arguments import WRITE
 from cute_kernels.mla.cache.call import BULK_DTYPES, DTYPES, AppendMlaCall
 from cute_kernels.mla.cache.compile import WriteSpec
 from cute_kernels.mla.cache.config import WIDE_POSITIONS, WriteConfig
+from cute_kernels.mla.checks import check_distances
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.runtime.cache import load
@@ -79,16 +81,10 @@ def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Ten
     """Raises ValueError for what the kernel's vectors could not address."""
     for name, tensor in tensors.items():
         unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
-        if tensor.data_ptr() % unit:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+        check_aligned(name, tensor, unit)
         if name != "cache" and tensor.shape[0] > 1 and tensor.stride(0) * tensor.element_size() % unit:
             raise ValueError(f"{name}: got strides {tensor.stride()}, want tokens on multiples of {unit} bytes")
-    strides = {"pages": (shape.num_pages, shape.page_stride)}
-    if not shape.form.split_pages:
-        strides["tokens"] = (shape.page_size, shape.token_stride)
-    for what, (count, stride) in strides.items():
-        if count > 1 and stride % config.unit:
-            raise ValueError(f"cache: got {what} {stride} bytes apart, want a multiple of {config.unit} bytes")
+    check_distances("cache", shape, config.unit)
 
 
 def bulk_config(x: torch.Tensor, kv_format: str) -> WriteConfig:

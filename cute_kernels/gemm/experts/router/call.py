@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_tensors, check_together, shape_of
+from cute_kernels.arguments import check_contiguous, check_dtype, check_shape, check_tensors, check_together, shape_of
 from cute_kernels.gemm.experts.router.routing import Routing
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -35,18 +35,15 @@ def check_route(call: RouteCall) -> RouteCall:
     if not isinstance(call.routing, Routing):
         raise TypeError(f"routing: got {type(call.routing).__name__}, want a Routing")
     for name, tensor in call.tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {', '.join(map(str, DTYPES))}")
+        check_dtype(name, tensor, *DTYPES)
     hidden, weight = call.hidden, call.weight
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"weight: got shape {shape_of(weight)}, want [experts, K]")
     experts, k = weight.shape
-    if hidden.dim() != 2 or hidden.shape[1] != k:
-        raise ValueError(f"hidden: got shape {shape_of(hidden)}, want [tokens, {k}]")
+    check_shape("hidden", hidden, "tokens", k)
     for name in ("bias", "correction"):
-        tensor = getattr(call, name)
-        if tensor is not None and shape_of(tensor) != [experts]:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{experts}], one of each expert")
+        if (tensor := getattr(call, name)) is not None:
+            check_shape(name, tensor, experts, why=", one of each expert")
     check_together(**call.tensors)
     check_contiguous("weight", weight)
     call.routing.check_experts(experts)
