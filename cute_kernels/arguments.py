@@ -88,14 +88,20 @@ def _reach(steps: Steps) -> int:
     return 1 + sum(stride * (size - 1) for stride, size in steps)
 
 
-def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object]) -> None:
+def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], in_place: Container[str] = ()) -> None:
     """Raises ValueError, naming both, if what a call writes shares memory with another of its tensors.
+
+    in_place: names of those that it may be itself, element for element.
 
     Part of the checks of a call that is the first of its kind, which a repeated call on a GPU does not have.
     """
     for other, tensor in others.items():
-        if isinstance(tensor, torch.Tensor) and share_memory(written, tensor):
+        if not isinstance(tensor, torch.Tensor) or not share_memory(written, tensor):
+            continue
+        if other not in in_place:
             raise ValueError(f"{name}: got memory that {other} takes too, want another tensor's")
+        if written.data_ptr() != tensor.data_ptr() or strides_of(written) != strides_of(tensor):
+            raise ValueError(f"{name}: got memory that {other} takes too, want {other} itself or another tensor's")
 
 
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.

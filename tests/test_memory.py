@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from cute_kernels.kv_cache import ops as append_ops
 from tests.attention.cases import make_call
 from tests.extend.cases import make_call as make_extend
 from tests.linear.cases import known
+from tests.misuse import calls as misuse
 from tests.mla.cases import make_dense, make_sparse
 from tests.mla_cache.cases import make_call as make_mla_append
 
@@ -161,7 +163,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "append mla": (append_mla, "cache: got memory that latent takes too"),
     "quantize": (lambda: bulk(ck.quantize_kv), "out: got memory that x takes too"),
     "dequantize": (lambda: bulk(ck.dequantize_kv, head_dim=64), "out: got memory that rows takes too"),
-    "linear, a part": (linear, "out: got the memory of x"),
+    "linear, a part": (linear, "out: got memory that x takes too"),
 }
 
 
@@ -177,6 +179,32 @@ def test_memory_that_two_arguments_take_is_refused_by_name(name):
     call, message = CALLS[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+WRITTEN = ("out", "residual_out", "q_out", "q_shift")
+READ_BEFORE = {("layer_of_experts", "x")}  # by launches that end before the one that writes
+
+
+def moved(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    """The same numbers in other memory."""
+    place = memory[start : start + tensor.numel() * tensor.element_size()]
+    return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("name", misuse.CALLS)
+def test_no_call_writes_where_another_argument_lies(name):
+    function, right = misuse.CALLS[name]()
+    tensors = [key for key, value in right.items() if isinstance(value, torch.Tensor) and value.numel()]
+    for written, read in itertools.product([key for key in WRITTEN if key in tensors], tensors):
+        if written == read or (name, read) in READ_BEFORE:
+            continue
+        wrong = misuse.CALLS[name]()[1]
+        size = wrong[read].numel() * wrong[read].element_size()
+        memory = torch.zeros(size + wrong[written].numel() * 4 + 64, dtype=torch.uint8)
+        wrong[written] = moved(wrong[written], memory, 16 if size > 16 else 0)  # a part of both, not the same place
+        wrong[read] = moved(wrong[read], memory, 0)
+        with pytest.raises(ValueError, match=": got memory that .* takes too, want"):
+            function(**wrong)
 
 
 def test_what_lies_side_by_side_is_served():

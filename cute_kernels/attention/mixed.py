@@ -119,7 +119,8 @@ def mixed_attention(
         check_place("out", out, q.device)
         check_contiguous("out", out)
         if arguments.DEBUG or not q.is_cuda:  # each part's own is checked with it
-            check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+            lengths = {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+            check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **lengths, **options})
     of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),

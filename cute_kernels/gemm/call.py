@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import (
+    check_apart,
     check_contiguous,
     check_dtype,
     check_flag,
@@ -14,7 +15,6 @@ from cute_kernels.arguments import (
     check_shape,
     check_tensor,
     check_tensors,
-    share_memory,
 )
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
 from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
@@ -95,7 +95,7 @@ def check(call: LinearCall, *, places: bool = True) -> LinearCall:
         x, n, bias=call.bias, residual=call.residual, activation=call.activation, out_dtype=call.out_dtype, out=call.out
     )
     if call.out is not None and places:
-        check_apart(call.out, x)
+        check_out_apart(call, x=x, norm=call.norm)
     return call
 
 
@@ -169,7 +169,8 @@ def check_result(
     check_tensor(name, tensor, (out_dtype,), (*x.shape[:-1], out_features(n, activation)), x.device)
 
 
-def check_apart(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises ValueError if ``out`` shares memory with x: kernels read x while they write results."""
-    if share_memory(out, x):
-        raise ValueError("out: got the memory of x, want other memory: x is read while out is written")
+def check_out_apart(call: LinearCall, **read: torch.Tensor | None) -> None:
+    """Raises ValueError if ``out`` shares memory with what kernels read meanwhile; it may be the residual itself."""
+    assert call.out is not None
+    read |= {"bias": call.bias, "residual": call.residual}
+    check_apart("out", call.out, read, in_place=("residual",))

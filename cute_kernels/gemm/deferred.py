@@ -20,10 +20,10 @@ from cute_kernels.gemm import ops
 from cute_kernels.gemm.activations import activation_named, config_of
 from cute_kernels.gemm.call import (
     LinearCall,
-    check_apart,
     check_input,
     check_norm,
     check_options,
+    check_out_apart,
     check_result,
     result_dtype,
 )
@@ -241,7 +241,7 @@ def check_taking(call: LinearCall) -> LinearCall:
     )  # fmt: skip
     _check_parts(call.x)
     if call.out is not None and call.x.deferred is not None:
-        check_apart(call.out, call.x.deferred.scaled)
+        check_out_apart(call, x=call.x.deferred.scaled, squares=call.x.deferred.squares)
     return call
 
 

@@ -239,7 +239,8 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
      transform) = step  # fmt: skip
     check_tensors(q=q, k=k, v=v)
     if isinstance(out, torch.Tensor):
-        arguments.check_apart("out", out, {"q": q, "k": k, "v": v})
+        more = dict(zip(EXTRA_NAMES, extras or NO_EXTRAS, strict=True))
+        arguments.check_apart("out", out, {"q": q, "k": k, "v": v, **more})
     complete: Any = options or NO_OPTIONS
     check_transform("transform", transform)
     if step.sees_shift:

@@ -316,5 +316,5 @@ def test_results_do_not_take_the_place_of_rows_that_are_read():
     with recording():
         rows = quantized_linear_norm(**given_of())
         assert rows.deferred is not None
-        with pytest.raises(ValueError, match="^out: got the memory of x"):
+        with pytest.raises(ValueError, match="^out: got memory that x takes too"):
             quantized_linear(rows, weight(N, N), out=rows.deferred.scaled)

@@ -134,7 +134,7 @@ def test_the_package_exports_what_does_not_have_its_own_name():
 
 def test_out_is_not_x_which_kernels_read_while_they_write():
     packed, x = known(64, 64).pack(), numbers(5, 64)
-    with pytest.raises(ValueError, match="^out: got the memory of x, want other memory"):
+    with pytest.raises(ValueError, match="^out: got memory that x takes too, want another tensor's"):
         quantized_linear(x, packed, out=x)
     nothing = x[:0]
     assert quantized_linear(nothing, packed, out=nothing) is nothing

@@ -9,9 +9,17 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_dtype, check_flag, check_place, check_shape, check_tensor, check_tensors
+from cute_kernels.arguments import (
+    check_apart,
+    check_dtype,
+    check_flag,
+    check_place,
+    check_shape,
+    check_tensor,
+    check_tensors,
+)
 from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
-from cute_kernels.gemm.call import check_activation, check_apart, result_dtype
+from cute_kernels.gemm.call import check_activation, result_dtype
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -86,7 +94,8 @@ def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
         shape = call.places, out_features(n, call.activation)
         check_tensor("out", call.out, (out_dtype,), shape, x.device, contiguous=True)
         if places:
-            check_apart(call.out, x)
+            read = {"x": x, "expert_offsets": call.expert_offsets, "rows": call.rows, "bias": call.bias}
+            check_apart("out", call.out, read)
     if places and arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, x.shape[0])
     return call
@@ -160,6 +169,8 @@ def check_moe(call: MoeCall) -> MoeCall:
         check_activations(call.activations, None, weight.format)
     if call.out is not None:
         check_tensor("out", call.out, (out_dtype,), (x.shape[0], down.out_features), x.device, contiguous=True)
+        # x and the biases have been read when the last launch writes.
+        check_apart("out", call.out, {"topk_weights": call.topk_weights, "topk_ids": call.topk_ids})
     return call
 
 
