@@ -34,7 +34,7 @@ test: lint
 	$(MAKE) --no-print-directory -j2 --output-sync=line pytest typecheck notebooks docs
 
 # What a change breaks first, chosen by processor time: 2400 tests in 100 seconds of it, none of which compiles a kernel.
-QUICK = tests/test_public_api.py tests/test_documents.py tests/test_deprecated.py tests/test_api_types.py \
+QUICK = tests/test_public_api.py tests/test_documents.py tests/test_api_words.py tests/test_api_types.py \
   tests/test_package.py tests/test_examples.py tests/test_quantize_model.py tests/misuse tests/compat tests/norm \
   tests/attention/test_call.py tests/attention/test_checks.py tests/attention/test_config.py \
   tests/attention/test_schedule.py tests/extend/test_call.py tests/kv_cache/test_append_cpu.py \

@@ -14,7 +14,6 @@ from cute_kernels.attention.mainloops.tree import attend_to_trees
 from cute_kernels.attention.options import CallOptions, options_of, with_more
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.attention.transformed import checked_transform, restore, transform_query
-from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping
@@ -22,7 +21,7 @@ from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 from cute_kernels.runtime.operator import as_kernels
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, Unpack
+    from typing_extensions import Unpack
 
 
 class DecodeOptions(CallOptions, total=False):
@@ -79,7 +78,6 @@ def decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@takes_old_names
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -110,7 +108,6 @@ def decode_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
-    **old: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
 
@@ -193,14 +190,6 @@ def decode_attention(
 
     CPU tensors are served by the reference implementation.
     """
-    if old:
-        window_size, softcap, attn_bias = current_values(
-            "decode_attention",
-            old,
-            window_size=("window", window_size),
-            softcap=("soft_cap", softcap),
-            attn_bias=("bias", attn_bias),
-        )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
     if tree_mask is not None:

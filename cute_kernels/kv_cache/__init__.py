@@ -7,11 +7,10 @@ Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import bulk_ops, channel_blocks, ops
@@ -28,9 +27,6 @@ from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling,
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
-
-if TYPE_CHECKING:
-    from typing_extensions import Never
 
 __all__ = [
     "Batch",
@@ -59,7 +55,6 @@ __all__ = [
 ]
 
 
-@takes_old_names
 def append_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -86,7 +81,6 @@ def append_kv(
     q_shift: torch.Tensor | None = None,
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
-    **old: Never,
 ) -> torch.Tensor | None:
     """Appends new tokens' K and V to a cache, in one launch (keys in blocks: in two); returns the rotated q, or None
     without q.
@@ -141,10 +135,6 @@ def append_kv(
 
     CPU tensors are served by the reference implementation.
     """
-    if old:
-        slot_mapping, qkv_bias = current_values(
-            "append_kv", old, slot_mapping=("slots", slot_mapping), qkv_bias=("bias", qkv_bias)
-        )
     k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
     q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
     call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table,

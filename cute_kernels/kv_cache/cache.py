@@ -255,7 +255,7 @@ class KVCache:
         from cute_kernels.kv_cache import append_kv  # not above: the room's __init__ imports this module
 
         self._check_append(layer, batch)
-        given: dict[str, Any] = {**self._layer(layer, batch), **options}  # old names, too, which the call answers for
+        given: dict[str, Any] = {**self._layer(layer, batch), **options}
         return append_kv(k, v, seq_lens=batch.seq_lens, cu_seqlens=batch.cu_seqlens, **given)
 
     @overload

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from cute_kernels.attention.options import ScoreOptions, options_of
-from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import step_ops
@@ -17,7 +16,7 @@ from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, Unpack
+    from typing_extensions import Unpack
 
 
 class StepOptions(ScoreOptions, NewTokenOptions, total=False):
@@ -74,7 +73,6 @@ def append_and_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@takes_old_names
 def append_and_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -105,7 +103,6 @@ def append_and_decode(
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
-    **old: Never,
 ) -> Any:
     """`append_kv` of each request's last q_len tokens, then `decode_attention` of their queries over the whole cache.
 
@@ -155,14 +152,6 @@ def append_and_decode(
         raise ValueError(
             f"kv_format: got {keys.name} keys, whose blocks a launch of their own fills; want another format, or "
             "append_kv and then decode_attention"
-        )
-    if old:
-        window_size, softcap, attn_bias = current_values(
-            "append_and_decode",
-            old,
-            window_size=("window", window_size),
-            softcap=("soft_cap", softcap),
-            attn_bias=("bias", attn_bias),
         )
     extras: step_ops.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):

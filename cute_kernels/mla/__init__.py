@@ -11,7 +11,6 @@ from typing import Literal, overload
 
 import torch
 
-from cute_kernels.deprecated import RENAMED, takes_old_names, warn
 from cute_kernels.mla import ops
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.names import MlaFormatName
@@ -49,14 +48,13 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@takes_old_names
 def mla_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
     seq_lens: torch.Tensor,
-    *old: torch.Tensor,
+    *,
     kv_format: MlaFormatName,
-    block_table: torch.Tensor = RENAMED,
+    block_table: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = True,
     return_lse: bool = False,
@@ -100,8 +98,6 @@ def mla_decode(
 
     CPU tensors are served by the reference implementation.
     """
-    if old:
-        block_table, seq_lens = _old_order(seq_lens, old, block_table)
     result, lse = ops.dense(ops.DenseCall(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out))
     return (result, _empty_is_least(lse)) if return_lse else result
 
@@ -185,13 +181,3 @@ def sparse_mla_decode(
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
     """The kernels' lse, +inf where a query sees nothing, with -inf there; every other number stays, NaN too."""
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
-
-
-def _old_order(
-    third: torch.Tensor, rest: tuple[torch.Tensor, ...], block_table: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(block_table, seq_lens) of a call that has both by place, as they were before 0.2."""
-    if len(rest) != 1 or block_table is not None:
-        raise TypeError(f"mla_decode() takes 3 positional arguments, q, cache and seq_lens; got {3 + len(rest)}")
-    warn("mla_decode: block_table goes by keyword now, seq_lens comes third", stacklevel=4)
-    return third, rest[0]

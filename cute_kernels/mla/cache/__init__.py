@@ -6,33 +6,25 @@ Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from cute_kernels.deprecated import RENAMED, current_values, takes_old_names
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.cache import ops
 from cute_kernels.mla.cache.call import AppendMlaCall
 from cute_kernels.names import MlaFormatName
 
-if TYPE_CHECKING:
-    from typing_extensions import Never
-
 __all__ = ["append_mla", "quantize_mla_kv"]
 
 
-@takes_old_names
 def append_mla(
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     cache: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    slot_mapping: torch.Tensor = RENAMED,
+    slot_mapping: torch.Tensor,
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
-    **old: Never,
 ) -> None:
     """Appends new tokens to an MLA cache, in one launch: RoPE in fp32, then quantisation to the cache's format.
 
@@ -57,8 +49,6 @@ def append_mla(
 
     CPU tensors are served by the reference implementation.
     """
-    if old:
-        (slot_mapping,) = current_values("append_mla", old, slot_mapping=("slots", slot_mapping))
     ops.append(AppendMlaCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
 
 
