@@ -43,7 +43,13 @@ from cute_kernels.integrations.vllm.attention_metadata import (
     is_invariant,
     most_queries,
 )
-from cute_kernels.integrations.vllm.attention_pages import BACKENDS_PACK, PREFERRED_BLOCK, Pages, reason_of_connector
+from cute_kernels.integrations.vllm.attention_pages import (
+    BACKENDS_PACK,
+    PREFERRED_BLOCK,
+    Pages,
+    reason_of_connector,
+    reasons_by_layer,
+)
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import say_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -102,9 +108,12 @@ class CuteKernelsAttentionBackend(Pages):
         if not is_replaced("attention"):
             return [*reasons, f"{environment.SWITCH}={environment.switch()}"]
         kv_formats.check_dtype(kv_cache_dtype)
+        if reasons and len(kv_formats.own_formats()) > 1 and named.get("attn_type") != AttentionType.DECODER:
+            return reasons  # a layer of an encoder, which has another number
         formats = kv_formats.formats_for(kv_cache_dtype)
         head_size = named["head_size"]
-        reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size))
+        slides = bool(named.get("has_sliding_window"))
+        reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size), slides)
         reasons += ["ALiBi not supported"] if attention_choice.has_alibi() else []
         for reason in (
             engine_cache.reason_against(formats, head_size, named["dtype"]),
@@ -125,8 +134,9 @@ class CuteKernelsAttentionBackend(Pages):
         return reasons
 
 
-def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
-    """What speaks against the backend in the engine's configuration. extends: whether extend attention reads caches."""
+def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False) -> list[str]:
+    """What speaks against the backend in the engine's configuration. extends: whether extend attention reads caches.
+    slides: whether the layer has a window."""
     config = get_current_vllm_config_or_none()
     if config is None:
         return []
@@ -147,6 +157,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool) -> list[str]:
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
     }
     found = [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+    found += reasons_by_layer(config, slides) if kv_formats.is_own(kv_cache_dtype) else []
     connector = reason_of_connector(config)
     return found if connector is None else [*found, connector]
 
@@ -430,9 +441,9 @@ def replace(interface: Interface) -> str:
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:
         raise ImportError(f"the CUSTOM attention backend is {custom.get_path()} already")
-    own = kv_formats.own_formats()  # a wrong name is said now
+    own = kv_formats.described()  # a wrong name is said now
     register_backend(custom, path)
     attention_choice.replace(interface)
     dtypes = ", ".join(kv_formats.BY_DTYPE)
-    more = f", and every {own} cache" if own is not None else ""
+    more = f", and caches in {own}" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"

@@ -1,7 +1,8 @@
 """How vLLM comes to choose the attention backend, and counts what its caches take: functions of vLLM's are replaced.
 
-What vLLM knows a choice by is not all that decides it: the environment may name another format for the next engine of a
-process, an engine may be put to sleep, a layer may have ALiBi slopes. It chooses anew where one of these has changed.
+What vLLM knows a choice by is not all that decides it: the environment may name another format for the next layer, or
+the next engine of a process, an engine may be put to sleep, a layer may have ALiBi slopes. It chooses anew where one of
+these has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import environment
+from cute_kernels.integrations.vllm import environment, kv_formats
 from cute_kernels.integrations.vllm.attention_pages import counted
 from cute_kernels.integrations.vllm.seams import replace_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -30,7 +31,7 @@ def replace(interface: Interface) -> None:
     for module, name in (interface.attention_layer, interface.mla_layer):
         replace_once(module, f"{name}.get_kv_cache_spec", _counts_bytes)
     module, name = interface.attention_layer
-    replace_once(module, f"{name}.__init__", _notes_alibi)
+    replace_once(module, f"{name}.__init__", _notes_layer)
 
 
 def _asks_first(original: Callable[..., Any]) -> Any:
@@ -49,7 +50,8 @@ def _chooses_anew(original: Callable[..., Any]) -> Any:
 
     def choose(*arguments: object, **named: object) -> Any:
         nonlocal of_engine, of
-        engine, now = get_current_vllm_config_or_none(), (environment.wanted_kv_format(), environment.switch(), _alibi)
+        engine, own = get_current_vllm_config_or_none(), (environment.wanted_kv_format(), kv_formats.of_layer())
+        now = *own, environment.switch(), _alibi
         if engine is not of_engine() or now != of:
             original.cache_clear()
             of_engine, of = (lambda: None) if engine is None else weakref.ref(engine), now
@@ -77,12 +79,13 @@ def _noting_alibi(slopes: object) -> Iterator[None]:
         _alibi = False
 
 
-def _notes_alibi(original: Callable[..., Any]) -> Any:
+def _notes_layer(original: Callable[..., Any]) -> Any:
     parameters = inspect.signature(original)
 
     def __init__(self: Foreign, *arguments: object, **named: object) -> None:
         given = parameters.bind(self, *arguments, **named).arguments
-        with _noting_alibi(given.get("alibi_slopes")):
+        name = given.get("kv_sharing_target_layer_name") or given.get("prefix")
+        with _noting_alibi(given.get("alibi_slopes")), kv_formats.making(name):
             original(self, *arguments, **named)
 
     return __init__

@@ -55,12 +55,36 @@ class Pages(AttentionBackend):
     def customize_spec(cls, spec: Foreign) -> Any:
         """A layer's specification with the bytes of its pages, in any layout: a page's bytes lie together in all."""
         cache_dtype = _cache_dtype_of(spec)
-        not_ours = kv_formats.is_own(cache_dtype) and kv_formats.own_formats() is None  # --kv-cache-dtype-skip-layers
+        not_ours = kv_formats.is_own(cache_dtype) and not kv_formats.own_formats()  # --kv-cache-dtype-skip-layers
         if spec.state_content_bytes is not None or not_ours:
             return spec
-        formats = kv_formats.formats_for(cache_dtype)
-        content = spec.num_kv_heads * sum(engine_cache.row_bytes(formats, spec.head_size))
-        return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
+        return _packed(spec, kv_formats.formats_for(cache_dtype))
+
+
+def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
+    """A layer's specification with the bytes of its pages, where vLLM asks for them."""
+    content = spec.num_kv_heads * sum(engine_cache.row_bytes(formats, spec.head_size))
+    return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
+
+
+def reasons_by_layer(config: Foreign, slides: bool) -> list[str]:
+    """What keeps an engine from formats by layer. slides: whether a layer has a window.
+
+    Layers of one kind share a block table, and each has pages of its own bytes. Pages of layers of several kinds vLLM
+    makes as large as the largest.
+    """
+    layers = len(kv_formats.own_formats())
+    if layers <= 1:
+        return []
+    there = getattr(getattr(config.model_config, "hf_text_config", None), "num_hidden_layers", layers)
+    wrong = {
+        "with this vLLM": not BACKENDS_PACK,
+        "beside windows": slides,
+        "beside Mamba layers": bool(config.model_config.is_hybrid),
+        "with a KV connector": getattr(config, "kv_transfer_config", None) is not None,
+        f"of {layers} layers for a model of {there}": there != layers,
+    }
+    return [f"formats by layer {what} not supported" for what, is_so in wrong.items() if is_so]
 
 
 def reason_of_connector(config: Foreign) -> str | None:
@@ -86,10 +110,12 @@ def _cache_dtype_of(spec: Foreign) -> str:
 
 
 def counted(layer: Foreign, spec: Foreign) -> Any:
-    """A layer's specification where vLLM does not ask the backend; of formats that it does not know, with the bytes of
-    rows for head sizes."""
-    if BACKENDS_PACK or not kv_formats.is_own(layer.kv_cache_dtype):
+    """A layer's specification; in formats that vLLM does not know with the bytes of its own rows, where it asks no
+    backend for head sizes."""
+    if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec
+    if BACKENDS_PACK:
+        return _packed(spec, layer.impl.formats)
     k_row, v_row = engine_cache.row_bytes(layer.impl.formats, layer.head_size)
     return dataclasses.replace(
         cast(Any, spec), head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE

@@ -25,10 +25,10 @@ def examine() -> Finding:
     try:
         seams = environment.wanted_seams()
         environment.check_kv_format()
-        form = kv_formats.own_formats()
+        form = kv_formats.described()
         constants = environment.wanted_constants()
         environment.keeps_activations()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return Finding("vllm", LIMITED, str(error), "set it to what is wanted: vLLM does not start so")
     if constants is not None and not constants.is_file():
         what = f"{environment.CONSTANTS}: {constants} is no file"

@@ -1,7 +1,8 @@
 """Switches of the plugin, read from the environment.
 
 CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else a list such as "linear,attention"
-CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
+CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names, or a file
+                             (.json) of formats by layer
 CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
 CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": layers of float_linear keep activations so where vLLM rounds them to FP8
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from cute_kernels.formats.kv import format_of
+from cute_kernels.formats.kv import LayerFormats, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.engine_cache import Formats, formats_named, row_bytes
 from cute_kernels.integrations.vllm import environment
@@ -29,24 +32,72 @@ def served_dtypes() -> list[str]:
     return [*OWN, *BY_DTYPE] if environment.wanted_kv_format() else list(BY_DTYPE)
 
 
-def own_formats() -> Formats | None:
-    """The formats that the environment asks for, one for both of K and V or two with a comma between them.
+def own_formats() -> tuple[Formats, ...]:
+    """The formats that the environment asks for: one for every layer, or those of each, of a file; () without.
 
     Raises:
-        ValueError: there is none of that name, or it wants what vLLM has no place for: scales, or keys that wait.
+        OSError, ValueError: there is no such file, or no format of that name, or it wants what vLLM has no place for:
+            scales, or keys that wait.
     """
     text = environment.wanted_kv_format()
-    return None if text is None else formats_named(text, environment.KV_FORMAT)
+    if text is None:
+        return ()
+    if not text.endswith(".json"):
+        return (formats_named(text, environment.KV_FORMAT),)
+    pairs = LayerFormats.load(text).layers
+    found = tuple(formats_named(",".join(pair), f"{environment.KV_FORMAT}={text}") for pair in pairs)
+    return found if len(set(map(str, found))) > 1 else found[:1]
+
+
+def described() -> str | None:
+    """What the environment asks for, in a few words; None for nothing."""
+    formats = own_formats()
+    return f"{len(formats)} formats by layer" if len(formats) > 1 else next(map(str, formats), None)
+
+
+@contextmanager
+def making(layer: str | None) -> Iterator[None]:
+    """Says which layer vLLM makes: its name there."""
+    global _layer
+    _layer = layer
+    try:
+        yield
+    finally:
+        _layer = None
+
+
+_layer: str | None = None
+
+
+def of_layer() -> Formats | None:
+    """The formats of the layer that is being made; None where one format serves all layers, or the file has none."""
+    formats = own_formats()
+    if len(formats) <= 1 or _layer is None:
+        return None
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    number = extract_layer_index(_layer)
+    return formats[number] if number < len(formats) else None
 
 
 def formats_for(kv_cache_dtype: str) -> Formats:
-    """The formats of a layer whose cache dtype vLLM calls ``kv_cache_dtype``."""
+    """The formats of a layer whose cache dtype vLLM calls ``kv_cache_dtype``; by layer of the one that is being made.
+
+    Raises:
+        ValueError: there are formats by layer, and none for this one.
+    """
     if kv_cache_dtype in BY_DTYPE:
         form = format_of(BY_DTYPE[kv_cache_dtype])
         return Formats(form, form)
     formats = own_formats()
-    assert formats is not None  # other dtypes are not chosen without
-    return formats
+    assert formats  # other dtypes are not chosen without
+    found = of_layer() if len(formats) > 1 else formats[0]
+    if found is None:
+        raise ValueError(
+            f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: {_layer or 'pages of no layer'}: got formats "
+            f"of {len(formats)} layers, want full attention in all layers, and no drafting model"
+        )
+    return found
 
 
 def is_own(kv_cache_dtype: str) -> bool:

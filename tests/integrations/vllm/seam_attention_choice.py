@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -281,3 +282,143 @@ def layers_that_are_skipped_share_pages_with_ours() -> None:
         page = kv_formats.page_bytes(formats, 128, caches.block_size, 8)
         assert caches.skip_page_size_padded == page and page >= 16 * 8 * 128 * 2 * 2, caches.cache_dtype
         assert any(caches.block_size % size == 0 for size in (64, 128, 256))
+
+
+BY_LAYER = (("int8_token_head", "int4_g4"), ("int4_g4", "int4_g4"), ("bf16", "int8_token_head"), ("int4_g4", "int4_g4"))
+
+
+def by_layer(folder: str) -> str:
+    """A file of formats, as `cute-kernels calibrate --budget` writes it."""
+    from cute_kernels.formats.kv import LayerFormats
+
+    path = f"{folder}/formats.json"
+    LayerFormats(BY_LAYER).save(path)
+    return path
+
+
+def name_of(number: int) -> str:
+    return f"model.layers.{number}.self_attn.attn"
+
+
+@check
+def layers_have_pages_in_formats_of_their_own() -> None:
+    """As vLLM cuts them out of its memory, side by side: what is written into one layer's is in no other's."""
+    from cute_kernels.integrations.vllm import attention, attention_pages, kv_formats
+
+    if not attention_pages.BACKENDS_PACK:
+        return
+    from vllm.v1.core import kv_cache_planning
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker import utils
+
+    specs, impls, blocks = {}, {}, 5
+    with tempfile.TemporaryDirectory() as folder:
+        path = by_layer(folder)
+        for number, pair in enumerate(BY_LAYER):
+            name = name_of(number)
+            with kv_formats.making(name):
+                impls[name] = Layer("auto", path).make("cpu")
+            assert (impls[name].formats.k.name, impls[name].formats.v.name) == pair
+            layer = SimpleNamespace(impl=impls[name], kv_cache_dtype="auto")
+            spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+            with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": path}):
+                spec = attention_pages.counted(layer, spec)
+                specs[name] = utils.customize_attention_spec(attention.CuteKernelsAttentionBackend, spec)
+            assert specs[name].page_size_bytes == kv_formats.page_bytes(impls[name].formats, 128, 64, 2)
+    config = mock.MagicMock()
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.attention_config.hisparse_config = config.cache_config.num_gpu_blocks_override = None
+    page = sum(spec.page_size_bytes for spec in specs.values())
+    with mock.patch.object(kv_cache_planning, "get_hisparse_kv_cache_groups", lambda *_: None):
+        groups = kv_cache_planning.get_kv_cache_groups(config, specs)
+    assert len(groups) == 1 and groups[0].kv_cache_spec.page_size_bytes == page
+    for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC):
+        config.cache_config.get_resolved_kv_cache_layout = lambda layout=layout: layout
+        made = kv_cache_planning.get_kv_cache_config_from_groups(config, groups, blocks * page)
+        assert made.num_blocks == blocks
+        raw = torch.zeros(blocks * page, dtype=torch.int8)
+        caches: dict[str, torch.Tensor] = {}
+        for tensor in made.kv_cache_tensors:
+            views = create_kv_cache_views(raw, specs[tensor.layers[0]], blocks, layout, tensor)
+            caches |= dict(zip(tensor.layers, views, strict=True))
+        parts = [
+            view.view(torch.uint8)
+            for name, impl in impls.items()
+            for view in kv_formats.views(caches[name], impl.formats, 128, 2)
+        ]
+        for value, part in enumerate(parts, 1):
+            part.fill_(value)
+        assert all(bool((part == value).all()) for value, part in enumerate(parts, 1)), layout
+        assert int((raw == 0).sum()) == 0, layout
+
+
+@check
+def a_layers_format_is_known_while_vllm_makes_it() -> None:
+    import importlib
+
+    from cute_kernels.integrations.vllm import kv_formats, versions
+
+    module_name, name = next(iter(versions.INTERFACES.values())).attention_layer
+    module = importlib.import_module(module_name)
+    found: list[tuple[str, str]] = []
+
+    def choose(*_: Any, **__: Any) -> None:
+        formats = kv_formats.formats_for("auto")
+        found.append((formats.k.name, formats.v.name))
+        raise InterruptedError
+
+    def make(number: int, **named: Any) -> None:
+        try:
+            getattr(module, name)(8, 128, 0.1, 8, prefix=name_of(number), **named)
+        except InterruptedError:
+            return
+        raise AssertionError("no backend was chosen")
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": by_layer(folder)}),
+        mock.patch.object(module, "get_current_vllm_config", mock.MagicMock),
+        mock.patch.object(module, "kv_cache_dtype_str_to_dtype", lambda *_: torch.int8),
+        mock.patch.object(module, "get_attn_backend", choose),
+    ):
+        for number in range(len(BY_LAYER)):
+            make(number)
+        make(3, kv_sharing_target_layer_name=name_of(0))  # it reads that one's pages
+        assert tuple(found) == (*BY_LAYER, BY_LAYER[0])
+        for number in (4, None):
+            try:
+                make(4) if number else kv_formats.formats_for("auto")
+            except ValueError as error:
+                who = name_of(4) if number else "pages of no layer"
+                assert f"{who}: got formats of 4 layers" in str(error), error
+            else:
+                raise AssertionError(number)
+
+
+@check
+def formats_by_layer_are_refused_where_pages_would_be_as_large_as_the_largest() -> None:
+    from cute_kernels.integrations.vllm import attention_pages, doctor, versions
+
+    def reasons(slides: bool = False, hybrid: bool = False, layers: int = 4, connector: object = None) -> list[str]:
+        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=layers), is_hybrid=hybrid)
+        config = SimpleNamespace(model_config=model, kv_transfer_config=connector)
+        return attention_pages.reasons_by_layer(config, slides)
+
+    old = [] if attention_pages.BACKENDS_PACK else ["formats by layer with this vLLM not supported"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(versions, "installed", lambda: "0.33.0"),
+    ):
+        path = by_layer(folder)
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": path, "CUTE_KERNELS_VLLM": "1"}):
+            assert reasons() == old
+            assert "formats by layer beside windows not supported" in reasons(slides=True)
+            assert "formats by layer beside Mamba layers not supported" in reasons(hybrid=True)
+            assert "formats by layer of 4 layers for a model of 5 not supported" in reasons(layers=5)
+            assert "formats by layer with a KV connector not supported" in reasons(connector=object())
+            assert "KV caches in 4 formats by layer with" in doctor.examine().detail
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": f"{folder}/none.json"}):
+            assert doctor.examine().status == "limited"
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": "int4_g4"}):
+        assert reasons(slides=True, hybrid=True, layers=5, connector=object()) == []
