@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from cute_kernels.names import KvFormatName
 from tests.integrations.vllm.checks import check
 from tests.integrations.vllm.seam_attention import engine_caches, layer_spec, reasons_against
 from tests.integrations.vllm.steps import Layer
@@ -284,7 +285,12 @@ def layers_that_are_skipped_share_pages_with_ours() -> None:
         assert any(caches.block_size % size == 0 for size in (64, 128, 256))
 
 
-BY_LAYER = (("int8_token_head", "int4_g4"), ("int4_g4", "int4_g4"), ("bf16", "int8_token_head"), ("int4_g4", "int4_g4"))
+BY_LAYER: tuple[tuple[KvFormatName, KvFormatName], ...] = (
+    ("int8_token_head", "int4_g4"),
+    ("int4_g4", "int4_g4"),
+    ("bf16", "int8_token_head"),
+    ("int4_g4", "int4_g4"),
+)
 
 
 def by_layer(folder: str) -> str:
