@@ -91,7 +91,7 @@ def formats_for(kv_cache_dtype: str) -> Formats:
         return Formats(form, form)
     formats = own_formats()
     assert formats  # other dtypes are not chosen without
-    found = of_layer() if len(formats) > 1 else formats[0]
+    found = formats[0] if len(formats) == 1 else of_layer()
     if found is None:
         raise ValueError(
             f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: {_layer or 'pages of no layer'}: got formats "
