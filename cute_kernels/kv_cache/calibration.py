@@ -15,6 +15,7 @@ import torch
 from cute_kernels import blocks
 from cute_kernels.arguments import check_numbers, check_positive, check_shape
 from cute_kernels.formats.kv import format_of
+from layouts.numbers import quotient
 
 Method = Literal["absmax", "percentile"]
 
@@ -84,8 +85,7 @@ class Calibrator:
         top = _grouped(self._top, self.granularity).amax(1)
         if self.method == "percentile" and self._counts is not None:
             top = torch.minimum(top, self._percentile(self._counts))
-        # A tensor on the device: dividing by a Python number, CUDA multiplies by its reciprocal, which rounds twice.
-        scale = top / top.new_full((), self.code_max)
+        scale = quotient(top, self.code_max)
         return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:

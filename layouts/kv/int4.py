@@ -20,6 +20,7 @@ from layouts.kv.format import (
     finite,
     reinterpret,
 )
+from layouts.numbers import quotient
 
 FP16_MAX = 65504.0
 MAX_CODE = 15
@@ -101,7 +102,7 @@ class Int4Row(KvRow):
         groups = finite(x, FP16_MAX).unflatten(-1, (self.num_groups, self.group_size))
         low, high = torch.aminmax(groups, dim=-1)
         shift = low.half()
-        scale = ((high - low) / MAX_CODE).half()
+        scale = quotient(high - low, MAX_CODE).half()
         step = scale.to(groups.dtype).unsqueeze(-1)
         steps = (groups - shift.to(groups.dtype).unsqueeze(-1)) / step
         codes = torch.where(step > 0, steps.round().clamp(0, MAX_CODE), 0.0).to(torch.uint8)

@@ -18,6 +18,7 @@ from layouts.kv.format import (
     finite,
     reinterpret,
 )
+from layouts.numbers import quotient
 from layouts.proofs import Proof, prove
 
 SCALE_BYTES = 4
@@ -117,8 +118,7 @@ class ScaledRow(KvRow):
         else:
             top = size.flatten(0, -3).amax(0) if x.ndim > 2 else size
             top = top.amax(-1, keepdim=True) if self.granularity == "head" else top
-        # A tensor on the device: dividing by a Python number, CUDA multiplies by its reciprocal, which rounds twice.
-        return (top / top.new_full((), self.code_max)).float()
+        return quotient(top, self.code_max).float()
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] to uint8 rows [..., row_bytes].

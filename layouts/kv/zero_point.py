@@ -22,6 +22,7 @@ from layouts.kv.format import (
     finite,
     reinterpret,
 )
+from layouts.numbers import quotient
 
 MAX_CODE = 15
 LEAST_SCALE = 1e-6
@@ -83,7 +84,7 @@ class ZeroPointRow(KvRow):
         self.check_input(x)
         values = finite(x, LARGEST).float()
         low, high = torch.aminmax(values, dim=-1, keepdim=True)
-        step = ((high - low) / MAX_CODE).clamp(min=LEAST_SCALE)
+        step = quotient(high - low, MAX_CODE).clamp(min=LEAST_SCALE)
         zero = _rounded(-low / step)
         codes = _rounded(values * (1.0 / step) + zero)
         return self._join(codes.to(torch.uint8), step, zero.to(torch.uint8))

@@ -24,6 +24,7 @@ from functools import lru_cache
 import torch
 
 from layouts.algebra import Layout, as_modes, from_modes, size
+from layouts.numbers import quotient
 from layouts.transform import Transform, pack
 
 ARCHITECTURES: dict[int, str] = {
@@ -267,7 +268,7 @@ def symmetric_quantize(
         codes = rounded.nan_to_num(nan=high if bits == 8 else -high - 1).clamp(-high - 1, high)
         scale = exact.to(scale_dtype)
     else:
-        exact = torch.maximum(values.amax(dim=-2) / high, values.amin(dim=-2) / (-high - 1))
+        exact = torch.maximum(quotient(values.amax(dim=-2), high), values.amin(dim=-2) / (-high - 1))
         scale = exact.to(scale_dtype)
         if bool(torch.isinf(scale).any()):
             raise ValueError(f"w has a column whose scale {exact.max().item():g} is beyond {scale_dtype}")

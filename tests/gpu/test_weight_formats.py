@@ -60,6 +60,18 @@ def weight_of(form: WeightFormat, dtype: torch.dtype, n: int = N, k: int = K) ->
     return quantize_weight(random(n, k), format=form, dtype=dtype)
 
 
+@pytest.mark.parametrize("form", registered_formats(), ids=str)
+def test_weights_quantised_on_the_gpu_are_those_quantised_on_the_cpu(form: WeightFormat):
+    """Of numbers with few bits, whose quotients often lie between two scales or codes."""
+    w = random(N, K).bfloat16().float()
+    found, wanted = quantize_weight(w.cuda(), format=form), quantize_weight(w, format=form)
+    for name in ("codes", "scales", "zeros"):
+        ours, theirs = getattr(found, name), getattr(wanted, name)
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), name
+
+
 def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: int = K, **options: Any) -> LinearProblem:
     return LinearProblem(m, n, k, padded_shape((n, k), form.group_size)[1], form, DTYPES[dtype], **options)
 

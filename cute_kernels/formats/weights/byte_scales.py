@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from cute_kernels.formats.weights.decoder import PackedMath
+from layouts.numbers import ceil_log2
 
 E8M0_BIAS, E8M0_MOST, E8M0_NAN = 127, 254, 255
 
@@ -64,7 +65,7 @@ class PowerScales(ByteScales):
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The least power of two that is not below a value."""
-        return values.log2().ceil().add(E8M0_BIAS).clamp(0, E8M0_MOST).to(torch.uint8)
+        return ceil_log2(values.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)).add(E8M0_BIAS).to(torch.uint8)
 
 
 def power_word(math: PackedMath, word: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import ByteScales, PowerScales, power_word
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+from layouts.numbers import ceil_log2, quotient
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIGN = 8  # bit of a code
@@ -57,7 +58,7 @@ class Fp4Format(ByteScales, WeightFormat):
         return (numbers * self.numbers_of(scales).unsqueeze(-1)).float()
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        return self.stored_scales(w.abs().amax(dim=-1) / LEVELS[-1], dtype), None
+        return self.stored_scales(quotient(w.abs().amax(dim=-1), LEVELS[-1]), dtype), None
 
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """The nearest number; of two as near the one with an even code."""
@@ -118,8 +119,8 @@ class NvFp4(Fp4Format):
 
     def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
         """One power of two for the tensor, with which the largest group's scale is at most 448."""
-        most = w.abs().max().float().clamp(min=2.0**-100) / (LEVELS[-1] * E4M3_MOST)
-        return most.log2().ceil().exp2().expand(len(w)).contiguous()
+        most = quotient(w.abs().max().float().clamp(min=2.0**-100), LEVELS[-1] * E4M3_MOST)
+        return torch.ldexp(torch.ones_like(most), ceil_log2(most)).expand(len(w)).contiguous()
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return NvFp4Decoder(math)

@@ -26,6 +26,7 @@ from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, WordScales, power_word
 from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
 from cute_kernels.formats.weights.integers import SCALE_LIMIT
+from layouts.numbers import quotient
 
 MOST = 448.0
 NAN_CODE = 0x7F  # and the same with a sign
@@ -64,7 +65,7 @@ class Fp8Format(WeightFormat):
         return (numbers * self.numbers_of(scales).unsqueeze(-1)).float()
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        scales = self.stored_scales(w.abs().amax(dim=-1) / w.new_tensor(MOST), dtype)
+        scales = self.stored_scales(quotient(w.abs().amax(dim=-1), MOST), dtype)
         self.check_values(scales, None)
         return scales, None
 

@@ -11,6 +11,7 @@ import torch
 from cute_kernels.arguments import is_one_of
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+from layouts.numbers import quotient
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 SHIPPED_GROUP_SIZES = GROUP_SIZES[1:]  # whose kernels a wheel has: engines take no others
@@ -105,9 +106,9 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         low, high = w.amin(dim=-1).clamp(max=0), w.amax(dim=-1).clamp(min=0)
         # Divided before they are subtracted: high - low may be beyond fp32.
         if self.has_zeros:
-            exact = _quotient(high, top) - _quotient(low, top)
+            exact = quotient(high, top) - quotient(low, top)
         else:
-            exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
+            exact = torch.maximum(quotient(high, middle - 1), quotient(low, -middle))
         scales = _round_up(exact, dtype)
         limit, reason = SCALE_LIMIT, ", want one below 2**27 in bf16"
         if dtype != torch.bfloat16:
@@ -216,11 +217,6 @@ def _range_of(numbers: torch.Tensor) -> list[float]:
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Rounded once on any device: CUDA multiplies by a rounded 1 / divisor, if that is a number and not a tensor."""
-    return values / values.new_tensor(divisor)
 
 
 def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

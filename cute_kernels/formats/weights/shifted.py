@@ -21,6 +21,7 @@ from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import WordScales
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 from cute_kernels.formats.weights.integers import GROUP_SIZES, SCALE_LIMIT, UnsignedCodes
+from layouts.numbers import quotient
 
 FP16_LIMIT = 128.0  # that fp16 scales are below: kernels multiply them by 2**9
 # Of packed pairs: codes of rows g and g + 8 in a word of four bits each, and those of bytes 0 and 2, 1 and 3.
@@ -81,7 +82,7 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
         """The codes span the range of a group, whether or not 0 is in it."""
         low, high = w.amin(dim=-1).double(), w.amax(dim=-1).double()
-        scales = (high - low) / ((1 << self.bits) - 1)
+        scales = quotient(high - low, (1 << self.bits) - 1)
         scales = self.pairs(scales, low + self.symmetric_zero * scales, dtype)
         self.check_values(scales, None)
         return scales, None

@@ -78,7 +78,7 @@ def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     largest = groups.abs().amax(dim=-1)
     known = largest < float("inf")  # not so of NaN
     largest = torch.where(known, largest.clamp(min=LEAST), torch.nan)
-    codes = _codes_of(groups * torch.where(known, largest.new_tensor(MOST) / largest, 0.0).unsqueeze(-1))
+    codes = _codes_of(groups * torch.where(known, largest.new_full((), MOST) / largest, 0.0).unsqueeze(-1))
     return codes.flatten(-2)[..., :k].contiguous(), largest * (1 / MOST)
 
 
@@ -96,7 +96,7 @@ def _on_cuda(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tu
     if rows is None:
         return _quantized(x, group_size, scale)
     with GPU.guard(x.device):
-        codes, scales = rows.make(x.detach(), scale)
+        codes, scales = rows.make(x.detach().view(-1, x.shape[-1]), scale)
     return codes.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 

@@ -1,0 +1,16 @@
+"""Quotients and powers of two that are the same on every device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Returns values / divisor, rounded once: of a divisor that is no tensor CUDA takes the rounded reciprocal."""
+    return values / values.new_full((), divisor)
+
+
+def ceil_log2(values: torch.Tensor) -> torch.Tensor:
+    """Returns the exponents, int32, of the least powers of two that are not below positive, finite values."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.where(mantissa == 0.5, exponent - 1, exponent)
