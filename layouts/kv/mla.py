@@ -19,7 +19,6 @@ from layouts.kv.format import (
     reinterpret,
     working_precision,
 )
-from layouts.numbers import ceil_log2, quotient
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 1e-4
@@ -33,8 +32,10 @@ def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
 
     Kernels round the scale to bf16, which only leaves powers of two unchanged.
     """
-    wanted = quotient(absmax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
-    return torch.ldexp(torch.ones_like(wanted), ceil_log2(wanted)).float()
+    wanted = (absmax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    mantissa, exponent = torch.frexp(wanted)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.ldexp(torch.ones_like(wanted), exponent).float()
 
 
 @dataclass(frozen=True)
