@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import cute_kernels
+from bench import configured
 from bench.workloads import DecodeInputs
-from cute_kernels.attention import ops
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule
 
@@ -34,7 +34,7 @@ def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) 
 
 def schedule_for(inputs: DecodeInputs) -> DecodeSchedule:
     """What the public call chooses for these inputs: configuration, splits."""
-    return ops.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
+    return configured.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
 
 
 def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: Any) -> Callable[[], torch.Tensor]:
@@ -43,7 +43,7 @@ def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: Any) -> Call
     `call`: num_splits; what is not given is as the public call chooses it.
     """
     out = torch.full_like(inputs.q, torch.nan)
-    return ops.bind_config(
+    return configured.bind_config(
         config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **(inputs.options | call)
     )
 

@@ -1,7 +1,7 @@
 """Every compile-time choice of the decode attention kernel, as data. No GPU types here."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.policies import (
@@ -294,9 +294,6 @@ class DecodeConfig:
         layout += f"_{self.features.name}" if self.features.name else ""
         layout += "_after_append" if self.after_append else ""
         return f"decode_{formats}_{self.q_dtype}_{dims}_{work}_{copies}{layout}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -23,11 +23,8 @@ from cute_kernels.attention import extend_checks, few_queries
 from cute_kernels.attention.call import AttentionCall, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.chosen_blocks import as_paged, planned
-from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.extend_checks import MAX_ROWS, row_stride
-from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.options import (
     NO_EXTEND_OPTIONS,
     NO_OPTIONS,
@@ -40,7 +37,7 @@ from cute_kernels.attention.options import (
     OF_SCORES,
     CallOptions,
 )
-from cute_kernels.attention.plan import check_alignment, make_plan, problem_of
+from cute_kernels.attention.plan import check_alignment, make_plan
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.scores import flattened, restored
@@ -227,66 +224,7 @@ def reference(
     return (result.to(q.dtype) if out is None else written(out, result, cu_seqlens_q)), lse
 
 
-# -- for experiments ---------------------------------------------------------------------------------------------------
-
-
-def schedule_for(
-    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | tuple[str, str], v_cache: torch.Tensor | None = None
-) -> DecodeSchedule:
-    """The configuration and splits that a plain call with these tensors uses; V is as K if not given."""
-    seq_lens = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
-    v_cache = k_cache if v_cache is None else v_cache
-    options = _scales_for(kv_format, k_cache)
-    return make_schedule(problem_of(make_call(q, k_cache, v_cache, seq_lens, kv_format=kv_format, **options)))
-
-
-def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[str, Any]:
-    """Scales of the shapes that the formats want, where only shapes matter."""
-    wanted = {"tensor": (), "head": (cache.shape[2],), "channel": (cache.shape[2], cache.shape[3])}
-    granularities = [format_of(name).given_scale for name in format_pair(kv_format)]
-    return {
-        name: torch.ones(wanted[granularity], dtype=torch.float32, device=cache.device)
-        for name, granularity in zip(("k_scale", "v_scale"), granularities, strict=True)
-        if granularity is not None
-    }
-
-
-def bind_config(
-    config: DecodeConfig | ExtendConfig,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    num_splits: int | None = None,
-    kv_format: str | tuple[str, str] | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    return_lse: bool = False,
-    **options: Any,
-) -> Callable[[], Any]:
-    """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
-
-    The splits are those that the schedule chooses for these tensors unless given. ``kv_format``: where it is not what
-    the configuration says (formats that share a kernel). Returns what launches: decode attention's returns ``out``,
-    extend attention's (out, lse or None).
-    """
-    formats = kv_format or (config.k_format, config.v_format)
-    complete: dict[str, Any] | None = {**NO_EXTEND_OPTIONS, **options}
-    if cu_seqlens_q is None:
-        complete = {**NO_OPTIONS, **options} if options else None
-    given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
-    if cu_seqlens_q is None:
-        call = make_call(q, k_cache, v_cache, seq_lens, kv_format=formats, out=out, **options)
-    else:
-        call = _checked(*given)
-    plan = make_plan(call, config, num_splits)
-
-    def run() -> Any:
-        result = on_device_of(plan, *given)
-        return out if cu_seqlens_q is None else result
-
-    return run
+# -- each split by itself ----------------------------------------------------------------------------------------------
 
 
 def launch_splits(

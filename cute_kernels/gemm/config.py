@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import HOPPER, Limits
@@ -273,9 +273,6 @@ class LinearConfig(Generic[ActivationsT]):
     def kernel(self) -> Kernel:
         """What it is compiled as."""
         return self.activations.kernel()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

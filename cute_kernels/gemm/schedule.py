@@ -99,18 +99,13 @@ def make_schedule(problem: LinearProblem) -> StreamSchedule:
 
     Raises ValueError if K is too long for the shared memory of all SMs together.
     """
-    options = [
-        (estimate_us(problem, schedule), index, schedule)
-        for index, schedule in enumerate(
-            schedule for config in candidate_configs(problem) for schedule in schedules(problem, config)
-        )
-    ]
+    options = [schedule for config in candidate_configs(problem) for schedule in schedules(problem, config)]
     if not options:
         raise ValueError(
             f"k: got {problem.k}, want {problem.m} rows of activations to fit in {X_BYTES[-1]} bytes on each of "
             f"{problem.num_sms} SMs"
         )
-    return min(options)[2]
+    return min(options, key=lambda schedule: estimate_us(problem, schedule))
 
 
 def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSchedule]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.configured import bind_config
 from cute_kernels.attention import extend_attention, ops, ragged
 from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
 from cute_kernels.attention.call import make_extend_call
@@ -392,7 +393,7 @@ def test_a_configuration_that_is_given_serves_all_calls(launches):
     call = narrow(6)
     config = choose(problem_of(make_extend_call(**call)))
     tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
-    ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
+    bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
     assert columns_of(launches) == "causal"
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.attention import decode_attention_splits, ops
+from bench.configured import bind_config
+from cute_kernels.attention import decode_attention_splits
 from cute_kernels.attention.reference import combine
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
 from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_unseen, store
@@ -62,7 +63,7 @@ def test_every_kernel_with_every_kind_of_split(layout: HeadLayout):
     for config in layout.configs():
         for num_splits in (None, 1, 2, 5, 8, 19, 32):
             out = torch.full_like(call.q, torch.nan)
-            run = ops.bind_config(config, *call.tensors, out=out, num_splits=num_splits)
+            run = bind_config(config, *call.tensors, out=out, num_splits=num_splits)
             assert_close(call, run())
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 import torch
 
-from cute_kernels.attention import ops
+from bench.configured import bind_config
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import DecodeConfig
@@ -159,7 +159,7 @@ def test_every_kernel_is_attention(case: Case, kernels):
     for config in case.configs():
         for num_splits in (1, 3, None):
             out = torch.full((*shape, case.v_head_dim), torch.nan, dtype=q.dtype, device=CUDA)
-            run = ops.bind_config(
+            run = bind_config(
                 config,
                 q,
                 keys.rows,

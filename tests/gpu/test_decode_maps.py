@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.attention import ops
+from bench.configured import bind_config
 from cute_kernels.attention.call import make_call
 from cute_kernels.attention.candidates import BULK_BYTES, candidate_configs
 from cute_kernels.attention.compile import AttentionSpec
@@ -82,7 +82,7 @@ def kernels() -> None:
 def run(config: DecodeConfig, call: Call, num_splits: int) -> torch.Tensor:
     out = torch.full_like(call.q, torch.nan)
     options: Any = call.options | {"kv_format": call.kv_format}
-    ops.bind_config(config, *call.tensors, out=out, num_splits=num_splits, **options)()
+    bind_config(config, *call.tensors, out=out, num_splits=num_splits, **options)()
     return out
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.configured import bind_config
 from cute_kernels import append_kv, decode_attention
-from cute_kernels.attention import mixed_attention, ops
+from cute_kernels.attention import mixed_attention
 from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
@@ -605,7 +606,7 @@ def test_every_configuration_that_can_be_tried_is_right():
     for changed in ({"ping_pong": False}, {"producer_warps": 4}):
         out = torch.full_like(call.q, torch.nan)
         tried = replace(config, pipeline=replace(config.pipeline, **changed))
-        ops.bind_config(tried, *call.tensors, out=out, **call.keywords)()
+        bind_config(tried, *call.tensors, out=out, **call.keywords)()
         assert_close(call, out)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.configured import bind_config
 from cute_kernels import decode_attention
-from cute_kernels.attention import few_queries, ops
+from cute_kernels.attention import few_queries
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.compile import AttentionSpec
@@ -108,7 +109,7 @@ def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:
     fp64; returns the output."""
     out = torch.full_like(call.q, torch.nan)
     given = call.keywords | options | {"out": out, "return_lse": True}
-    run = ops.bind_config(config_of(call, tile_rows), *call.tensors, **given)
+    run = bind_config(config_of(call, tile_rows), *call.tensors, **given)
     _, lse = run()
     assert_close(call, out, lse)
     again = out.clone()
@@ -273,7 +274,7 @@ def test_growing_scores_raise_the_reference():
 def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(name):
     """A work tile's queries have a power of 2 in common."""
     call = variant(name)
-    run = ops.bind_config(config_of(call), *call.tensors, **call.keywords, out=(out := torch.empty_like(call.q)))
+    run = bind_config(config_of(call), *call.tensors, **call.keywords, out=(out := torch.empty_like(call.q)))
     run()
     want = out.clone()
     call.q[3, 2, 17], call.q[40, 5, 100] = torch.inf, -torch.inf

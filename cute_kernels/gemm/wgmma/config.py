@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import gcd
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
@@ -329,9 +329,6 @@ class WgmmaConfig(Generic[M]):
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         return self.mainloop.kernel_name(self) + symbol_of(self.store.activation)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

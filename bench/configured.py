@@ -1,0 +1,75 @@
+"""Attention with a configuration of the caller's choice, and the one that a plain call would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.call import make_call, make_extend_call
+from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
+from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS
+from cute_kernels.attention.plan import check_alignment, make_plan, problem_of
+from cute_kernels.formats.kv import format_of, format_pair
+from cute_kernels.runtime.operator import on_device_of
+
+
+def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | tuple[str, str]) -> DecodeSchedule:
+    """Returns the configuration and splits of a plain call with these tensors; V is as K."""
+    seq_lens = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
+    scales = _scales_for(kv_format, k_cache)
+    return make_schedule(problem_of(make_call(q, k_cache, k_cache, seq_lens, kv_format=kv_format, **scales)))
+
+
+def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[str, Any]:
+    """Returns scales of the shapes that the formats want, where only shapes matter."""
+    wanted = {"tensor": (), "head": (cache.shape[2],), "channel": (cache.shape[2], cache.shape[3])}
+    granularities = [format_of(name).given_scale for name in format_pair(kv_format)]
+    return {
+        name: torch.ones(wanted[granularity], dtype=torch.float32, device=cache.device)
+        for name, granularity in zip(("k_scale", "v_scale"), granularities, strict=True)
+        if granularity is not None
+    }
+
+
+def bind_config(
+    config: DecodeConfig | ExtendConfig,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    num_splits: int | None = None,
+    kv_format: str | tuple[str, str] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Callable[[], Any]:
+    """Returns what launches a given configuration, planned once: repeating it costs the launch alone.
+
+    The splits are those that the schedule chooses for these tensors unless given. ``kv_format``: where it is not what
+    the configuration says (formats that share a kernel). A launch of decode attention returns ``out``, one of extend
+    attention (out, lse or None).
+    """
+    formats = kv_format or (config.k_format, config.v_format)
+    complete: dict[str, Any] | None
+    if cu_seqlens_q is None:
+        complete = {**NO_OPTIONS, **options} if options else None
+        call = make_call(q, k_cache, v_cache, seq_lens, kv_format=formats, out=out, **options)
+    else:
+        complete = {**NO_EXTEND_OPTIONS, **options}
+        more = {"kv_format": formats, "num_splits": num_splits, "out": out, **complete}
+        call = make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, **more)
+        check_alignment(call)
+    plan = make_plan(call, config, num_splits)
+    given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
+
+    def run() -> Any:
+        result = on_device_of(plan, *given)
+        return out if cu_seqlens_q is None else result
+
+    return run
