@@ -64,6 +64,10 @@ class Batch:
         self.shared: SeqId | None = None
         self._one_token_each = True
 
+    def is_of(self, pages: PageTable) -> bool:
+        """Whether the sequences are those of a page table."""
+        return self._pages is pages
+
     @property
     def block_table(self) -> torch.Tensor:
         """int32 [size, max_pages]; -1 where a sequence has no page."""

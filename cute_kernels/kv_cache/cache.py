@@ -580,6 +580,8 @@ class KVCache:
         self._check_layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch: got {type(batch).__name__}, want a Batch, as from make_batch")
+        if not batch.is_of(self._pages):
+            raise ValueError("batch: got one of another KVCache, want one of this cache's make_batch")
         if batch.version != self._pages.version:
             raise ValueError(
                 "batch: got one whose sequences have changed since its last update, want batch.update(...)"

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.checks import check_readable
-from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair, formats_of_layer
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, check_layers, format_of, format_pair, formats_of_layer
 from cute_kernels.formats.kv.transforms import CacheTransform
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
@@ -58,6 +58,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
     """`formats_for` each layer; keys in blocks are all layers' or none's."""
+    check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
     in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
     if in_blocks is not None and any(keys != in_blocks for keys, _ in found):

@@ -165,3 +165,16 @@ def test_a_paged_cache_of_several_formats_is_each_layers_own(tmp_path):
         KVCache(2, 8, 32, 2, 64, kv_format={0: ("int4_channel32", "int4_g2"), -1: "int4_g4"}, max_seqs=2)
     with pytest.raises(ValueError, match="got none for layer 1"):
         KVCache(2, 8, 16, 2, 64, kv_format={0: "int4_g4"})
+
+
+@pytest.mark.parametrize("layer", ["0", -2, 2, True, 0.5, None])
+def test_a_format_for_a_layer_that_there_is_not_is_refused(layer):
+    """It would be passed over, and the layer that was meant have the others' format."""
+    formats, message = {layer: "bf16", -1: "int4"}, f"kv_format: got a format for layer {layer!r}, want"
+    with pytest.raises(ValueError, match=f"{message} 0 to 1, or -1: all others"):
+        KVCache(2, 4, 16, 2, 64, kv_format=formats)
+    with pytest.raises(ValueError, match=message):
+        ck.accelerate(DECODERS["llama"].build(torch.bfloat16), kv_format=formats)
+    if layer != 2:  # whether a model has it, its first pass shows
+        with pytest.raises(ValueError, match=f"{message} a layer's number, or -1"):
+            ck.DecodeCache(formats)

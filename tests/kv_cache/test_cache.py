@@ -351,6 +351,22 @@ def test_a_stale_batch_and_a_missing_layer_are_refused():
         wrong.attend(0, "b", q)
 
 
+def test_a_batch_of_another_cache_is_refused_though_its_sequences_are_alike():
+    """A draft model's cache and the target's grow in step, but a sequence has other pages in each."""
+    target, draft = make_cache(), make_cache()
+    for cache in (target, draft):
+        cache.allocate("a", 1)
+    batch = target.make_batch(1).update(["a"])
+    calls = (
+        lambda: draft.append(0, batch, tokens(1), tokens(1)),
+        lambda: draft.attend(0, batch, tokens(1, heads=4)[None]),
+        lambda: draft.append_and_attend(0, batch, *(tokens(1, heads=heads)[None] for heads in (4, 2, 2))),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="batch: got one of another KVCache, want one of this cache's make_batch"):
+            call()
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

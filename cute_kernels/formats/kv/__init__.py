@@ -19,7 +19,7 @@ from cute_kernels.formats.kv.base import (
     KvFormat,
     load_code,
 )
-from cute_kernels.formats.kv.by_layer import LayerFormats, formats_of_layer, told_formats
+from cute_kernels.formats.kv.by_layer import LayerFormats, check_layers, formats_of_layer, told_formats
 from cute_kernels.formats.kv.channel_blocks import CHANNEL_BLOCKS, WAITING
 from cute_kernels.formats.kv.registry import (
     ALIASES,
@@ -48,6 +48,7 @@ __all__ = [
     "ExtendReader",
     "KvFormat",
     "LayerFormats",
+    "check_layers",
     "code_of",
     "format_of",
     "format_pair",

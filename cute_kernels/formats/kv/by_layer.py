@@ -83,6 +83,14 @@ def told_formats(kv_format: T) -> T | LayerFormats:
     return kv_format
 
 
+def check_layers(kv_format: object, num_layers: int | None = None) -> None:
+    """Raises ValueError for a mapping with a key that is no layer of a model, where its number of layers is known."""
+    for layer in kv_format if isinstance(kv_format, Mapping) else ():
+        if type(layer) is not int or layer < -1 or (num_layers is not None and layer >= num_layers):
+            wanted = "a layer's number" if num_layers is None else f"0 to {num_layers - 1}"
+            raise ValueError(f"kv_format: got a format for layer {layer!r}, want {wanted}, or -1: all others")
+
+
 def formats_of_layer(kv_format: object, layer: int) -> tuple[KvFormatName, KvFormatName]:
     """K's and V's of a layer, of a name, a pair, or a mapping by the layer's number (-1: all others).
 

@@ -134,7 +134,8 @@ class Import(CuteKernelsConfig):
                 file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files
             }
             state = {key: _part(handles[entry.file], entry) for key in dense for entry in (self.entries[key],)}
-            model, info = model_class.from_pretrained(None, state_dict=state, output_loading_info=True, **options)
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check` names them
+            model, info = model_class.from_pretrained(None, state_dict=state, **options)
         self._check(info)
         record_layers(model)
         return model
@@ -150,8 +151,8 @@ class Import(CuteKernelsConfig):
             if left := sorted(key for key in info[kind] if kind == "missing_keys" or not unused(key)):
                 raise ValueError(f"{left[0]}: got {found}, {wanted}; {len(left)} in all")
         if info["mismatched_keys"]:
-            key = sorted(map(str, info["mismatched_keys"]))[0]
-            raise ValueError(f"{key}: got a tensor of another shape than the model's")
+            key, found, wanted = sorted(info["mismatched_keys"])[0]
+            raise ValueError(f"{key}: got shape {list(found)}, want {list(wanted)}, that of the model")
 
 
 def _part(handle: safe_open, entry: Entry) -> object:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
-from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, format_of, format_pair, told_formats
+from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, check_layers, format_of, format_pair, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
@@ -375,6 +375,7 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
     for head_dim in _head_dims(config) - {*HEAD_DIMS}:
         wanted = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
+    check_layers(kv_format, config.num_hidden_layers)
     for layer in range(config.num_hidden_layers):
         formats_of_layer(kv_format, layer)
 

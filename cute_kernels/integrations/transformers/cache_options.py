@@ -57,6 +57,7 @@ def check_formats(kv_format: object, scales: Scales | None, transforms: object =
         if transforms is not None:
             raise ValueError(f"kv_transform: got one for {kv_format!r}, a cache of latents, want None")
         return
+    kv.check_layers(kv_format)
     for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
         for name in format_pair(one):
             form = format_of(name)

@@ -284,6 +284,13 @@ def test_an_auto_class_finds_the_model(tmp_path):
         load_model(path / "packed", model_class=tf.AutoTokenizer)
 
 
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    path = packed(tmp_path, llama(), "up_proj") / "packed" / "model.safetensors"
+    save_file(load_file(path) | {"model.norm.weight": torch.ones(9)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^model.norm.weight: got shape \[9\], want \[\d+\], that of the model$"):
+        load_model(path.parent)
+
+
 @pytest.mark.parametrize("picks", ["up_proj", "up_proj lm_head"])
 def test_a_model_without_a_head_passes_over_the_heads_tensors(tmp_path, picks):
     path = packed(tmp_path, llama(), picks)
