@@ -1,4 +1,4 @@
-"""What the kernels are launched with: declared here, and nowhere else listed.
+"""The arguments that the kernels are launched with; they are listed nowhere else.
 
 Decode attention (`decode_arguments`): q [batch, q_len, num_q_heads, head_dim], the first two strides free; out [batch,
 q_len, num_q_heads, v_head_dim]; caches [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if

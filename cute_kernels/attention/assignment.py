@@ -1,11 +1,11 @@
-"""Which tokens a CTA takes, decided on the device from the lengths: no host synchronisation, one graph for all of them.
+"""Decides which tokens a CTA takes, on the device from the lengths: no host synchronisation, one graph for all lengths.
 
-A *row* is a request (and the heads of a CTA); a *unit* is one part of a row's tiles, what a CTA works on at a time. If
-the lengths are alike, every row has as many parts as the launch has CTAs for it, and a CTA takes exactly the part and
-row that it is: so it may ask for its first tile before it knows any length. If they are not, all rows are cut into
-parts of about equal size, numbered row by row, and CTA i takes unit i: one request of 100,000 tokens among a thousand
+A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles: what a CTA works on at a time. If
+the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row of
+its own number, so it may load its first tile before it knows any length. If lengths differ, all rows are cut into parts
+of about equal size, numbered row by row, and CTA i takes unit i. So one request of 100,000 tokens among a thousand
 short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may have more;
-what is left over has nothing to do.
+CTAs that are left over have nothing to do.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
@@ -25,10 +25,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 class Requests:
     """What a launch knows of its requests; run-time values.
 
-    address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
-    request's end are seen by its queries (:meth:`.terms.ScoreTerms.reach`); None for all of them. parts: CTAs of
-    a row. more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares:
-    parts of about equal size that all requests together are cut into where lengths differ.
+    address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
+    request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None for all. parts: CTAs of a row.
+    more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: the parts
+    of about equal size that all requests together are cut into where lengths differ.
     """
 
     address: Int64
@@ -56,17 +56,17 @@ class Unit:
 
 
 class Assigner:
-    """Computes units; every warp does so for itself, so that none waits for another."""
+    """Computes units; every warp does so for itself, so that no warp waits for another."""
 
     def __init__(self, tile_tokens: int):
         self.tile_tokens = tile_tokens
 
     def fetch_length(self, requests, row):
-        """Starts loading a request's length; what comes may be any number."""
+        """Starts loading a request's length; any number may be loaded."""
         return ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
 
     def limit_length(self, requests, length):
-        """Tokens of a request that there is a cache for, if it says that it has ``length``."""
+        """Limits a length that was loaded to the tokens that there is a cache for."""
         return cutlass.min(cutlass.max(length, 0), requests.max_seq_len)
 
     def length_of(self, requests, row):
@@ -88,14 +88,14 @@ class Assigner:
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
     def fetch_first_length(self, requests, lane: Int32):
-        """Starts loading the first of the lengths that a lane looks at; its neighbours come with it into the caches."""
+        """Starts loading the first of the lengths that a lane reads; the load brings its neighbours into the caches."""
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit
     def tiles_per_part(self, requests, first_length, lane: Int32):
         """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is.
 
-        first_length: as :meth:`fetch_first_length` gives it.
+        first_length: as :meth:`fetch_first_length` returns it.
         """
         result = Int32(0)
         if requests.more_rows > 0:
@@ -118,7 +118,7 @@ class Assigner:
 
     @cute.jit
     def cut(self, requests, total: Int32, lane: Int32):
-        """How many tiles the parts have at most where the lengths differ, so that there is a CTA for each."""
+        """The most tiles of a part where the lengths differ, such that there is a CTA for each part."""
         ctas = (requests.batch + requests.more_rows) * requests.parts
         # A row may have a part more than divides it.
         units = cutlass.min(requests.shares, ctas - requests.batch)
@@ -142,7 +142,7 @@ class Assigner:
         return result
 
     def grid_unit(self, requests, row, part, length) -> Unit:
-        """The unit of a CTA where rows are cut as the grid is; there is nothing to do if part >= num_parts."""
+        """The unit of a CTA where rows are cut as the grid is; it is empty if part >= num_parts."""
         num_parts = cutlass.min(self.tiles_of(requests, length), requests.parts)
         return Unit(row, part, num_parts, row * requests.parts, length, self.first_tile(requests, length))
 
@@ -172,7 +172,7 @@ class Assigner:
 
     @cute.jit
     def parts_of(self, requests, row: Int32, tiles_per_part: Int32):
-        """Parts of a row where the lengths differ, 0 for a row that there is not."""
+        """Parts of a row where the lengths differ; 0 for a row that does not exist."""
         parts = Int32(0)
         if row < requests.batch:
             tiles = self.tiles_of(requests, self.length_of(requests, row))

@@ -11,12 +11,12 @@ ROWS_WRITTEN = 10
 
 
 def announce_ready(config: DecodeConfig) -> None:
-    """A producer warp says that the ring's barriers are initialised; it does not wait."""
+    """A producer warp arrives: the ring's barriers are initialised. It does not wait."""
     cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
 def await_ready(config: DecodeConfig) -> None:
-    """A consumer warp waits for all producer warps to have said so."""
+    """A consumer warp waits until all producer warps have arrived."""
     cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
@@ -30,12 +30,12 @@ def sync_consumers(config: DecodeConfig) -> None:
 
 
 def announce_rows(config: DecodeConfig) -> None:
-    """A consumer warp says that it has written what it had to write of the newest token's rows; it does not wait."""
+    """A consumer warp arrives: it has written its part of the newest token's rows. It does not wait."""
     cute.arch.barrier_arrive(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 
 def await_rows(config: DecodeConfig) -> None:
-    """A producer warp waits for all consumer warps to have said so."""
+    """A producer warp waits until all consumer warps have arrived."""
     cute.arch.barrier(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 

@@ -1,4 +1,4 @@
-"""A call of attention as one object: checked, and every option in the form that kernels and reference take."""
+"""A call of attention as one object: checked, with every option in the form that kernels and reference take."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class AttentionCall:
 
     @property
     def ragged(self) -> bool:
-        """Whether it is one of extend attention."""
+        """Whether it is a call of extend attention."""
         return self.cu_seqlens_q is not None
 
     @property
     def q_len(self) -> int:
-        """Counts the queries of every request; 1 where requests differ."""
+        """The queries of every request; 1 where requests differ."""
         return 1 if self.ragged else self.q.shape[1]
 
     @property
@@ -148,7 +148,7 @@ class AttentionCall:
 
     @property
     def features(self) -> Features:
-        """What decides the compiled variant besides shapes and formats."""
+        """The features that, with shapes and formats, decide the compiled variant."""
         return Features(
             queries=self.q_len > 1,
             causal=self.causal and (self.tree_mask is None if self.ragged else self.q_len > 1),
@@ -168,7 +168,7 @@ class AttentionCall:
         )
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
-        """(queries, the call of one request alone) of every request that has queries; waits for the device."""
+        """(queries, the call of one request alone) for every request that has queries; waits for the device."""
         assert self.cu_seqlens_q is not None
         ends = self.cu_seqlens_q.tolist()
         for request in range(self.batch):
@@ -270,7 +270,7 @@ def make_call(
     block_counts: torch.Tensor | None = None,
     block_tokens: int | None = None,
 ) -> AttentionCall:
-    """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
+    """Checks everything that can be checked without waiting for a device; arguments as `decode_attention` has them.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -437,7 +437,8 @@ def make_extend_call(
 
 
 def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """bool [queries, tokens]: what int32 words [queries, words] say of new tokens; below 0 stand older ones, seen."""
+    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. Tokens below 0 are older ones,
+    which are seen."""
     last = words.shape[1] * 32 - 1
     at = tokens.clamp(0, max(last, 0))
     bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))

@@ -1,4 +1,4 @@
-"""The configurations that a schedule chooses from: what registers, shared memory and copies leave room for.
+"""The configurations that a schedule chooses from: those for which registers, shared memory and copies suffice.
 
 Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
 """
@@ -70,7 +70,7 @@ def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """How rows with headers come to a CTA of so many KV heads, where one has room for ``most``; 0: by words."""
+    """How rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or not problem.heads_touch or problem.appends:
@@ -83,12 +83,12 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """(KV heads of a CTA that takes rows with headers, how they come), the most heads first; 0: one, whose rows are
-    copied by words.
+    """(KV heads of a CTA that takes rows with headers, how they are loaded), the most heads first; 0: one, whose rows
+    are copied by words.
 
-    Fewer than fit a CTA are fewer parts of a row for as many CTAs, and come by tensor maps, or by a copy a token. That
-    is worth considering of INT4 with more queries than one block, where parts are large and each CTA has much to
-    multiply; and of one block of few requests, whose time is their beginnings and parts.
+    Fewer heads than fit a CTA make fewer parts of a row for as many CTAs, and are loaded by tensor maps, or by a copy a
+    token. That is worth considering in two cases. One is INT4 with more queries than one block, where parts are large
+    and each CTA has much to multiply. The other is one block of few requests, whose time is their beginnings and parts.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
@@ -113,7 +113,7 @@ def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
 
 
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
-    """``config`` with as many producer warps as its tiles' copies want and its registers allow.
+    """The configuration with as many producer warps as its tiles' copies need and its registers allow.
 
     An SM's four partitions take warps in turn: those that fill them up evenly cost no registers. ``borrows``: whether
     four producer warps lend theirs to eight consumers.
@@ -129,7 +129,7 @@ def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
-    """``config`` with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
+    """The configuration with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
     if config.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
     while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
@@ -138,7 +138,8 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
 
 
 def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
-    """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
+    """(warps that take different queries of a KV head, blocks of 8 queries for each of them); more queries take more
+    CTAs."""
     per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
         per_warp = MAX_BLOCKS_PER_WARP
@@ -146,13 +147,13 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Groups of columns of a row, as far as they take registers. Keys in blocks scale queries, which takes as many as
-    four: with two blocks of queries no two CTAs of an SM have them, and with four not one."""
+    """Groups of columns of a row that take registers. Keys in blocks scale queries, which takes as many as four. With
+    two blocks of queries no two CTAs of an SM have so many registers, and with four not even one."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
 def _fits_four_blocks(problem: AttentionProblem) -> bool:
-    """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
+    """Whether a warp can carry four blocks of queries, so that each row is decoded once instead of twice.
 
     Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
     depend on the query no further than by what it sees. Nothing is decoded of 16-bit caches.
@@ -166,9 +167,9 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Whether eight warps want more registers than 168: with four blocks of queries each, or two of INT4 with groups.
+    """Whether eight warps need more registers than 168: with four blocks of queries each, or two of INT4 with groups.
 
-    Two blocks with four groups take 218, and no two CTAs of an SM have them. What is spilled finds no room in the L1
+    Two blocks with four groups take 218 registers, and no two CTAs of an SM have them. Spills find no room in the L1
     cache beside the ring: every such load goes to the L2 cache.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
@@ -178,7 +179,7 @@ def _borrows_registers(problem: AttentionProblem) -> bool:
 
 
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
-    """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
+    """The KV heads of a CTA for which a token's rows can be copied in bulk, 0 if there is no such number."""
     most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
@@ -205,7 +206,7 @@ def _base_config(
     contiguous: bool,
     row_copy: str,
 ) -> DecodeConfig:
-    """The fields that follow from the problem; one warp to a tile."""
+    """The fields that follow from the problem, with one warp to a tile."""
     dims = (problem.head_dim, problem.v_head_dim)
     k, v = (
         CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
@@ -311,5 +312,5 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def costs_of(forms: Iterable[KvFormat]) -> set[str]:
-    """What K and V cost: keys of ``SM_RATE_ADVANTAGE``."""
+    """The costs of K and V: keys of ``SM_RATE_ADVANTAGE``."""
     return {form.decode.cost for form in forms if form.decode is not None}

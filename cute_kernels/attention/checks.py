@@ -1,7 +1,7 @@
-"""What the arguments of decode attention may look like; errors name the argument, what came and what is wanted.
+"""Checks of the arguments of decode attention; errors name the argument, what came and what is wanted.
 
-Each function looks at one argument. Nothing here waits for a GPU. :func:`cute_kernels.attention.call.make_call` puts
-them together; :func:`cute_kernels.attention.call.check_device_values` is what waits.
+Each function checks one argument. Nothing here waits for a GPU. :func:`cute_kernels.attention.call.make_call` combines
+them; :func:`cute_kernels.attention.call.check_device_values` waits.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """K's and V's format; ValueError lists the known names."""
+    """K's and V's format; ValueError for an unknown name lists the known ones."""
     k_name, v_name = format_pair(kv_format)
     return format_of(k_name), format_of(v_name)
 
 
 def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises TypeError or ValueError unless q can be attended with over caches of these formats."""
+    """Raises TypeError or ValueError unless attention over caches of these formats can take q."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
     check_dtype("q", q, *Q_DTYPES)
@@ -73,7 +73,8 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless the heads of a position lie together, wherever that is. what: q's other dimensions."""
+    """Raises ValueError unless the heads of a position lie together, wherever the position lies. what: q's other
+    dimensions."""
     if q.is_contiguous() or not q.numel():
         return
     *others, head, column = strides_of(q)
@@ -90,7 +91,7 @@ def check_layout(cache_layout: object) -> None:
 
 
 def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
-    """Raises TypeError or ValueError unless a cache has four dimensions, strides to go by and a dtype of its format."""
+    """Raises TypeError or ValueError unless a cache has four dimensions, strides, and a dtype of its format."""
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
     check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
@@ -139,7 +140,7 @@ def head_dim_of_row(form: KvFormat, row: int) -> int:
 
 
 def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
-    """The head_dim of V, which the size of its rows says; ValueError if none has such rows."""
+    """The head_dim of V, which follows from the size of its rows; ValueError if none has such rows."""
     row = v_cache.shape[3]
     for head_dim in HEAD_DIMS:
         if form.row_elements(head_dim) == row:
@@ -207,7 +208,7 @@ def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, pag
 def check_given_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int] | None:
-    """Strides of a scale beside the cache from head to head and from column to column, None without one.
+    """The strides of a scale beside the cache from head to head and from column to column, None without a scale.
 
     Raises TypeError or ValueError unless the scale is what the format wants: fp32 [] or [1] ("tensor"), [num_kv_heads]
     or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
@@ -262,7 +263,8 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
-    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its place and
+    strides are not checked."""
     check_result(out, q, [*q.shape[:3], v_head_dim], ": q's, with the head_dim of V")
 
 

@@ -1,8 +1,8 @@
-"""Attention over chosen blocks: what the calls check, and the tables that the kernels find a KV head's tokens by.
+"""Attention over chosen blocks: the checks of the calls, and the tables by which the kernels find a KV head's tokens.
 
-The kernels read chosen blocks as if they were all there is: each KV head of a request has a row of pages and a length
-of its own (`Features.by_head`), made here from its list by PyTorch's operations, without a wait. So the blocks of a
-list have to ascend: only the request's last one may hold fewer tokens, and a query's own tokens come last.
+The kernels read chosen blocks as if there were no others. Each KV head of a request has a row of pages and a length of
+its own (`Features.by_head`). PyTorch's operations make both from its list, without a wait. So the blocks of a list have
+to ascend: only the request's last one may hold fewer tokens, and a query's own tokens come last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ChosenBlocks:
         return self.list, self.counts, self.tokens
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
-        """bool [batch, num_kv_heads, tokens]: which keys at positions ``keys_at`` [tokens] lie in a chosen block."""
+        """bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a chosen
+        block."""
         known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
         chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
         return chosen.any(dim=2)
@@ -158,7 +159,7 @@ def check_values(call: AttentionCall) -> None:
 
 
 def as_paged(call: AttentionCall) -> AttentionCall:
-    """The call over pages that each KV head has of its own, as kernels see it; its table is there for its shape."""
+    """The call over pages that each KV head has of its own, as kernels see it; of its table only the shape counts."""
     assert call.blocks is not None
     page_size = call.page_size if call.block_table is not None else call.blocks.tokens
     entries = call.blocks.list.shape[2] * (call.blocks.tokens // page_size)
@@ -183,7 +184,7 @@ def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def planned(call: AttentionCall, plan: Plan) -> Plan:
-    """The plan of a call with chosen blocks; ``plan``: of `as_paged`."""
+    """The plan of a call with chosen blocks. ``plan``: the plan of `as_paged`."""
     assert call.blocks is not None
     tokens, paged = call.blocks.tokens, call.block_table is not None
     page_size = call.page_size if paged else tokens

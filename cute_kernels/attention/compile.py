@@ -55,8 +55,8 @@ class AttentionSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: configurations of common head layouts; of extend
-    attention causal calls over pages. Others compile on demand."""
+    """The specs that bundles hold and CI compiles: configurations of common head layouts, and of causal extend
+    attention over pages. Others compile on demand."""
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
@@ -107,7 +107,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 
 
 def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """What stands for the tensors of a launch, by name; a compiled function takes only what fits them.
+    """Fake tensors for a launch, by name; a compiled function takes only tensors that fit them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
     """
@@ -238,7 +238,7 @@ def _element_type(name: str) -> Any:
 
 
 def _dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
-    """A fake tensor without gaps, aligned to 16 bytes, of 32 bits to these."""
+    """A fake tensor without gaps, aligned to 16 bytes, with strides of 32 bits."""
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     align = align or (4 if dtype.width == 32 else 16)

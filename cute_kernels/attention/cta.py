@@ -1,4 +1,4 @@
-"""Where a CTA and its warps stand: sizes of the launch, heads and queries, the unit at hand. Run-time values."""
+"""The position of a CTA and its warps: sizes of the launch, heads and queries, the current unit. Run-time values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 an
 
 @dataclass(frozen=True)
 class Tail:
-    """Addresses of the keys that wait for their block to be full, and of which slot is a request's."""
+    """Addresses of the keys whose block is not full yet, and of each request's slot among them."""
 
     rows: Int64
     slots: Int64
@@ -50,7 +50,7 @@ class FeatureValues:
 
 @dataclass(frozen=True)
 class Results:
-    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
+    """Where a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
 
     shifts: address of the queries' shifts and the softmax's scale; out_factor: that of the output's factors; None where
     there is no such feature.
@@ -84,7 +84,8 @@ class GivenScales:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """q in global memory: its address, and bytes from one request, and from one query position, to the next.
+    """The rows of q in global memory: the address, and bytes from one request, and from one query position, to the
+    next.
 
     The rows of a position's heads touch; the rest may be part of something larger, such as a fused projection.
     """
@@ -95,7 +96,7 @@ class QueryRows:
 
     @staticmethod
     def of(q) -> QueryRows:
-        """``q``: tensor [batch, q_len, num_q_heads, head_dim] of 16 bits."""
+        """Describes ``q``, a tensor [batch, q_len, num_q_heads, head_dim] of 16 bits."""
         return QueryRows(q.iterator.toint(), Int64(q.stride[0]) * 2, Int64(q.stride[1]) * 2)
 
     def address(self, config: DecodeConfig, request, query, head):
@@ -133,7 +134,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
+    """Sizes of a launch; run-time integers. ``x_reciprocal``: the factor that replaces division by x."""
 
     batch: Int32
     q_len: Int32

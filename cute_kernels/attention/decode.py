@@ -109,7 +109,7 @@ def decode_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
+    """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
 
     Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
     and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), or softmax_scale *
@@ -234,7 +234,7 @@ def decode_attention_splits(
     num_splits: int,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`decode_attention` with fixed splits, and what each split contributes.
+    """Computes :func:`decode_attention` with fixed splits, and also returns what each split contributes.
 
     Args:
         q: [batch, 1, num_q_heads, head_dim]: one query a request.

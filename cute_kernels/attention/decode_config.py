@@ -35,7 +35,7 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant: a composition of policies, see :mod:`cute_kernels.attention.policies`.
 
-    Producer warps keep the pipeline's ring of tiles of K and V full, which all consumer warps read.
+    Producer warps keep the pipeline's ring of tiles of K and V full; all consumer warps read it.
 
     Attributes:
         k, v: how tiles of the two caches are brought, and what they are.
@@ -168,8 +168,8 @@ class DecodeConfig:
     def filling_warps(self) -> int:
         """Producer warps that copy.
 
-        Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
-        and take one phase of a barrier for another.
+        Each copies a part of every whole tile. A warp without a part would not be waited for, fall behind by a round of
+        the ring, and take one phase of a barrier for another.
         """
         return min(self.producer_warps, most_filling_warps(self))
 
@@ -177,18 +177,18 @@ class DecodeConfig:
     def lends_registers(self) -> bool:
         """Whether the producer warps, a warpgroup of their own, leave registers to both consumer warpgroups.
 
-        Not those that copy words: their loops need more than they would keep.
+        Producers that copy words do not: their loops need more than they would keep.
         """
         return (self.num_warps, self.producer_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def awaits_length(self) -> bool:
-        """Whether the first tile follows from the request's length: a window's."""
+        """Whether the first tile depends on the request's length, as a window's does."""
         return self.features.window and not self.early_tiles and not self.after_append
 
     @property
     def asks_queries_late(self) -> bool:
-        """Whether queries are asked for behind the length; else together with it."""
+        """Whether queries are loaded after the length; else together with it."""
         return self.after_append or self.awaits_length
 
     @property
@@ -208,7 +208,7 @@ class DecodeConfig:
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory beside the ring: queries."""
+        """Shared memory of the queries."""
         return self.mainloop.query_bytes(self.k)
 
     @property
@@ -241,7 +241,7 @@ class DecodeConfig:
 
     @property
     def token_bits(self) -> tuple[int, ...]:
-        """Which token of a block stands in which MMA row, see :mod:`layouts.kv.tile`."""
+        """Which token of a block is in which MMA row, see :mod:`layouts.kv.tile`."""
         return tiles_of(self)[0].token_bits
 
     @property
@@ -273,9 +273,9 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring, and then of the merge: so much that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Shared memory of the ring, and then of the merge, so large that no more than ``ctas_per_sm`` CTAs fit an SM.
 
-        With more of them the SMs would have unequal shares.
+        With more CTAs the SMs would have unequal shares.
         """
         too_little = self.limits.sm_shared_bytes // (self.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
         return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
@@ -286,7 +286,7 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        """A C identifier that tells configurations apart; what is alike for K and V is said once."""
+        """A C identifier that tells configurations apart; what K and V have in common is in it once."""
         formats, copies = joined(self.k.format, self.v.format), joined(*self.copies)
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         work = f"{self.mainloop.name}_{self.pipeline.name}"

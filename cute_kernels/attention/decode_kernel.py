@@ -71,8 +71,8 @@ from cute_kernels.formats.scores import tensors_in
 class DecodeKernel:
     """One compiled variant of decode attention; :class:`DecodeConfig` says which.
 
-    rows: what rotates the queries and writes the newest token's rows of K and V, in a kernel that does so itself (see
-        :class:`cute_kernels.kv_cache.step_rows.NewRows`); None where they are there, or another launch makes them.
+    rows: in a kernel that appends for itself, the object that rotates the queries and writes the newest token's rows of
+    K and V (see :class:`cute_kernels.kv_cache.step_rows.NewRows`); else None.
     """
 
     def __init__(self, config: DecodeConfig, rows: Any = None):
@@ -144,7 +144,7 @@ class DecodeKernel:
         )
 
     def feature_values(self, given) -> FeatureValues:
-        """The values of features; 0 for those that the launch has no arguments of."""
+        """The values of features; 0 for those that the launch has no arguments for."""
         config = self.config
         if not config.has_features:
             strides = Int64(0), Int64(0), Int64(0), Int64(0)
@@ -219,7 +219,7 @@ class DecodeKernel:
 
     @cute.jit
     def run(self, cta, place, requests, q, row, part):
-        """Asks for all that a CTA can ask for before it knows what its unit is, then finds that out."""
+        """Starts all loads that a CTA can start before it knows its unit, then finds the unit."""
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
@@ -253,7 +253,8 @@ class DecodeKernel:
 
     @cute.jit
     def process_expected(self, cta, work, q, query, early, pages, expected):
-        """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
+        """Processes a unit, which is ``expected`` if its first tile is the early one. Otherwise the early tile, if
+        there is one, goes by unread."""
         state, issued = cta.pipeline.consumer_state(), Int32(0)
         expected = expected & (work.first_tile == 0)
         if const_expr(self.config.early_tiles > 0):
@@ -276,7 +277,7 @@ class DecodeKernel:
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, state: PipelineState):
-        """Attention of one unit; ``query`` is None where nobody has asked for queries yet."""
+        """Attends to one unit; ``query`` is None where no queries have been loaded yet."""
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
             k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
@@ -290,7 +291,7 @@ class DecodeKernel:
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
-        """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
+        """Processes the CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
         lane, part = cta.lane, unit.part
         tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
@@ -312,7 +313,7 @@ class DecodeKernel:
 
     @cute.jit
     def query_of(self, cta, place, q, asked, row, unit_row):
-        """The queries of the unit's row; ``asked`` are those of the CTA's own ``row``."""
+        """The queries of the unit's row; ``asked`` are those loaded for the CTA's own ``row``."""
         words = _leaves(asked.words)
         registers = cute.make_rmem_tensor(len(words), Uint32)
         if cta.warp < self.config.num_warps:
@@ -341,7 +342,7 @@ class DecodeKernel:
         )
 
     def query_addresses(self, place, roles, q, request, lane):
-        """Address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
+        """The address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
 
         Lanes past the last query take that one: their results are never stored.
         """
@@ -357,7 +358,7 @@ class DecodeKernel:
 
     @cute.jit
     def pass_over(self, pipeline, warp, lane):
-        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
+        """Lets the early tile go by unread. The CTA may not exit, or reuse its stage, before the tile has arrived."""
         if warp < self.config.num_warps:
             first = PipelineState(0, 0)
             pipeline.consumer_wait(first)
@@ -372,7 +373,7 @@ def _leaves(words):
 
 
 def _like(words, registers, first: int = 0):
-    """Nested lists as ``words`` that hold ``registers`` in order."""
+    """Nested lists shaped like ``words`` that hold ``registers`` in order."""
     if not isinstance(words, list):
         return registers[first]
     result = []

@@ -1,8 +1,8 @@
-"""Which configuration serves a call, and into how many splits and clusters its rows are cut. Plain Python, no GPU.
+"""Chooses the configuration of a call, and the splits and clusters that its rows are cut into. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus
-what the schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up
-these terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once. So its time is what those bytes take at the memory's rate, plus
+what the schedule adds: SMs with smaller shares than others, and the merge of the splits. The model below adds up these
+terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
 
 
 def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
-    """What each of some (configuration, splits) is expected to take; comparable with each other alone.
+    """The expected cost of each of some (configuration, splits); comparable with each other alone.
 
-    Microseconds where it is known what lengths there may be. A block table as wide as an engine's longest request says
-    nothing: what is best for 128k tokens takes up to 1.3 times as long as need be for 8k. There it is the weighted
-    mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
+    Costs are microseconds where the possible lengths are known. A block table as wide as an engine's longest request
+    says nothing of them: what is best for 128k tokens takes up to 1.3 times the best time for 8k. Costs are then the
+    weighted mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
     """
     by_heads = len({config.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
@@ -115,7 +115,7 @@ def head_blocks(problem: AttentionProblem, config: DecodeConfig) -> int:
 
 
 def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
-    """Numbers of splits worth considering: none for what is made for many short rows."""
+    """Numbers of splits worth considering; none for configurations that are made for many short rows."""
     if _is_for_short_rows(config):
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
@@ -128,9 +128,10 @@ def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks:
     """(rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of :class:`DecodeSchedule`).
 
     Where the ``places`` that SMs have for CTAs of a head block leave room for two parts of each request, lengths that
-    differ are cut for one wave of CTAs. Else each request may have one part more than divides it: as many more CTAs as
-    let all requests be cut into shares of what the SMs hold. These wait for places, so SMs end at different times; and
-    where lengths turn out to be alike they have nothing to do, but come and go: few where that would be felt.
+    differ are cut for one wave of CTAs. Otherwise each request may have one part more than divides it. There are then
+    as many more CTAs as let all requests be cut into shares of what the SMs hold. These CTAs wait for places, so SMs
+    end at different times. Where lengths turn out to be alike they start only to exit, so there are few of them where
+    that would be felt.
     """
     batch = problem.batch
     if batch * FEW_ROWS <= places:
@@ -147,8 +148,8 @@ def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks:
 def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
     """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens.
 
-    by_heads: whether it is compared with configurations of other numbers of KV heads: then what several queries and
-    copies of single tokens cost counts, too.
+    by_heads: whether it is compared with configurations of other numbers of KV heads. Then the costs of several queries
+    and of copies of single tokens count, too.
     """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
@@ -183,7 +184,7 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
-    """What partial results of further queries take, written and read; `COMBINE_PER_SPLIT_US` has those of one."""
+    """The time of partial results of further queries, written and read; `COMBINE_PER_SPLIT_US` has those of one."""
     if num_splits == 1:
         return 0.0
     rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads
@@ -191,7 +192,8 @@ def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_split
 
 
 def _is_for_short_rows(config: DecodeConfig) -> bool:
-    """Whether it is four CTAs to an SM with tiles of one block a warp, where INT4 has room for two."""
+    """Whether the configuration is for short rows: four CTAs to an SM with tiles of one block a warp, where INT4 has
+    room for two."""
     return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and costs_of(config.formats) == {"int4"}
 
 

@@ -1,4 +1,4 @@
-"""What only the device's numbers say of a call: lengths, pages, slots, and where requests begin."""
+"""Checks of values that only the device knows: lengths, pages, slots, and where requests begin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.attention.chosen_blocks import check_values
 def check_device_values(call: AttentionCall) -> None:
     """Raises ValueError naming the request (and the position) of the first length or page that cannot be right.
 
-    Looks at lengths and at the pages that hold a token which some query sees, so it waits for the device.
+    Reads lengths, and the pages that hold a token which some query sees, so it waits for the device.
     """
     if call.ragged:
         _check_requests(call)
@@ -53,8 +53,8 @@ def check_device_values(call: AttentionCall) -> None:
 def _check_requests(call: AttentionCall) -> None:
     """Raises ValueError naming the request (and the position) of the first number that cannot be right.
 
-    Looks at where requests begin, at lengths, and at the pages that hold a token which some query sees, so it waits for
-    the device.
+    Reads where requests begin, lengths, and the pages that hold a token which some query sees, so it waits for the
+    device.
     """
     assert call.cu_seqlens_q is not None
     ends, total = call.cu_seqlens_q.tolist(), call.q.shape[0]

@@ -28,7 +28,7 @@ __all__ = ["extend_attention", "pack_tree_mask"]
 
 
 class ExtendOptions(AppendedOptions, BlockOptions, total=False):
-    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+    """Options of extend attention with defaults; :func:`extend_attention` says what each means."""
 
     new_k: torch.Tensor | None
     new_v: torch.Tensor | None
@@ -110,7 +110,7 @@ def extend_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q K^T * softmax_scale) V for any number of new tokens of each request, over its cached tokens.
+    """Computes softmax(q K^T * softmax_scale) V for any number of new tokens of each request, over its cached tokens.
 
     Query i of request b's q_len stands at position p = seq_lens[b] - q_len + i: the queries are the request's last
     tokens, and their K and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k),

@@ -1,4 +1,4 @@
-"""What the arguments of extend attention may look like beyond those of every call (:mod:`.checks`)."""
+"""Checks of the arguments of extend attention beyond those of every call (:mod:`.checks`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles,
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """K's and V's format; ValueError for one that extend attention does not read lists those that it does."""
+    """K's and V's format; ValueError for a format that extend attention does not read lists those that it reads."""
     forms = checks.check_formats(kv_format)
     for name, form in zip(checks.CACHES, forms, strict=True):
         if cannot_read(form) is not None:
@@ -39,7 +39,7 @@ def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
 
 
 def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises ValueError where a cache is to be unpacked and cannot be."""
+    """Raises ValueError where the call asks for unpacking and the cache cannot be unpacked."""
     reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
     if forms[0].is_coded != forms[1].is_coded:
         reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
@@ -48,7 +48,7 @@ def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
-    """Raises TypeError or ValueError where products are to be of 8 bits and cannot be."""
+    """Raises TypeError or ValueError where the call asks for FP8 products and cannot have them."""
     if type(asked_for) is not bool:
         raise TypeError(f"fp8_products: got {asked_for!r}, want True or False")
     if not asked_for:
@@ -89,7 +89,7 @@ def check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -
 def check_new(
     new_k: torch.Tensor | None, new_v: torch.Tensor | None, q: torch.Tensor, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """K and V of the queries' own tokens, checked; None without."""
+    """The checked K and V of the queries' own tokens; None without."""
     if new_k is None and new_v is None:
         return None
     if new_k is None or new_v is None:
@@ -105,12 +105,13 @@ def check_new(
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its place and
+    strides are not checked."""
     checks.check_result(out, q, shape_of(q), ", that of q")
 
 
 def check_query(q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless q is what the kernels take."""
+    """Raises TypeError or ValueError unless the kernels can take q."""
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
     check_dtype("q", q, *checks.Q_DTYPES)
@@ -122,7 +123,7 @@ def check_query(q: torch.Tensor) -> None:
 
 
 def row_stride(q: torch.Tensor) -> int | None:
-    """Elements from a query to the next one; None where queries lie side by side, or there is one of any stride."""
+    """Elements from a query to the next one; None where queries are contiguous, or there is only one."""
     if q.dim() != 3:
         return None  # which checks refuse
     stride = q.stride(0)
@@ -132,7 +133,7 @@ def row_stride(q: torch.Tensor) -> int | None:
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError unless tensor maps can bring K or V of tokens beside a cache, [tokens, num_kv_heads, head_dim]:
+    """Raises ValueError unless tensor maps can load K or V of tokens outside a cache, [tokens, num_kv_heads, head_dim]:
     contiguous rows on multiples of 16 bytes."""
     if rows.is_contiguous() or not rows.numel():
         return

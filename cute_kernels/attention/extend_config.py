@@ -59,8 +59,8 @@ class ExtendConfig(ReadsCache):
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values: one or two of them by tensor maps where these come in 16 bits, all of them by decoding rows where
-    they are codes; half of them the one and the other half the other where K and V differ in that.
+    keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
+    row, by all producer warps. Where K and V differ in that, half of the warps do the one and half the other.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. Of unpacked keys: what they
@@ -109,7 +109,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile: two of key rows, a warpgroup's each, whose tiles have half as many tokens."""
+        """KV heads of a work tile. It has two with key rows, one for each warpgroup; tiles then have half as many
+        tokens."""
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
@@ -122,7 +123,7 @@ class ExtendConfig(ReadsCache):
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
-        """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
+        """(bytes in shared memory of a row's codes, bytes of its header if that lies elsewhere)."""
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         if form.header_bytes == 4 and self.paired:
@@ -168,7 +169,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def fp8(self) -> Fp8Products | None:
-        """How products of 8 bits are made; None for those of 16."""
+        """The policy of FP8 products; None for products of 16 bits."""
         return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
 
     @property
@@ -178,12 +179,12 @@ class ExtendConfig(ReadsCache):
 
     @property
     def mixed(self) -> bool:
-        """Whether K or V is of 16 bits, and the other one of codes."""
+        """Whether one of K and V has 16 bits and the other one codes."""
         return self.coded and not all(form.is_coded for form in self.formats)
 
     @property
     def decodes(self) -> bool:
-        """Whether producers decode rows, of K or of V; else both come in 16 bits."""
+        """Whether producers decode rows of K or of V; else both are loaded in 16 bits."""
         return self.coded and not self.unpacked
 
     @property
@@ -211,14 +212,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def cache_types(self) -> tuple[str | None, str | None]:
-        """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
+        """ "bf16", "fp16" or "e4m3" of K and V as the kernel is given them; None for rows with codes."""
         k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
         return k, v
 
     @property
     def operand_types(self) -> tuple[str, str]:
-        """ "bf16", "fp16" or "e4m3": of K's and V's operands, and so of queries and of probabilities. Codes, as the
-        numbers that they stand for, are exact in fp16."""
+        """ "bf16", "fp16" or "e4m3" of K's and V's operands, and so of queries and of probabilities. Codes are exact as
+        numbers in fp16."""
         if self.fp8 is not None:
             return "e4m3", "e4m3"
         k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
@@ -258,20 +259,20 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_fillers(self) -> tuple[int, int]:
-        """Warps that say of a tile of K, and of V, that it is there. K's say with it what V's tile is to be multiplied
-        with."""
+        """Warps that arrive on the full barrier of a tile of K, and of V. K's warps also publish the factor of V's
+        tile."""
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
     @property
     def converts_queries(self) -> bool:
-        """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
+        """Whether queries are converted to fp16 or E4M3, each row with a power of 2 of its own."""
         return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
 
     @property
     def converts_by_piece(self) -> bool:
-        """Whether a lane converts 16 bytes of a query at a time, and not half of one. Half of one in registers is
-        faster, and spills others in FP8 products and beside registered options."""
+        """Whether a lane converts 16 bytes of a query at a time, instead of half a query. Half a query in registers is
+        faster, but spills other values in FP8 products and with registered options."""
         return self.channel_scales[0] or self.fp8 is not None or bool(self.features.terms)
 
     @property
@@ -281,13 +282,13 @@ class ExtendConfig(ReadsCache):
 
     @property
     def scale_runs(self) -> int:
-        """Parts of a tile that have powers of 2 of their own: what a producer warp decodes, or all that is
+        """Parts of a tile that have powers of 2 of their own: what one producer warp decodes, or the whole tile if
         unpacked."""
         return self.tile_warps if self.decodes and any(self.tile_scales) else 1
 
     @property
     def units(self) -> tuple[float, float]:
-        """What K's and V's tiles are to be multiplied with to be numbers."""
+        """The factors by which K's and V's tiles are multiplied to be numbers."""
         k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
         return k_unit, v_unit
 
@@ -318,7 +319,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ones_rows(self) -> int:
-        """Rows behind a tile of V's transpose, whose products are sums of probabilities."""
+        """Rows of ones behind a tile of V's transpose; their products are sums of probabilities."""
         return 0 if self.fp8 is None else 8
 
     @property
@@ -440,7 +441,7 @@ class ExtendConfig(ReadsCache):
         return self._problem_of_maps() if self.mapped else None
 
     def _problem_of_maps(self) -> str | None:
-        """Why tensor maps cannot bring rows with what is in front of them, or None."""
+        """Why tensor maps cannot load rows with their headers, or None."""
         for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
             if apart:
                 return f"mapped rows of {form.name}, whose headers lie apart"
@@ -454,7 +455,7 @@ MAX_SPLITS = 32  # a lane of the combining warp for each
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled variant of the kernel that puts splits together: dtype of the output ("bf16", "fp16"), head_dim."""
+    """One compiled variant of the kernel that combines splits: dtype of the output ("bf16", "fp16"), head_dim."""
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_combine"
     use: ClassVar[Use] = "extend"

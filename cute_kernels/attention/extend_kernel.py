@@ -131,7 +131,8 @@ class ExtendKernel:
 
     @cute.jit
     def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
-        """All work tiles of the CTA; the first producer warp finds them and tells the others."""
+        """Fills the tiles of all work tiles of the CTA. The first producer warp finds the work tiles and publishes
+        them."""
         if const_expr(self.config.key_rows is not None):
             self.producer.prefetch_maps(source)
         state, slot = memory.pipelines[0].producer_state(), memory.work.consumer_state()
@@ -156,7 +157,7 @@ class ExtendKernel:
 
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
-        """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
+        """Publishes the work tile ``tile`` to the CTA, or the next drawn one that exists. Returns its number."""
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -183,7 +184,7 @@ class ExtendKernel:
 
 
 def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
-    """Shared memory, what fills it and what multiplies."""
+    """The shared memory, the producer and the consumer of a configuration."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
     producer = RowProducer(config) if config.decodes else TmaTileProducer(config)

@@ -50,7 +50,7 @@ KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
 def cannot_unpack(form: KvFormat) -> str | None:
-    """Why nothing makes rows of 16 bits of a format that the kernel reads, or None."""
+    """Why no kernel makes 16-bit rows of a format that extend attention reads, or None."""
     if not form.is_coded:
         return f"{form.name} rows are of 16 bits"
     if has_token_scale(form) and form.num_groups > 1:
@@ -113,7 +113,7 @@ class ReadsCache:
 
     @property
     def columns(self) -> int:
-        """Counts columns of operands in shared memory: head_dim and zeros."""
+        """Columns of operands in shared memory: head_dim and zeros."""
         return columns_of(self.head_dim)
 
     @property
@@ -141,7 +141,7 @@ def columns_of(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class ProducerPipeline:
-    """How tiles come and how consumers take turns.
+    """How tiles are loaded and how consumers take turns.
 
     Attributes:
         tile_tokens: keys and values of a tile.
@@ -177,15 +177,15 @@ TOKEN_BY_TOKEN = CachedKeys()
 
 @dataclass(frozen=True)
 class RaggedKeys:
-    """K and V are those of all requests one after the other, as the queries are; of 16 bits."""
+    """K and V of all requests lie one after the other in 16 bits, as the queries do."""
 
 
 @dataclass(frozen=True)
 class Fp8Products:
     """How E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
 
-    behind: whether the values of a block are multiplied behind the next one's softmax, in accumulators beside its
-    scores and the sums; else before its scores, whose registers they have.
+    behind: whether the values of a block are multiplied during the next one's softmax, in accumulators of their own.
+    Otherwise they are multiplied before its scores, in the same registers.
     """
 
     behind: bool
@@ -268,7 +268,8 @@ Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 @dataclass(frozen=True)
 class Queries:
-    """How queries lie: a query's heads together; strided: queries apart, as parts of a fused projection's rows do."""
+    """How queries lie in memory: a query's heads together. strided: with gaps between queries, as in a fused
+    projection's rows."""
 
     strided: bool = False
 
@@ -302,7 +303,7 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """What warps of a warpgroup tell each other: a number of each warp and one of all, for each query."""
+        """Bytes that the warps of a warpgroup exchange: a number of each warp and one of all, for each query."""
         return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Which configuration serves a call. Plain Python, no GPU."""
+"""Chooses the configuration of a call. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:
-    """The configuration that serves a problem."""
+    """The configuration of a problem."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
@@ -68,7 +68,8 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
 
 
 def choose_newer(config: ExtendConfig) -> ExtendConfig:
-    """What serves the queries' own tokens in 16 bits, and merges with what ``config`` makes of those in the cache."""
+    """The configuration for the queries' own tokens in 16 bits, which merges its result with that of ``config`` over
+    the cache."""
     return ExtendConfig(
         k_format=config.q_dtype,
         v_format=config.q_dtype,
@@ -84,16 +85,16 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
 
 
 def heads_of_tile(num_kv_heads: int) -> int:
-    """KV heads of a work tile of key rows: two, where there are any two."""
+    """KV heads of a work tile of key rows: two, where they can be paired."""
     return 2 - num_kv_heads % 2
 
 
 def key_rows_of(
     config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
 ) -> ExtendConfig | None:
-    """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie.
-    tile_heads: of `heads_of_tile`."""
+    """The configuration with keys as rows of MMAs, and so many queries as columns, for launches of ``config``; None
+    where there is none. mapped: whether tensor maps can load rows with their headers. tile_heads: of
+    `heads_of_tile`."""
     tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
     least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
@@ -109,7 +110,7 @@ def key_rows_of(
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped,
+    """Configurations of key rows for launches of ``config`` with few queries a request, for the fewest first. mapped,
     tile_heads: as :func:`key_rows_of`."""
     configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
@@ -138,7 +139,7 @@ def decodes_with_key_rows(
 
 
 def _is_exact(form: KvFormat) -> bool:
-    """Whether operands are what codes stand for, unrounded: scales meet scores and probabilities."""
+    """Whether operands are the codes, unrounded, and scales are applied to scores and probabilities."""
     if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
         return False
     return form.extend.scales in ("outside", "row")
@@ -150,8 +151,8 @@ def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """What serves the calls that ``config`` serves by two launches: one makes rows of 16 bits of the cache, the other
-    attends to them."""
+    """The two configurations that do the calls of ``config`` in two launches: one makes 16-bit rows of the cache, the
+    other attends to them."""
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
@@ -198,10 +199,10 @@ def _unpacked_as(form: KvFormat) -> str:
 
 
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
-    """How many queries a launch of ``batch`` requests must have for unpacking to pay; None if it never does.
+    """The number of queries from which on a launch of ``batch`` requests gains by unpacking; None if it never does.
 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
-    each query that sees it saves what reading it again costs.
+    each query that sees it saves the time of reading it again.
     """
     if config.why_as_it_lies is not None:
         return None
@@ -213,9 +214,10 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 
 
 def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
-    """How many SMs decoding gets beside a prefill, of 16-bit caches; None where both are better one after the other.
+    """The number of SMs for decoding concurrently with a prefill, of 16-bit caches; None where both are faster one
+    after the other.
 
-    A few SMs stream at full rate, and products want all of them. Codes want all for either: decoding them is work.
+    A few SMs stream at full rate, and MMAs need all SMs. Codes need all SMs for either, since decoding them is work.
     """
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 
@@ -229,7 +231,7 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
 
 
 def room_of(max_seq_len: int, head_dim: int) -> int:
-    """Tokens of unpacked keys that a request of at most so many has: whole tiles."""
+    """Tokens of unpacked keys that a request has room for, in whole tiles."""
     tokens = TILE_TOKENS[columns_of(head_dim)]
     return -(-max_seq_len // tokens) * tokens
 
@@ -252,10 +254,10 @@ def choose_splits(
     tile_rows: int = TILE_ROWS,
     tile_heads: int = 1,
 ) -> int:
-    """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
+    """The number of parts that each work tile's keys are cut into, such that the busiest CTA has least work.
 
-    How long requests are is known on the device alone: queries count as if requests had equally many of them, and keys
-    as if all were max_seq_len long.
+    Lengths are known on the device alone. Queries count as if all requests had equally many, and keys as if all had
+    max_seq_len.
     """
     if not (total_q and batch):
         return 1

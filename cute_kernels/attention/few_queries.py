@@ -1,7 +1,7 @@
-"""Decode attention's calls of several queries a request over codes, where all of them at once are faster.
+"""Serves decode attention's calls of several queries a request over codes by key rows, where that is faster.
 
-Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` does it once for up to
-72.
+Decode attention's own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` does it
+once for up to 72.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from cute_kernels.runtime.operator import Plan
 
 
 def may_load(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether a kernel that a call can do without is there, or may be compiled."""
+    """Whether a kernel that a call can do without is compiled, or may be compiled now."""
     return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
 
 
 def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device], bool] = may_load) -> Plan | None:
-    """The plan of a call of decode attention that is served so; None for others.
+    """The plan of a call of decode attention that is served by key rows; None for others.
 
-    Not with fixed splits, which say in what order its own kernel adds up; nor while a graph is captured, whose memory
-    is no place for what a plan keeps.
+    Fixed splits are excluded, since they set the order in which decode's own kernel adds. Graph captures are excluded,
+    since their memory must not hold what a plan keeps.
     """
     if call.num_splits is not None or call.head_dim != call.v.head_dim or not call.k.form.is_coded:
         return None
@@ -75,7 +75,7 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
 
 
 def _extended(call: AttentionCall, copies_q: bool) -> tuple[AttentionCall, ExtendConfig | None]:
-    """The call as one of extend attention, and the kernel that serves it, if that is the faster way."""
+    """The call as one of extend attention, and its kernel, if that is faster."""
     q = call.q.contiguous() if copies_q else call.q
     checked = replace(call, q=q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
     config = decodes_with_key_rows(
@@ -98,5 +98,5 @@ def _evenly(q: torch.Tensor) -> bool:
 @per_gpu
 @lru_cache(maxsize=256)
 def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Where the queries of equal requests begin and end. A copy that is waited for: another stream may launch next."""
+    """Where the queries of equal requests begin and end. The copy is waited for, as another stream may launch next."""
     return (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len).to(device)

@@ -1,7 +1,7 @@
-"""Launches of attention: what of them stays the same from call to call, and what each call gives them.
+"""Launches of attention: the part that stays the same from call to call, and the arguments of each call.
 
-Decode attention is one launch. Of extend attention's calls the cache is read as it lies; or unpacked first, for many
-queries; or its keys are rows of products, for few.
+Decode attention is one launch. Extend attention has three algorithms: the cache is read as it lies; it is unpacked
+first, for many queries; or its keys are rows of MMAs, for few.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def address_of(tensor: torch.Tensor | None) -> int:
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """Decode attention: everything about a launch that does not change between calls of the same shapes, dtypes, device
-    and options.
+    """A launch of decode attention: all that does not change between calls of the same shapes, dtypes, device and
+    options.
 
     Attributes:
         send: the compiled kernel, with what stays the same; it takes the other arguments
@@ -124,7 +124,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 
 class Keys(NamedTuple):
-    """What attention over a cache is called with.
+    """The arguments of attention over a cache.
 
     Caches: in the dtypes that the kernels take. lengths: what :mod:`.arguments` has as seq_lens. out, lse: filled, the
     latter if given. softmax_scale: None for the plan's. options: complete ones; a block table is contiguous.
@@ -145,7 +145,7 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtendLaunch:
-    """One launch of attention, and where its keys are cut the one that puts the parts together.
+    """One launch of attention and, where its keys are cut, the launch that combines the parts.
 
     Attributes:
         send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
@@ -244,7 +244,7 @@ class UnpackedLaunch:
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """Returns how many tokens a request has at most."""
+        """The most tokens that a request has."""
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 
@@ -344,7 +344,7 @@ class ExtendLaunches:
         return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
     def call(self, keys: Keys) -> None:
-        """Attention over the cache, of which ``keys`` have the caches in their own dtypes, and any block table."""
+        """Attends over the cache. ``keys`` have the caches in their own dtypes, and any block table."""
         options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}

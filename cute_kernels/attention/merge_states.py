@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.states_kernel`.
+"""Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.states_kernel`.
 
 With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse): exact,
 so a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
@@ -35,7 +35,7 @@ MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
 def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each: exact.
+    """Merges attention over two disjoint sets of keys into attention over their union, exactly.
 
     Args:
         out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim], of one
@@ -61,7 +61,7 @@ def merge_states(
 def merge_over_ranks(
     out: torch.Tensor, lse: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the keys of all ranks, each of which has attended to its own: context parallelism.
+    """Merges attention over the keys of all ranks, each of which has attended to its own: context parallelism.
 
     Args:
         out, lse: this rank's, as `merge_states` takes them, of one shape on all ranks. A rank whose part has no keys
@@ -123,7 +123,7 @@ def _key(out_a, lse_a, out_b, lse_b) -> tuple[Any, ...]:
 def _checked(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first state, once all that can be said of a call is said."""
+    """The first state, after all checks of a call."""
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_aligned(name, tensor, VECTOR_BYTES)
@@ -131,7 +131,7 @@ def _checked(
 
 
 def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
-    """A kernel of a dtype and a number of dimensions, for all shapes; None for a call without elements."""
+    """The plan of a kernel for a dtype and a number of dimensions, for all shapes; None for a call without elements."""
     out, _ = state
     if not out.numel():
         return None
@@ -151,7 +151,7 @@ def _empty_of(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, t
 
 
 def _always(out_a, lse_a, out_b, lse_b) -> bool:
-    """True: a key would have to hold all that is said of four tensors, which takes as long as to check it."""
+    """Always True: a key with all that matters of four tensors would take as long to make as checking them."""
     return True
 
 

@@ -1,8 +1,8 @@
-"""Batches of requests that decode and requests that prefill: two kernels side by side, each what its rows want.
+"""Batches in which some requests decode and others prefill: two kernels run concurrently, each with its own requests.
 
-One query a request is a matter of bandwidth, hundreds are one of products: over 16-bit caches the two kernels leave
-each other what they want, if both have SMs to run on. So a prefill begins on all SMs but some, and decoding has these.
-Over codes both want all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
+One query a request is limited by bandwidth, hundreds are limited by MMAs. Over 16-bit caches the two kernels leave each
+other what they need, if both have SMs to run on. So a prefill begins on all SMs but some, and decoding has these. Over
+codes both need all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def mixed_attention(
     sm_margin: int | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`extend_attention` of a batch whose first requests have one query each, which `decode_attention` serves.
+    """Computes :func:`extend_attention` of a batch whose first requests have one query each; `decode_attention` serves
+    those.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
@@ -183,9 +184,9 @@ def _margin_of(
     options: dict[str, Any],
     of_extend: dict[str, Any],
 ) -> int | None:
-    """SMs for decoding; None for one kernel after the other, whose calls say what of the arguments does not fit.
+    """SMs for decoding; None for one kernel after the other. The calls themselves refuse arguments that do not fit.
 
-    All requests count as long as they may be.
+    All requests count as the longest possible.
     """
     forms = [format_of(name) for name in format_pair(kv_format)]
     if k_cache.dim() != 4 or any(form.is_coded for form in forms):
@@ -204,7 +205,7 @@ def _margin_of(
 
 
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
-    """Raises ValueError for what keeps a batch from being cut in two; both calls check the rest."""
+    """Raises ValueError for what keeps a batch from being divided in two; both calls check the rest."""
     check_query(q)
     check_shape("seq_lens", seq_lens, "batch")
     batch, queries = seq_lens.shape[0], q.shape[0]
@@ -231,7 +232,8 @@ def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, An
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
-    """The result of ``first``, and ``beside`` on a stream of its own, begun and waited for by the current one."""
+    """Runs ``first``, and ``beside`` on a stream of its own that the current stream starts and waits for. Returns the
+    result of ``first``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:

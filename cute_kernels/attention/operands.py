@@ -1,4 +1,4 @@
-"""The caches of a call and what lies beside them: K and V as kernels and reference take them."""
+"""The caches of a call with their scales and tails: K and V as kernels and reference take them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CacheOperand:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Keys of a format in blocks that are beside the cache: those of each request's block that is not full.
+    """The keys of each request's block that is not full, for a format in blocks; they are kept beside the cache.
 
     rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, by position modulo 64. slots: int32 [batch].
     """
@@ -98,7 +98,7 @@ def check_caches(
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """What the two caches have in common; their rows are not looked at yet."""
+    """Checks what the two caches must have in common, but not their rows."""
     batch, num_q_heads = q.shape[0], q.shape[2]
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"

@@ -1,6 +1,6 @@
-"""Calling the kernels: plan and launch in eager mode, the reference on a CPU, registered operators under torch.compile.
+"""Calls the kernels: plan and launch in eager mode, the reference on a CPU, registered operators under torch.compile.
 
-Both calls of attention go one way: extend attention's has ``cu_seqlens_q``, decode attention's has none.
+Both calls of attention share this path: extend attention's has ``cu_seqlens_q``, decode attention's has none.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ def _key(
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
     cu_seqlens_q=None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What decides a plan. K's cache has V's blocks where the compiled function looks, and its row is that of q's
-    head_dim, so the key leaves its shape out; not the dtypes of the caches, for signed bytes pass as unsigned ones, nor
-    their strides, for which the plan has chosen how to copy. It has the strides of several queries, by which kernels of
-    few queries are told apart, not whether ``out`` is contiguous: compiled functions compare the strides of rows and
-    their elements alone."""
+    """What decides a plan. It leaves out what the compiled function compares: K's cache has V's blocks, its row follows
+    from q's head_dim, and rows and elements have their strides. It leaves out the caches' dtypes, for signed bytes pass
+    as unsigned ones, and their strides, for which the plan has chosen copies. It has the strides of several queries, by
+    which kernels of few queries are told apart."""
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
     if cu_seqlens_q is not None:
@@ -82,9 +81,9 @@ def _key(
 
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
-    """The same of extend attention. Not how many queries there are, nor how long requests are at most: both change from
-    step to step, but for whether there are any, and whether a call may be refused for its number of queries: such a
-    call has no plan."""
+    """What decides a plan of extend attention. The number of queries and the longest length change from step to step
+    and are left out. Two facts about them count: whether there are queries, and whether a call may be refused for their
+    number, in which case it has no plan."""
     if options["max_seq_len"] is not None:
         check_optional_count("max_seq_len", options["max_seq_len"])
     odd = q.shape[0] * q.shape[1] > MAX_ROWS
@@ -108,7 +107,7 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
 
 
 def _key_of(name: str, value: object) -> Any:
-    """What of an option decides a plan; not how many queries there are, which q's rows say."""
+    """The part of an option that decides a plan; the number of queries is left out, since q's rows have it."""
     if value is None:
         return None
     if name == "score_options":
@@ -121,7 +120,7 @@ def _key_of(name: str, value: object) -> Any:
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
-    """What of the caches' strides decides a plan; None where there are no gaps."""
+    """The part of the caches' strides that decides a plan; None where there are no gaps."""
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
     return None if dense else (k_cache.stride(), v_cache.stride())
 
@@ -167,7 +166,8 @@ def _checked(
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
     cu_seqlens_q=None,
 ) -> AttentionCall:  # fmt: skip
-    """Everything that can be said of a call without waiting for the device, and in debug mode lengths and pages."""
+    """Makes all checks of a call that need not wait for the device; in debug mode lengths and pages are checked as
+    well."""
     call = _call_of(q, k_cache, v_cache, seq_lens, kv_format, None, num_splits, out, options, cu_seqlens_q)
     check_alignment(call)
     if arguments.DEBUG:
@@ -185,7 +185,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result for an empty batch, no queries or an empty cache, which no kernel is launched for."""
+    """The result for an empty batch, no queries or an empty cache, for which no kernel is launched."""
     lse = torch.full(call.out_shape[:-1], float("-inf"), dtype=torch.float32, device=call.q.device)
     result = call.q.new_zeros(call.out_shape)
     return result if call.out is None else written(call.out, result, call.cu_seqlens_q), lse
@@ -196,7 +196,7 @@ launch = launcher(_key, _checked, _plan_of, without_tokens)
 
 
 def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
-    """Writes the result for the requests' queries into ``out``, whose other rows stay as they are; no wait."""
+    """Writes the result for the requests' queries into ``out``, whose other rows stay as they are; does not wait."""
     if cu_seqlens_q is None:
         return out.copy_(result)
     own = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
@@ -279,7 +279,7 @@ def dispatch(
     options: Mapping[str, Any] | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Attention through its registered operator: (out, lse, asked for or not)."""
+    """Calls the registered operator: (out, lse, asked for or not)."""
     operator, ends = (_decode, ()) if cu_seqlens_q is None else (_extend, (cu_seqlens_q,))
     given = flattened(options or {}) | {"softmax_scale": softmax_scale, "num_splits": num_splits}
     result, lse = operator(q, k_cache, v_cache, seq_lens, *ends, *format_pair(kv_format), **given)
@@ -311,7 +311,7 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """The operator of one of the calls; more: tensors that it wants beyond both calls', ``of_it``: options."""
+    """The operator of one of the calls. more: tensors that it takes beyond both calls'. ``of_it``: options."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",

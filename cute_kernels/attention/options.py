@@ -45,7 +45,7 @@ NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What both calls have; :func:`cute_kernels.attention.decode_attention` says what each means."""
+    """Options that both calls have; :func:`cute_kernels.attention.decode_attention` says what each means."""
 
     block_table: torch.Tensor | None
     cache_layout: CacheLayout
@@ -67,13 +67,14 @@ class BlockOptions(TypedDict, total=False):
 
 
 class ScoreOptions(AttentionOptions, total=False):
-    """What decode attention has of scores; :func:`cute_kernels.attention.decode_attention` says what each means."""
+    """Options of scores that decode attention has; :func:`cute_kernels.attention.decode_attention` says what each
+    means."""
 
     attn_bias: torch.Tensor | None
 
 
 class CallOptions(ScoreOptions, BlockOptions, total=False):
-    """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
+    """The options of `ScoreOptions`, the shifts of transformed queries, and keys whose block is not full."""
 
     q_shift: torch.Tensor | None
     k_tail: torch.Tensor | None
@@ -82,8 +83,8 @@ class CallOptions(ScoreOptions, BlockOptions, total=False):
 
 
 class AppendedOptions(AttentionOptions, total=False):
-    """What extend attention has but for new tokens; :func:`cute_kernels.attention.extend_attention` says what each
-    means."""
+    """Options of extend attention except those about new tokens; :func:`cute_kernels.attention.extend_attention` says
+    what each means."""
 
     softmax_scale: float | None
     transform: CacheTransform | None
@@ -112,7 +113,7 @@ def options_of(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
 ) -> CallOptions | None:
-    """Complete options of decode attention, or None where all are the defaults, which is what most calls ask for."""
+    """Complete options of decode attention, or None where all have their defaults, as in most calls."""
     plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
     if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
         return None
@@ -134,7 +135,7 @@ def options_of(
 
 
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
-    """Complete options, and ``more``: registered ones, or chosen blocks."""
+    """Complete options with ``more``: registered ones, or chosen blocks."""
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 
@@ -158,6 +159,6 @@ def keys_seen(window: WindowSize | None) -> int | None:
 
 
 def complete_options(options: Mapping[str, Any]) -> CallOptions | None:
-    """Options as an operator's implementation gets them, those that differ from the schema's defaults and maybe others,
-    as the calls take them."""
+    """Options as the calls take them, from those that an operator's implementation gets: the ones that differ from the
+    schema's defaults, and maybe others."""
     return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None

@@ -1,4 +1,5 @@
-"""What of a call stays the same from call to call: kernels, compiled, their numbers, and what decides between them."""
+"""The part of a call that stays the same from call to call: compiled kernels, their numbers, and what decides between
+them."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile of extend attention fit 32 bi
 def make_plan(
     call: AttentionCall, config: DecodeConfig | ExtendConfig | None = None, num_splits: int | None = None
 ) -> Plan:
-    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose. What it
-    launches is its only product."""
+    """The plan of a checked call. ``config`` and ``num_splits`` replace what the schedule would choose, and only that
+    configuration is launched."""
     if call.ragged:
         assert not isinstance(config, DecodeConfig)
         extend = extend_launches(call, config)
@@ -62,7 +63,7 @@ def make_plan(
 
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
-    """What the schedule needs to know of a call."""
+    """The problem of a call, as the schedule takes it."""
     rows, features = [operand for operand in (call.k, call.v) if operand.form.has_header], call.features
     return AttentionProblem(
         batch=call.batch,
@@ -88,7 +89,7 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
 
 
 def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
-    """Address and strides that copies of raw rows begin and end at sums of, their bits joined."""
+    """The address and strides whose sums are where copies of raw rows begin and end, or-ed together."""
     bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
@@ -125,7 +126,7 @@ def decode_launch(
 def decode_launch_of(
     call: AttentionCall, problem: AttentionProblem, schedule: DecodeSchedule, send: Callable[..., Any]
 ) -> DecodeLaunch:
-    """The launch of a checked call with a schedule; ``send``: the compiled kernel, with what stays the same."""
+    """The launch of a checked call with a schedule; ``send``: the compiled kernel, bound to what stays the same."""
     return DecodeLaunch(
         send=send,
         schedule=schedule,
@@ -142,14 +143,14 @@ def decode_launch_of(
 
 
 def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
-    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    """The compiled kernel, bound to the arguments that follow from the plan alone."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
     return decode_arguments(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """(arguments that only what decides a plan decides, places of those that are found in the options of a call)."""
+    """(arguments that follow from the plan alone, places of those that are looked up in the options of a call)."""
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
@@ -266,7 +267,7 @@ def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
-    """How many queries a call must have for its cache to be unpacked; None if it never is."""
+    """The number of queries from which on a call's cache is unpacked; None if it never is."""
     if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False or call.blocks:
         return None
     if call.unpack is True or call.fp8_products:
@@ -283,8 +284,8 @@ def _table_pages(call: AttentionCall) -> int:
 
 
 def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Keys as rows of products and a request's few queries as columns. Not with fixed splits: a request's bits would
-    depend on how many queries others have."""
+    """The algorithm with keys as rows of MMAs and a request's few queries as columns. Fixed splits exclude it: a
+    request's bits would depend on how many queries others have."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return []
     if not lies_in_pieces(call):
@@ -298,12 +299,12 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
-    """What may serve a call of few queries a request that ``config`` serves, for the fewest first."""
+    """Configurations of key rows for a call of ``config`` with few queries a request, for the fewest first."""
     return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
 
 
 def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """The cache is read once, however many queries there are."""
+    """The algorithm that reads the cache as it lies, once, however many queries there are."""
     if config.key_rows is not None and not lies_in_pieces(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
@@ -330,12 +331,12 @@ ALGORITHMS_OF_A_CONFIG: tuple[AlgorithmsOf, ...] = (_unpacked, _as_it_lies)
 
 
 def lies_in_pieces(call: AttentionCall) -> bool:
-    """Whether key rows can bring a call's caches."""
+    """Whether copies in pieces can load a call's caches as key rows."""
     return all(_lies_in_pieces(operand) for operand in (call.k, call.v))
 
 
 def lies_in_maps(call: AttentionCall) -> bool:
-    """Whether tensor maps can bring a call's rows with what is in front of them."""
+    """Whether tensor maps can load a call's rows with their headers."""
     return all(_lies_in_maps(operand) for operand in (call.k, call.v))
 
 
@@ -385,7 +386,7 @@ def _num_sms(call: AttentionCall) -> int:
 
 
 def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., Any]:
-    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    """The compiled kernel, bound to the arguments that follow from the plan alone."""
     fixed = _scale_strides(call) | {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
     if not config.unpacked:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
@@ -395,7 +396,7 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
-    """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens.
+    """All kernels that calls with ``config`` may launch, except those of new tokens.
 
     splits: whether keys may be cut.
     """
@@ -409,7 +410,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
 
 
 def combine_spec(config: ExtendConfig) -> AttentionSpec:
-    """What puts the splits of a configuration's launches together."""
+    """The spec of the kernel that combines the splits of a configuration's launches."""
     return AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
 
 

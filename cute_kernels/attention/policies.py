@@ -17,7 +17,7 @@ PAGE_TOKENS = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """K or V: what a row is, and how tiles of rows reach shared memory.
+    """K or V: the format of its rows, and how tiles of rows reach shared memory.
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
@@ -36,7 +36,7 @@ class CacheLoad:
         return format_of(self.format)
 
     def problem(self, q_dtype: str) -> str | None:
-        """Why queries of ``q_dtype`` cannot meet it, or None."""
+        """Why it does not go with queries of ``q_dtype``, or None."""
         reason = cannot_read(self.form, self.head_dim)
         if reason is not None:
             return reason
@@ -87,7 +87,7 @@ class WarpMma:
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 
     def query_bytes(self, k: CacheLoad) -> int:
-        """Shared memory beside the ring: queries."""
+        """Shared memory of the queries."""
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
     def problem(self) -> str | None:
@@ -164,5 +164,5 @@ WHOLE_CACHE = TokenRuns()
 
 
 def joined(of_k: str, of_v: str) -> str:
-    """What is alike for K and V, said once."""
+    """Two names joined, what K and V have in common once."""
     return of_k if of_k == of_v else f"{of_k}_{of_v}"

@@ -1,4 +1,4 @@
-"""What a call asks for, as far as its schedule depends on it. Plain Python, no GPU."""
+"""What a call computes, as far as its schedule depends on it. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything about a call that its schedule depends on; lengths are on the device, not known here.
+    """Everything about a call that its schedule depends on; lengths are on the device and not part of it.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
@@ -80,7 +80,7 @@ class AttentionProblem:
         features: Features = PLAIN,
         **others: Any,
     ) -> AttentionProblem:
-        """One of extend attention, whose configuration depends on no sizes but these; 8 query heads on a KV head."""
+        """A problem of extend attention, whose configuration depends on no other sizes; 8 query heads on a KV head."""
         formats, more = (k_format, v_format, q_dtype), {"page_tokens": page_tokens, "features": features, **others}
         return cls(1, 4096, 8, 1, head_dim, head_dim, *formats, **more)
 

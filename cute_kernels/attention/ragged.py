@@ -1,4 +1,4 @@
-"""Attention over ragged K and V of 16 bits, without a cache: those of all requests one after the other."""
+"""Attention over ragged K and V of 16 bits without a cache: those of all requests one after the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ragged_attention(
     softmax_scale: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as :func:`cute_kernels.extend_attention` of the same options has them.
+    """Computes (out, lse) as :func:`cute_kernels.extend_attention` with the same options does.
 
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim]; k, v: [total_k, num_kv_heads, head_dim], alike.
@@ -84,7 +84,7 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """The call as one over a contiguous cache, that of a single request, all of K and V."""
+    """The call as one over a contiguous cache of a single request, which has all of K and V."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")
@@ -112,7 +112,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> At
 
 
 def _reference(call: AttentionCall, cu_seqlens_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request by request, each over its own K and V."""
+    """Computes request by request, each over its own K and V."""
     out = torch.zeros_like(call.q)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
     assert call.cu_seqlens_q is not None

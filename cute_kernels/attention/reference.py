@@ -70,7 +70,7 @@ def decode_attention_reference(
     compute_dtype: torch.dtype = torch.float32,
     **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as the module's text defines it; arguments as :func:`cute_kernels.decode_attention`.
+    """Computes attention as the module's text defines it; arguments as :func:`cute_kernels.decode_attention`.
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
@@ -96,7 +96,7 @@ def extend_attention_reference(
     compute_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as :func:`cute_kernels.extend_attention` defines it, whose arguments these are.
+    """Computes attention as :func:`cute_kernels.extend_attention` defines it, with its arguments.
 
     compute_dtype: float32, or float64 for use as a yardstick.
 

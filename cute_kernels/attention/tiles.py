@@ -1,4 +1,4 @@
-"""How the caches' rows lie in the kernel's shared memory, and which copies can bring them there."""
+"""The layout of the caches' rows in the kernel's shared memory, and which copies can load them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Words that a tensor map may bring beside a token's, which are as many of some heads.
+    """Words that a tensor map may load besides a token's; they are as many words of other heads.
 
-    All of them are whole vectors, and begin on one: up to three words before the heads' own, or two where their words
-    are even. One vector more may spare bank conflicts.
+    The sum is whole vectors, and begins on one: up to three words before the heads' own, or two where their words are
+    even. One vector more may spare bank conflicts.
     """
     before = {0: 0, 2: 2}.get(token_words % MAP_WORDS, MAP_WORDS - 1)
     least = -(-(token_words + before) // MAP_WORDS) * MAP_WORDS - token_words
@@ -33,14 +33,14 @@ def map_paddings(token_words: int) -> tuple[int, ...]:
 
 
 class MappedTile(RowTile):
-    """Raw rows of some of a token's heads as a tensor map brings them, with what lies beside them in the cache."""
+    """Raw rows of some of a token's heads as a tensor map loads them, with their neighbours in the cache."""
 
     def copies(self) -> list[tuple[int, int]]:
         return [(1, padding) for padding in map_paddings(self.token_words)]
 
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
-    """Ways of bringing a tile of the format into shared memory."""
+    """The copies that can load a tile of the format into shared memory."""
     return ROW_COPIES if form.has_header else BARE_COPIES
 
 
@@ -97,7 +97,7 @@ def copies_per_tile(config: DecodeConfig) -> int:
 
 
 def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
-    """Why no tensor map brings so many heads' rows of a token, or None. Tokens' strides are the caller's matter."""
+    """Why no tensor map loads so many heads' rows of a token, or None. Callers check the tokens' strides."""
     words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
     if words + max(map_paddings(words)) > MAX_BOX:
         return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"
@@ -105,7 +105,7 @@ def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
+    """Tokens of a tile that one lane copies in bulk; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
@@ -114,7 +114,7 @@ def lane_tokens(config: DecodeConfig) -> int:
 
 
 def most_filling_warps(config: DecodeConfig) -> int:
-    """Producer warps that all have something to copy in every whole tile."""
+    """The most producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     tma_tiles = [

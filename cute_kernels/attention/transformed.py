@@ -1,10 +1,10 @@
-"""Attention over a transformed cache: what PyTorch's operations do before and after the kernels.
+"""Attention over a transformed cache: the PyTorch operations before and after the kernels.
 
-Of decode attention q becomes q', and its kernel adds what a center has taken off the scores.
+For decode attention q becomes q', and its kernel adds what a center has taken off the scores.
 
-Of extend attention both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become
-k' and v' rounded to their 16 bits. The result is brought back, and what a center has taken off the scores comes back
-where it is seen.
+For extend attention both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact,
+become k' and v' rounded to their 16 bits. The result is transformed back, and what a center has taken off the scores is
+added where it is visible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 
 def checked_transform(transform: object) -> CacheTransform | None:
-    """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
+    """The transform of a call; None for one that changes nothing. Raises TypeError for what is no transform."""
     check_transform("transform", transform)
     checked = cast("CacheTransform", transform)
     return None if checked.kind is None else checked
@@ -61,13 +61,13 @@ def transform_query(
 
 @torch.no_grad()
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The result over V of one over the transformed V, in ``out`` if there is one."""
+    """Transforms a result over the transformed V back, into ``out`` if there is one."""
     restored = transform.restore(result)
     return restored if out is None else out.copy_(restored)
 
 
 class Inputs(NamedTuple):
-    """What the kernels get, and the queries' q . k_center [total_q, num_q_heads]; None where nobody sees it."""
+    """The kernels' inputs, and the queries' q . k_center [total_q, num_q_heads]; None where it is not visible."""
 
     q: torch.Tensor
     new_k: torch.Tensor | None

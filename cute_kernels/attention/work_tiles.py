@@ -1,11 +1,11 @@
-"""What a CTA works on: 128 rows of queries of a request that share a KV head, one work tile after the other.
+"""The work tiles of a CTA: 128 rows of queries of a request that share a KV head, one tile after the other.
 
-A work tile's keys may be cut into splits, each another CTA's (:mod:`.combine.splits` puts their results together).
+A work tile's keys may be cut into splits, each for another CTA (:mod:`.combine.splits` combines their results).
 
-Queries are ragged: how many a request has is known on the device alone. A request b of which `cu` queries lie before it
-has its first work tile in slot ``cu * group / 128 + b``, rounded down: so slots are found by a search over requests,
-without a sum over them, and at most one a request stays empty. A ticket counter gives slots to CTAs as they come, the
-last queries of a request first, which see most keys. Who draws the last ticket makes the counter EMPTY again.
+Queries are ragged: how many a request has is known on the device alone. A request b after `cu` queries of others has
+its first work tile in slot ``cu * group / 128 + b``, rounded down. So slots are found by a search over requests,
+without a sum over them, and at most one slot of a request stays empty. A ticket counter hands out slots to CTAs, the
+last queries of a request first, which see most keys. The CTA that draws the last ticket makes the counter EMPTY again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Work:
 
     @staticmethod
     def of_words(words) -> Work:
-        """Every warp's own numbers, alike in all lanes."""
+        """Every warp's own numbers, the same in all lanes."""
         return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
 
     @property
@@ -91,7 +91,7 @@ class Work:
         return self.part & ((1 << SPLIT_SHIFT) - 1)
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """The same of a head of several, where ``head`` counts tuples of them."""
+        """The work of one head of several, where ``head`` counts tuples of them."""
         if tile_heads == 1:
             return self
         return replace(self, part=self.part + self.head * (tile_heads - 1) + index)
@@ -103,10 +103,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long things are; addresses of int32.
+    """The lengths of a launch; addresses of int32.
 
-    cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, of ragged keys, where each request's begin, [batch + 1]. counter:
-    of work tiles, None where there is none. prefix_only: 1 if a request's last tokens, its queries' own, are left to
+    cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, for ragged keys, where each request's begin, [batch + 1]. counter:
+    of work tiles, None where there is none. prefix_only: 1 if a request's last tokens, the queries' own, are left to
     another launch, else 0.
     """
 
@@ -118,7 +118,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Span:
-    """Which keys a work tile sees; run-time integers.
+    """The keys that a work tile sees; run-time integers.
 
     Attributes:
         first_position, last_position: of its first and last query, negative where there are more queries than keys.
@@ -132,7 +132,8 @@ class Span:
 
 
 def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
-    """(position of a request's first query, end of the tokens that a launch reads) of its length, whatever it says.
+    """(position of a request's first query, end of the tokens that a launch reads) for a loaded length, whatever its
+    value.
 
     prefix_only: 1 if the queries' own tokens are left to another launch, else 0: they need no room in the cache then.
     """
@@ -161,7 +162,7 @@ class Worker:
 
     @cute.jit
     def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
-        """The work tile of a number, as what `Work` has; num_rows is at most first_row where there is none."""
+        """The work tile of a number, as `Work` fields; num_rows is at most first_row where there is none."""
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
         rank, split = shape.splits.divide_int(outer)
@@ -227,7 +228,6 @@ class Worker:
         return (block + 1) * self.tokens > stop
 
     def first_valid(self, shape: ExtendSizes, work: Work):
-        """The first token that some query of the request sees; what lies before, and from kv_stop on, may be
-        anything."""
+        """The first token that some query of the request sees. Rows before it, and from kv_stop on, may be anything."""
         seen = self.terms.reach(shape, 1)
         return Int32(0) if seen is None else cutlass.max(work.before + 1 - seen, 0)

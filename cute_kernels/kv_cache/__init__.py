@@ -82,7 +82,7 @@ def append_kv(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Appends new tokens' K and V to a cache, in one launch (keys in blocks: in two); returns the rotated q, or None
+    """Appends new tokens' K and V to a cache in one launch (two for keys in blocks). Returns the rotated q, or None
     without q.
 
     In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), the transform,
@@ -156,7 +156,7 @@ def quantize_kv(
     transform: CacheTransform | None = None,
     operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
-    """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.formats.kv`.
+    """Converts numbers to cache rows, bit for bit those of :mod:`cute_kernels.formats.kv`.
 
     Args:
         x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192 or 256. Contiguous, or in
@@ -189,7 +189,7 @@ def dequantize_kv(
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cache rows to numbers: computed in fp32 and rounded once to ``dtype``.
+    """Converts cache rows to numbers, computed in fp32 and rounded once to ``dtype``.
 
     Args:
         rows: [..., num_kv_heads, row] in ``kv_format``, contiguous or in blocks as :func:`quantize_kv` takes them.

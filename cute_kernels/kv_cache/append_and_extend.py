@@ -1,7 +1,7 @@
-"""New tokens that attend to a cache while they are written into it.
+"""Attends with new tokens to a cache while they are written into it.
 
-Attention takes them in 16 bits, from the tensors that they come in, and reads the cache for older ones alone; so the
-launch that quantises them has the whole launch of attention to run beside.
+Attention reads the new tokens in 16 bits from the tensors that they come in, and only older ones from the cache. So the
+launch that quantises the new tokens can overlap with all of attention.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def append_and_extend(
     return_lse: bool = False,
     **options: Unpack[AppendedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`extend_attention` with new tokens beside the cache, and :func:`append_kv` of the same, side by side.
+    """Computes :func:`extend_attention` with new tokens outside the cache, and :func:`append_kv` of the same tokens
+    concurrently.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`; seq_lens with the new

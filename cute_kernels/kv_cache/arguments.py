@@ -1,4 +1,4 @@
-"""What appends are launched with: declared here, and nowhere else listed.
+"""The arguments that appends are launched with; they are listed nowhere else.
 
 Tensors: q, k, v, q_out [tokens, heads, head_dim], any token stride; caches [pages, page_size, num_kv_heads, row] with
 any strides but the last, a contiguous cache having a page of max_seq_len tokens for each request; seq_lens int32

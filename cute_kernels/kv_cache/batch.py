@@ -1,4 +1,4 @@
-"""A batch of cached sequences as device tensors that stay where they are."""
+"""A batch of cached sequences as device tensors with fixed addresses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class Batch:
 
     @property
     def tail_slots(self) -> torch.Tensor | None:
-        """int32 [size]: where each sequence's newest keys wait, of caches whose keys are written by blocks; else None.
+        """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written by blocks; else
+        None.
 
         Rows that hold no sequence have a slot of another, which nothing is written to.
         """
@@ -158,7 +159,7 @@ class Batch:
     def _send(
         self, lens: np.ndarray, starts: np.ndarray, slots: np.ndarray, entries: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """One copy to the device of everything that has changed, and its distribution there."""
+        """Copies everything that has changed to the device at once, and distributes it there."""
         indices, values = entries
         held = (self._host_lens, self._host_starts, self._host_slots)
         lens, starts, slots = (

@@ -1,4 +1,4 @@
-"""Whole caches at once: numbers to rows, and rows to numbers.
+"""Converts whole caches: numbers to rows, and rows to numbers.
 
 A team of lanes takes rows that lie a CTA's teams apart, so that what a CTA reads at a time is one run of bytes; it asks
 for all its rows before it works on the first.
@@ -147,7 +147,7 @@ class BulkKernel:
                 raw[i] = raw[i + self.row_words]
 
     def fetch(self, raw, u: int, source, row, lane):
-        """Asks for a row's numbers, or its codes and the word of the lane's group."""
+        """Starts loading a row's numbers, or its codes and the word of the lane's group."""
         if self.config.direction == "quantize":
             words = self.elements.piece.load(source.address(row), lane)
         else:

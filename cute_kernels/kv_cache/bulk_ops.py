@@ -34,7 +34,8 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 class Quantize(NamedTuple):
-    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`; half: what of a transform is for x, see `half_of`."""
+    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of a transform that applies to x, see
+    `half_of`."""
 
     x: torch.Tensor
     kv_format: str
@@ -72,7 +73,7 @@ def _quantize_through_operator(call: Quantize) -> torch.Tensor:
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
-    """The part of a transform that is for K or for V, as one of K; None where it changes nothing.
+    """The part of a transform that applies to K or to V, as a transform of K; None where it changes nothing.
 
     Raises:
         TypeError, ValueError: there is a transform and no operand or an operand and no transform, or it is none of
@@ -163,7 +164,7 @@ def _check_blocks(name: str, tensor: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Rows of the last dimension that are dense together, and elements from one such block to the next.
+    """(rows of the last dimension that are dense together, elements from one such block to the next).
 
     None unless one such pair of numbers says where all rows are. Of a contiguous tensor all rows are one block.
     """

@@ -173,7 +173,7 @@ class KVCache:
         return tuple(self._pages[seq_id].pages)
 
     def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """A new sequence with pages for ``num_tokens`` tokens, which `append` then writes.
+        """Makes a sequence with pages for ``num_tokens`` tokens, which `append` then writes.
 
         Raises:
             OutOfPagesError: there are not enough free pages.
@@ -191,7 +191,7 @@ class KVCache:
         self.extend_all([seq_id], num_tokens)
 
     def extend_all(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int] = 1) -> None:
-        """Lengthens sequences, by one number of tokens or by one each: all of them or, if it raises, none.
+        """Lengthens sequences by one number of tokens, or by one number each. It lengthens all or, if it raises, none.
 
         Raises:
             OutOfPagesError: there are not enough free pages for all.
@@ -202,7 +202,7 @@ class KVCache:
             self.tails.lengthened(self._pages, seq_ids)
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """A new sequence that shares all tokens of another; takes no page until one of them is extended."""
+        """Makes a sequence that shares all tokens of another. It takes no page until one of the two is extended."""
         if self.tails is not None:
             self.tails.check_free("new_id", new_id)
         self._pages.fork(seq_id, new_id)
@@ -210,7 +210,7 @@ class KVCache:
             self.tails.fork(seq_id, new_id)
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Keeps a sequence's first ``num_tokens`` tokens: what speculative decoding does with rejected ones.
+        """Keeps a sequence's first ``num_tokens`` tokens, as speculative decoding does when it rejects tokens.
 
         Of keys in blocks up to 32 tokens can always be taken back, and to a multiple of 32 tokens any number;
         ValueError else.
@@ -236,7 +236,7 @@ class KVCache:
     def append(
         self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor, **options: Unpack[AppendOptions]
     ) -> torch.Tensor | None:
-        """Writes the batch's new tokens into a layer: `append_kv`, with everything about the cache filled in.
+        """Writes the batch's new tokens into a layer: `append_kv` with the cache's arguments filled in.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -297,7 +297,7 @@ class KVCache:
     def attend(
         self, layer: int, batch: Batch, q: torch.Tensor, *, q_transformed: bool | None = None, **options: Any
     ) -> Any:
-        """Attention of the newest tokens over a layer: `decode_attention`, with everything about the cache filled in.
+        """Attends with the newest tokens over a layer: `decode_attention` with the cache's arguments filled in.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -373,7 +373,8 @@ class KVCache:
     def append_and_attend(
         self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> Any:
-        """`append` and `attend` in one call that overlaps them: `append_and_decode`, the cache's arguments filled in.
+        """Does `append` and `attend` in one call that overlaps them: `append_and_decode` with the cache's arguments
+        filled in.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -400,7 +401,7 @@ class KVCache:
     def set_scales(
         self, layer: int, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
     ) -> None:
-        """Gives a layer the scales of formats that keep them beside the cache; copied into place.
+        """Sets a layer's scales, for formats that keep them beside the cache; they are copied into place.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -416,7 +417,8 @@ class KVCache:
         self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
-        """Gives all layers what a calibration has found: transforms, and the scales of formats that want them.
+        """Sets what a calibration has found for all layers: transforms, and scales of formats that keep them beside the
+        cache.
 
         Args:
             constants: or the file that `cute-kernels calibrate` has written.
@@ -438,12 +440,13 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What every layer is written with: equal for layers that read each other's rows. Waits for the device."""
+        """A key for each layer of what its rows are written with. Layers with equal keys read each other's rows. Waits
+        for the device."""
         return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
-        """A sequence's rows of all layers, copied, with what they were written with: for `import_sequence` of a cache
-        elsewhere. ValueError for an unknown sequence."""
+        """Copies a sequence's rows of all layers, and what they were written with, for `import_sequence` of another
+        cache. ValueError for an unknown sequence."""
         sequence = self._pages[seq_id]
         if self.tails is not None:
             raise ValueError(
@@ -456,7 +459,7 @@ class KVCache:
         return ExportedSequence(k, v, self.keys)
 
     def import_sequence(self, seq_id: SeqId, exported: ExportedSequence) -> None:
-        """A new sequence of rows that a cache has exported.
+        """Makes a sequence from rows that a cache has exported.
 
         Raises:
             TypeError: it is no exported sequence.
@@ -483,7 +486,7 @@ class KVCache:
     # -- looking in ---------------------------------------------------------------------------------------------------
 
     def read(self, layer: int, seq_id: SeqId, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence's K and V, dequantised, as before any transform: [seq_len, num_kv_heads, head_dim] each.
+        """A sequence's K and V, dequantised and without the transform: [seq_len, num_kv_heads, head_dim] each.
 
         Waits for the device.
         """
@@ -545,7 +548,7 @@ class KVCache:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
-        """The arguments of both operators that are about the cache."""
+        """The arguments of both operators that describe the cache."""
         k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:

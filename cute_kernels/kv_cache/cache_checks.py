@@ -1,4 +1,4 @@
-"""What `KVCache` asks of formats, scales and queries."""
+"""Checks of the formats, scales and queries that `KVCache` is given."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_sizes(
 
 
 def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
-    """Raises ValueError unless every sequence has as many new tokens as q. Other shapes are refused further on."""
+    """Raises ValueError unless every sequence has as many new tokens as q. The operators check other shapes."""
     q_len = q.shape[1] if q.dim() == 4 else None
     wrong = next((count for count in counts if q_len is not None and count != q_len), None)
     if wrong is not None:
@@ -57,7 +57,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
-    """`formats_for` each layer; keys in blocks are all layers' or none's."""
+    """The `formats_for` each layer; either all layers have keys in blocks or none has."""
     check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
     in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
@@ -67,7 +67,8 @@ def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tu
 
 
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
-    """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and can be read."""
+    """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and attention can read
+    them."""
     if (max_seqs is None) == keys.in_blocks:
         want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
@@ -78,7 +79,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Whether q of a layer with a transform has been through it; ValueError where that, or its shift, is not said."""
+    """Whether q of a layer with a transform is transformed already; ValueError where that, or its shift, is not
+    given."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -94,7 +96,8 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
 
 
 def sees_shift(options: dict[str, Any]) -> bool:
-    """Whether attention with these options differs by what centred keys lack: it looks at scores themselves."""
+    """Whether attention with these options depends on the scores themselves, from which centred keys lack a
+    constant."""
     asked = options.get("return_lse") or options.get("score_options")
     return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 
@@ -102,7 +105,7 @@ def sees_shift(options: dict[str, Any]) -> bool:
 def checked_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A layer's scale; TypeError or ValueError unless it is there, and right, exactly where the format wants one.
+    """A layer's scale; TypeError or ValueError unless it is given, and right, exactly where the format needs one.
 
     held: where it goes; None for a format without.
     """

@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS = 1 << 24  # of x looked at at a time
 
 
 class Calibrator:
-    """Accumulates samples of K (or of V) of one layer and gives the scale for a format.
+    """Accumulates samples of K (or of V) of one layer and computes the scale for a format.
 
     Args:
         kv_format: a format with a scale beside the cache: "int8_tensor", "int8_head", "int8_channel", "e4m3_tensor" or
@@ -58,7 +58,7 @@ class Calibrator:
         self._counts: torch.Tensor | None = None  # int64 [scales, bins]
 
     def update(self, x: torch.Tensor) -> Calibrator:
-        """Takes samples: floating [..., num_kv_heads, head_dim], finite. Returns itself. Waits for the device.
+        """Adds samples: floating [..., num_kv_heads, head_dim], finite. Returns itself. Waits for the device.
 
         Raises:
             TypeError: x is no tensor, or not floating.
@@ -78,8 +78,8 @@ class Calibrator:
         return self
 
     def scale(self) -> torch.Tensor:
-        """The scale, fp32, of a shape that operators and formats take: [], [num_kv_heads, 1] or
-        [num_kv_heads, head_dim]; 1 for what was 0 in all samples. ValueError if there were none."""
+        """The scale, fp32, in a shape that operators and formats take: [], [num_kv_heads, 1] or [num_kv_heads,
+        head_dim]. It is 1 for what was 0 in all samples. ValueError if there were no samples."""
         if self._top is None:
             raise ValueError("x: got no samples, want at least one update")
         top = _grouped(self._top, self.granularity).amax(1)

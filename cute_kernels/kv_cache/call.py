@@ -61,7 +61,7 @@ class AppendCall(NamedTuple):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        """What most calls lack: everything from cu_seqlens on."""
+        """The arguments that most calls lack: everything from cu_seqlens on."""
         return self[NUM_USUAL:]
 
     @property
@@ -70,7 +70,7 @@ class AppendCall(NamedTuple):
 
     @property
     def row_transform(self) -> RowTransform | None:
-        """What happens to rows; None where nothing does."""
+        """The transform of rows; None where there is none."""
         return row_transform_of(self.transform, self.q_shift is not None)
 
     @property
@@ -296,7 +296,7 @@ def _check_extras(call: AppendCall) -> None:
 
 
 def _check_transform(call: AppendCall) -> None:
-    """A transform fits the heads, and where shifts go the queries."""
+    """Checks that a transform fits the heads, and the tensor of shifts the queries."""
     transform, shift = call.transform, call.q_shift
     check_transform("transform", transform)
     if transform is not None:

@@ -1,8 +1,8 @@
-"""Keys in blocks: new ones wait in 16 bits until their block is full, and then its rows are written.
+"""Appends keys in blocks: new keys wait in 16 bits until their block is full, and then its rows are written.
 
-An append is two launches. The first is every other format's (`.kernel`), but that it leaves the keys, as they are to be
-quantised, in a temporary; the second (`.channel_blocks_kernel`) puts them into the ring of 64 rows beside the cache,
-and fills the blocks that they complete. Lengths on the device decide which those are.
+An append is two launches. The first (`.kernel`) is that of every other format, except that it leaves the keys, ready to
+be quantised, in a temporary. The second (`.channel_blocks_kernel`) puts them into the ring of 64 rows beside the cache,
+and fills the blocks that they complete. Lengths on the device decide which blocks those are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 
 class Fill(NamedTuple):
-    """What the second launch takes: the first one's keys fp16 [tokens, num_kv_heads, head_dim], and where they go."""
+    """The arguments of the second launch: the first one's keys fp16 [tokens, num_kv_heads, head_dim], and where they
+    go."""
 
     k_new: torch.Tensor
     k_tail: torch.Tensor
@@ -58,7 +59,7 @@ def append(
 
 
 def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | None) -> Fill:
-    """The second launch of an append; TypeError or ValueError where it cannot be, as `append_kv` has it."""
+    """The checked arguments of an append's second launch; raises TypeError or ValueError as `append_kv` does."""
     k_format, v_format = call.formats
     if call.slot_mapping is not None or call.seq_lens is None:
         raise ValueError(
@@ -88,7 +89,7 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
 
 
 def launch(*given: Any) -> None:
-    """The second launch on CUDA tensors, on the current stream."""
+    """Does the second launch on CUDA tensors, on the current stream."""
     fill = Fill(*given)
     if not fill.k_new.numel() or not fill.k_cache.numel():
         return
@@ -103,7 +104,7 @@ def launch(*given: Any) -> None:
 
 
 def _fill(fill: Fill, index: int) -> None:
-    """The second launch on the current device, which has this index."""
+    """Does the second launch on the current device, which has this index."""
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
@@ -125,7 +126,7 @@ def _fill(fill: Fill, index: int) -> None:
 
 
 def reference(*given: Any) -> None:
-    """The second launch in plain PyTorch: what it means, and what runs on a CPU."""
+    """Computes the second launch in plain PyTorch: what it means, and what runs on a CPU."""
     fill = Fill(*given)
     _check_slots(fill)
     form = format_of(fill.k_format)
@@ -165,7 +166,7 @@ def _check_slots(fill: Fill) -> None:
 
 
 def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[int | None, int]:
-    """(page, row of it) of a block; None where the cache has none for it."""
+    """(page, row of the page) of a block; None where the cache has no page for it."""
     index, row = divmod(base, shape[1])
     page = request if index == 0 else -1
     if fill.block_table is not None:

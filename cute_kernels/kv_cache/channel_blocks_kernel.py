@@ -1,9 +1,9 @@
-"""Filling blocks of keys: new rows join those that wait, and the rows of a block that is full are written.
+"""Fills blocks of keys: new rows join those that wait, and the rows of a block that is full are written.
 
 A CTA takes one block of 32 tokens of one request's KV head, a thread two neighbouring columns of it. Positions before
-the new ones come from the ring of 64 rows beside the cache, new ones from where the append left them. The first two
-blocks of a request that has new tokens, which alone may need rows of the ring, also put the newest rows into it: each
-those of the ring's half that it reads itself, so that no other CTA writes what one has yet to read.
+the new ones come from the ring of 64 rows beside the cache, new ones from where the append left them. Only the first
+two blocks of a request with new tokens may need rows of the ring. Their CTAs also put the newest rows into the ring.
+Each writes the half of the ring that it reads, so no CTA overwrites what another has yet to read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, RUN_COLUMNS, TAIL_TOKENS, UN
 
 @dataclass(frozen=True)
 class Cache:
-    """Where rows go; run-time values. table: address of int32 [batch, max_pages], or 0: a page is a request."""
+    """Where rows are written; run-time values. table: address of int32 [batch, max_pages], or 0: a page is a
+    request."""
 
     base: Int64
     strides: tuple[Int64, Int64, Int64]  # bytes from page to page, token to token, head to head
@@ -38,7 +39,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where keys come from; run-time values: addresses, and the KV heads of a token."""
+    """Where keys are read; run-time values: addresses, and the KV heads of a token."""
 
     new: Int64
     tail: Int64
@@ -55,7 +56,7 @@ class Requests:
 
 
 class ColumnPair:
-    """Two neighbouring columns of a block: their codes, scales and shifts, and where these go."""
+    """Two neighbouring columns of a block: their codes, scales and shifts, and where these are written."""
 
     def __init__(self, head_dim: int):
         self.header_words = head_dim // BLOCK_TOKENS
@@ -136,7 +137,7 @@ class FillKernel:
 
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
-        """Puts the newest rows of the ring's half that begins like ``base`` into it."""
+        """Writes the newest rows into the half of the ring that begins like ``base``."""
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
         position = cutlass.max(last, start)

@@ -105,8 +105,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order, for decode and
-    for everything else.
+    """The specs that bundles hold and CI compiles: append with RoPE over the whole head in Llama's order, for decode
+    and for all else.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """
@@ -126,7 +126,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """What stands for the tensors of an append, by name; a compiled function takes only what fits them.
+    """Fake tensors for an append, by name; a compiled function takes only tensors that fit them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
     """

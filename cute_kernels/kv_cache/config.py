@@ -24,7 +24,7 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim,
+    """Lanes that share a row: a power of two that gives each an even number of columns for every head_dim,
     ``lane_columns`` if it can.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
@@ -49,8 +49,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def other_rotation(width: int, head_dim: int) -> str | None:
-    """What is wanted in place of Hadamard blocks of ``width`` in rows of ``head_dim`` columns; None if these are there:
-    lanes own powers of two."""
+    """The rotation that is possible in place of Hadamard blocks of ``width`` in rows of ``head_dim`` columns. None if
+    these are possible: lanes own powers of two."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and head_dim & (head_dim - 1):
@@ -78,7 +78,7 @@ class RowTransform:
 
     @property
     def num_parts(self) -> int:
-        """Arrays of constants that a row meets: of the kind of rows that meets most."""
+        """Arrays of constants that are applied to a row, of the kind of rows that has most."""
         return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
@@ -90,7 +90,7 @@ class RowTransform:
 
 
 def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
-    """What a transform does to rows, with or without queries' shifts; None where that is nothing."""
+    """The row transform of a cache transform, with or without queries' shifts; None where it changes nothing."""
     if given is None or given.identity:
         return None
     return RowTransform(
@@ -153,7 +153,7 @@ class RowPrologue:
 
 @dataclass(frozen=True)
 class RowTeams:
-    """How rows are shared out among warps, and among the lanes of a warp: a *team* has a row at a time.
+    """How rows are distributed among warps, and among the lanes of a warp: a *team* of lanes has a row at a time.
 
     Attributes:
         num_warps: warps of a CTA.
@@ -227,23 +227,23 @@ class AppendConfig:
         leads: bool = False,
         transform: RowTransform | None = None,
     ) -> AppendConfig:
-        """K and V of one format, and as many columns."""
+        """Whether K and V have one format, and as many columns."""
         rows = WrittenRows(kv_format, head_dim)
         return cls(rows, rows, dtype, prologue, leads=leads, transform=transform)
 
     def for_decode(self, num_tokens: int = 1) -> AppendConfig:
-        """The kernel that does the same where ``decode`` holds, sooner.
+        """The configuration that does the same faster where ``decode`` holds.
 
-        A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
-        to a row have half as many to fetch. But for many tokens whose rows meet several constants: their registers
-        leave room for too few warps of that kind.
+        A warp then runs most of its code once, and waits for instructions longer than for arithmetic: twice the lanes
+        to a row have half as many to fetch. It stays as it is for many tokens whose rows have several constants: their
+        registers leave room for too few warps of that kind.
         """
         crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
         teams = self.teams if crowded else replace(self.teams, lane_columns=LANE_ELEMENTS)
         return replace(self, decode=True, teams=teams)
 
     def for_all(self) -> AppendConfig:
-        """The kernel that does the same, and all that `for_decode` leaves out."""
+        """The configuration that does the same, and all that `for_decode` leaves out."""
         return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
 
     @property
@@ -258,7 +258,7 @@ class AppendConfig:
 
     @property
     def runs(self) -> int:
-        """Runs of columns that a lane owns of a row: 2 where one from each half makes whole pairs for RoPE."""
+        """Runs of columns of a row that a lane owns: 2 where one from each half makes whole pairs for RoPE."""
         whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
         return 2 if self.teams.split and self.prologue.rope == "half" and whole else 1
 
@@ -276,7 +276,7 @@ class AppendConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM is reckoned to hold at a time."""
+        """CTAs that an SM is assumed to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.decode and self.teams.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
             extras = self.decode and (self.prologue.has_bias or self.prologue.has_norm)  # whose words wait in registers
@@ -285,7 +285,8 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """CTAs that the registers of an SM must have room for; transforms take more, up to what is reckoned with."""
+        """CTAs that the registers of an SM must have room for; transforms take more registers, up to the assumed
+        CTAs."""
         return RESIDENT_WARPS // self.teams.num_warps if self.transform is None else self.ctas_per_sm
 
     @property
@@ -429,7 +430,7 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choo
 
 
 def divisor_of(divisor: int) -> int:
-    """What the kernels divide by ``divisor`` with: ceil(2**63 / divisor) as a signed 64-bit number.
+    """The number that replaces ``divisor`` in the kernels' divisions: ceil(2**63 / divisor) as a signed 64-bit number.
 
     floor(value / divisor) is then the upper 64 bits of its product with 2 * value, for value < 2**63 / divisor.
     """

@@ -1,4 +1,5 @@
-"""What a calibration leaves for a model's cache: transforms and scales of all layers, in one small safetensors file.
+"""The constants that a calibration finds for a model's cache: transforms and scales of all layers, in a small
+safetensors file.
 
 Its tensors are called ``layers.3.k_center``, ``.k_factor``, ``.v_factor``, ``.k_scale``, ``.v_scale``; what a layer
 does not have is not there. The header says how many layers there are, the widths of the rotations, and what the
@@ -125,7 +126,7 @@ class CacheConstants:
 
 
 def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
-    """Constants as they are, or those of a file; TypeError for anything else."""
+    """Constants as given, or those of a file; TypeError for anything else."""
     if isinstance(constants, (str, Path)):
         return CacheConstants.load(constants)
     if not isinstance(constants, CacheConstants):

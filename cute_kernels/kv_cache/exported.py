@@ -1,4 +1,4 @@
-"""A sequence's rows on their way from one cache to another: to another GPU, to the host, to a store of prefixes."""
+"""A sequence's rows, exported from one cache for another: on another GPU, on the host, or in a store of prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_kernels.formats.kv.transforms import CacheTransform, key_of
 
 @dataclass(frozen=True)
 class ExportedSequence:
-    """Rows of all layers, as they lie in a cache, and what they were written with.
+    """Rows of all layers, as they lie in a cache, with the keys of their layers.
 
     Attributes:
         k, v: [num_layers, tokens, num_kv_heads, row] in K's and V's format.
@@ -53,7 +53,8 @@ def layer_key(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     transform: CacheTransform | None,
 ) -> str:
-    """What a layer's rows are written with: equal exactly where one cache reads what another has written."""
+    """A key of what a layer's rows are written with. Two keys are equal exactly where one cache reads the other's
+    rows."""
     parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
     parts.append(f"{num_kv_heads} heads")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):

@@ -1,4 +1,4 @@
-"""Append: bias, QK-norm, RoPE, cache transform, quantisation and scatter of new tokens' K and V, and the rotated q, in
+"""Appends: bias, QK-norm, RoPE, cache transform, quantisation and scatter of new tokens' K and V, and the rotated q, in
 one launch.
 
 Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
@@ -89,7 +89,7 @@ class AppendKernel:
         )
 
     def _shares(self, inputs: Inputs, wave):
-        """What each CTA takes, and the grid."""
+        """How the work is distributed among CTAs, and the grid."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(
@@ -191,7 +191,8 @@ class AppendKernel:
     # -- getting there ------------------------------------------------------------------------------------------------
 
     def source_of(self, inputs, heads, token, lane, is_q, is_v):
-        """Address of the team's first row; for decode that of the lane's part, which else each row's branch adds up."""
+        """The address of the team's first row; for decode that of the lane's part, which otherwise each row's branch
+        computes."""
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
@@ -203,7 +204,7 @@ class AppendKernel:
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane, behind):
-        """Asks for what places and angles begin with; nothing waits for it yet. behind: see `RowExtras.behind`.
+        """Starts loading what places and angles depend on; nothing waits for it yet. behind: see `RowExtras.behind`.
 
         Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
         0 for each that is not given or not needed, and fills ``steps``.
@@ -230,12 +231,13 @@ class AppendKernel:
         return length, own, _join(slot_words[0], slot_words[1])
 
     def asks_scales(self, cache_row) -> bool:
-        """Whether given scales are asked for with the rows: a latency that prefill, with many rows to a team, hides."""
+        """Whether given scales are loaded with the rows. Prefill, with many rows to a team, hides their latency
+        otherwise."""
         return self.config.decode and cache_row.scale_stride is not None
 
     @cute.jit
     def ask_scales(self, scales, cache_row, scale, head, count):
-        """Asks for the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
+        """Starts loading the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
         if const_expr(self.asks_scales(cache_row)):
             for u in cutlass.range_constexpr(self.config.teams.rows_in_flight):
                 if u < count:
@@ -243,7 +245,7 @@ class AppendKernel:
 
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
-        """Asks for the team's first rows; nothing waits for them yet."""
+        """Starts loading the team's first rows; nothing waits for them yet."""
         if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
             most = cutlass.select_(
                 is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
@@ -259,7 +261,7 @@ class AppendKernel:
 
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
-        """Asks for the next ``count`` rows, at most ``ahead``."""
+        """Starts loading the next ``count`` rows, at most ``ahead``."""
         lane = Int32(0) if const_expr(self.config.decode) else lane
         for u in cutlass.range_constexpr(ahead):
             if u < count:
@@ -304,7 +306,8 @@ class AppendKernel:
 
     @cute.jit
     def find_page(self, where, request, position, inside, page_slot):
-        """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
+        """(page, row of the page, whether it is ``inside`` and table or cache reach that far) of a request's
+        position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
@@ -319,15 +322,15 @@ class AppendKernel:
         return page, row, inside
 
     def ask_page(self, address, page_slot):
-        """Asks for the page whose number is at an address; `page_of` waits for it."""
+        """Starts loading the page whose number is at an address; `page_of` waits for it."""
         if self.config.decode:
             return self.pages.ask(page_slot, address)
         return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
     def page_of(self, place):
-        """A team's page, looked at where a row is ready, and no earlier: it comes last.
+        """The page of a team. It is read where a row is ready, and no earlier, because it arrives last.
 
-        Else than for decode a shuffle, of equal words, is what keeps the compiler from waiting for it before the loop.
+        Except for decode, a shuffle of equal words keeps the compiler from waiting for the page before the loop.
         """
         if self.config.decode:
             return self.pages.wait(place.page_slot, place.page)
@@ -335,7 +338,7 @@ class AppendKernel:
 
     @cute.jit
     def find_request(self, where, token, lane):
-        """The last request that begins at or before a token; the lanes of a team look at as many requests at a time."""
+        """The last request that begins at or before a token. The lanes of a team look at as many requests at a time."""
         lanes = self.config.lanes
         team_lane = lane % lanes
         low, span = Int32(0), where.batch
@@ -355,10 +358,10 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
-        """The team's q heads: most rows of a model with grouped queries.
+        """Processes the team's q heads, which are most rows of a model with grouped queries.
 
-        Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
-        rows are transformed, which is long.
+        The loop is unrolled, except for decode and for transformed rows. In decode few rows take less time than
+        fetching copies of the code; with a transform the code is long.
         """
         elements, ahead = self.k_elements, self.config.teams.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -393,7 +396,7 @@ class AppendKernel:
 
     @cute.jit
     def turn_q(self, values, asked, constants, cos, sin, extras, heads, done, place):
-        """Bias, norm, RoPE and transform of a q row, the team's ``done``-th."""
+        """Applies bias, norm, RoPE and transform to a q row, the team's ``done``-th."""
         head = heads.first + done
         given = (extras.q_bias, extras.q_norm, extras.norm_eps)
         self.turn(values, asked, cos, sin, given, head, self.config.teams.q_rows_in_flight, place.lane)
@@ -431,7 +434,8 @@ class AppendKernel:
 
     @cute.jit
     def process_rows(self, raw, asked, scales, source, elements, heads, target, place, prepare):
-        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
+        """Processes the team's heads of one cache. ``prepare`` does what comes before quantisation to a row's
+        values."""
         cache_row, scale, bias, cache, strides = target
         ahead = self.config.teams.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -482,7 +486,7 @@ class AppendKernel:
 
     @cute.jit
     def turn(self, values, asked, cos, sin, given, head, ahead, lane):
-        """Bias, norm and RoPE of a q or k row. given: bias, the norm's weights, its epsilon."""
+        """Applies bias, norm and RoPE to a q or k row. given: bias, the norm's weights, its epsilon."""
         bias, norm, eps = given
         self.row_extras.add_bias(values, asked, bias, self.k_elements, head, ahead, lane)
         self.row_extras.normalise(values, asked, norm, eps, lane)

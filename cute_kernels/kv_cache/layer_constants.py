@@ -1,4 +1,4 @@
-"""What each layer of a `KVCache` is written with: scales that its formats keep beside the cache, and a transform."""
+"""The constants of each layer of a `KVCache`: scales that its formats keep beside the cache, and a transform."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class LayerConstants:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What every layer is written with: equal for layers that read each other's rows. Waits for the device."""
+        """A key for each layer of what its rows are written with, see `KVCache.keys`. Waits for the device."""
         return tuple(
             layer_key(formats, self._head_dims, self._num_kv_heads, scales, transform)
             for formats, scales, transform in zip(self._formats, self._scales, self.transforms, strict=True)
         )
 
     def scales(self, layer: int) -> Scales:
-        """K's and V's of a layer; None for a format without."""
+        """K's and V's scale of a layer; None for a format without."""
         return self._scales[layer]
 
     def check_given(self, layer: int) -> None:
-        """ValueError where a format wants scales and the layer's were never given."""
+        """Raises ValueError where a format needs scales and the layer's were never set."""
         if layer not in self._given and any(scale is not None for scale in self._scales[layer]):
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
 
@@ -83,7 +83,7 @@ class LayerConstants:
         self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
-        """Each layer's, on the device; ValueError, naming the argument and layer, for one of other sizes."""
+        """Each layer's transform on the device; ValueError, naming the argument and layer, for one of other sizes."""
         transforms = check_transforms(name, given, self._num_layers)
         for layer, transform in enumerate(transforms):
             if transform is not None:

@@ -26,7 +26,7 @@ _STEPS, _DAMPING = 300, 0.125  # of balancing: converged to 1e-6 in matrices of 
 
 
 class Moments:
-    """Accumulates what one layer attends to, sequence by sequence, and gives the layer's transform.
+    """Accumulates what one layer attends to, sequence by sequence, and computes the layer's transform.
 
     Examples:
         >>> moments = Moments()
@@ -41,7 +41,7 @@ class Moments:
         self.tokens = 0
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None) -> Moments:
-        """Takes one sequence, causal: its token i attends to tokens 0 to i. Returns itself. Waits for the device.
+        """Adds one sequence, causal: its token i attends to tokens 0 to i. Returns itself. Waits for the device.
 
         Windows, soft caps and sinks are not looked at: they would change the attention's weights alone.
 
@@ -163,8 +163,8 @@ def can_rotate(head_dim: int) -> bool:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries make of each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim], sum_i p_it^2 [heads,
-    tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
+    """What queries contribute to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim], sum_i p_it^2
+    [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)

@@ -1,4 +1,4 @@
-"""What the append kernel works on, as objects of run-time values."""
+"""The operands of the append kernel, as objects of run-time values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """Addresses of what is written; strides are bytes per token, and per (page, token, head) of the caches."""
+    """Addresses that are written; strides are bytes per token, and per (page, token, head) of the caches."""
 
     q_out: Int64
     k_cache: Int64
@@ -82,7 +82,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Addresses of a transform's constants, 0 where there is none, and of what it takes off the scores of q's rows.
+    """Addresses of a transform's constants, 0 where there is none, and of the shifts: what the transform takes off the
+    scores of q's rows.
 
     Constants are fp32 [num_kv_heads, head_dim]; q_shift fp32 [tokens, num_q_heads]. ``group_reciprocal`` finds a q
     head's KV head, see `GROUP_BITS`.
@@ -114,7 +115,8 @@ class Extras:
 
 @dataclass(frozen=True)
 class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind, few: see the launch."""
+    """The heads of a team: q heads, KV heads; chunks of K's heads, before V's and then q's; by_kind, few: see the
+    launch."""
 
     q_rows: Int32
     kv_rows: Int32
@@ -133,10 +135,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Place:
-    """A team's token and lane, and the page and row where its K and V go.
+    """A team's token and lane, and the page and row where its K and V are written.
 
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on its way
-    still; for decode it says where in ``page_slot`` it comes to, see :mod:`cute_kernels.kv_cache.page`.
+    Nothing is written unless ``valid`` and the page is one of the cache's. ``page`` may still be loading; for decode it
+    says where in ``page_slot`` it arrives, see :mod:`cute_kernels.kv_cache.page`.
     """
 
     token: Int32
@@ -178,7 +180,7 @@ def targets_of(given) -> Targets:
 
 
 def where_of(given, k_by_token: bool = False) -> Where:
-    """k_by_token: whether K's rows go where their tokens are, so that V's cache alone has the pages."""
+    """Where K and V are written. k_by_token: K's rows go where their tokens are, so only V's cache has the pages."""
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),

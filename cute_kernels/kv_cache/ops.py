@@ -24,10 +24,10 @@ __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
 
 
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Append where the tensors are.
+    """Appends on the device where the tensors are.
 
-    Together the arguments are the fields of an `AppendCall`, which takes longer to make than tuples; ``extras``: those
-    from cu_seqlens on, or None where all of them are, as in most calls.
+    Together the arguments are the fields of an `AppendCall`, which takes longer to make than tuples. ``extras``: the
+    fields from cu_seqlens on, or None where all of them are None, as in most calls.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.
@@ -41,8 +41,8 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """What decides a plan. Where the compiled function looks, k has v's tokens and heads, V's cache has K's pages, and
-    rows are as long as their head_dim says: the key needs the shapes of v and of K's cache alone."""
+    """What decides a plan. The compiled function checks that k has v's tokens and heads, that V's cache has K's pages,
+    and that rows fit their head_dim. So the key needs the shapes of v and of K's cache alone."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform) = call  # fmt: skip
     return (
@@ -67,8 +67,8 @@ def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ..
 
 
 def _checked(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCall:
-    """The call as an object, after everything that can be said of it without waiting for the device, and in debug mode
-    lengths and pages."""
+    """The call as an object, after all checks that need not wait for the device; in debug mode lengths and pages are
+    checked as well."""
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)
     check_alignment(checked)
@@ -104,7 +104,8 @@ def reference(call: AppendCall) -> torch.Tensor | None:
 
 
 def _call_of(*arguments: Any) -> AppendCall:
-    """The operator's arguments as a call; it has no q_out, its rope is a text, its transform comes in parts.
+    """The call of the operator's arguments. They have no q_out, the rope is a text, and the transform comes in parts,
+    of which those are missing that were not given.
 
     Of the last ones those are missing that nobody gave.
     """
@@ -145,7 +146,7 @@ _operator = Operator(
 
 
 def dispatch(call: AppendCall) -> torch.Tensor | None:
-    """The call through the operator; q_out is written from its result."""
+    """Calls the operator, and writes q_out from its result."""
     rope = None if call.rope is None else call.rope.text
     parts = parts_of(call.transform)
     result = _operator(*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts)

@@ -1,4 +1,4 @@
-"""What `KVCache`'s methods pass on to the operators, as types."""
+"""The types of the options that `KVCache`'s methods pass on to the operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cute_kernels.names import QkvBias, WindowSize
 
 
 class NewTokenOptions(TypedDict, total=False):
-    """What may come before new tokens are written; :func:`cute_kernels.append_kv` says what each means."""
+    """Options of new tokens before they are written; :func:`cute_kernels.append_kv` says what each means."""
 
     qkv_bias: QkvBias | None
     rope: Rope | None
@@ -22,7 +22,7 @@ class NewTokenOptions(TypedDict, total=False):
 
 
 class AppendOptions(NewTokenOptions, total=False):
-    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
+    """Further options of `KVCache.append`; :func:`cute_kernels.append_kv` says what each means."""
 
     q: torch.Tensor | None
     q_out: torch.Tensor | None
@@ -30,7 +30,7 @@ class AppendOptions(NewTokenOptions, total=False):
 
 
 class _BothOptions(TypedDict, total=False):
-    """What both ways to attend take."""
+    """Options that both ways to attend take."""
 
     softmax_scale: float | None
     causal: bool
@@ -44,10 +44,10 @@ class _BothOptions(TypedDict, total=False):
 
 
 class AttendOptions(_BothOptions, total=False):
-    """What `KVCache.attend` takes besides; :func:`cute_kernels.decode_attention` says what each means."""
+    """Further options of `KVCache.attend`; :func:`cute_kernels.decode_attention` says what each means."""
 
     q_shift: torch.Tensor | None
 
 
 class StepAttendOptions(_BothOptions, NewTokenOptions, total=False):
-    """What `KVCache.append_and_attend` takes besides; :func:`cute_kernels.append_and_decode` says what each means."""
+    """Further options of `KVCache.append_and_attend`; :func:`cute_kernels.append_and_decode` says what each means."""

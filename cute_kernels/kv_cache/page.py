@@ -1,11 +1,10 @@
-"""A page's number from the block table, past the queue of an SM's loads.
+"""Fetches a page's number from the block table, past the queue of an SM's loads.
 
-Loads of an SM come back in the order in which they were asked for, those that hit a cache, too. Where in the table its
-page stands a team knows when its request's length has come. By then the rows of all teams of its SM have been asked
-for, and a load of the page would come back behind the last of them: as late as everything has been read. A bulk copy
-(TMA) goes past that queue. It copies no less than 16 aligned bytes, to shared memory, and a barrier says when they are
-there: one a warp, for the copies of its teams. Bytes beside a page's number that are not the table's are not looked at;
-allocations begin and end on larger units.
+Loads of an SM return in the order in which they were issued, even those that hit a cache. A team knows the page's place
+in the table only when its request's length has arrived. By then the rows of all teams of its SM have been requested. A
+load of the page would return behind the last of them: as late as everything has been read. A bulk copy (TMA) bypasses
+that queue. It copies at least 16 aligned bytes to shared memory. A barrier for each warp signals the copies of its
+teams. Neighbouring bytes that are not the table's are ignored; allocations begin and end on larger units.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ BLOCK_BYTES = 16  # of the smallest bulk copy
 
 @dataclass(frozen=True)
 class PageSlot:
-    """Where a team's page comes to: the warp's barrier, and the address in shared memory of the team's 16 bytes."""
+    """Where a team's page arrives: the warp's barrier, and the address in shared memory of the team's 16 bytes."""
 
     barrier: cute.Pointer
     address: Int32
@@ -50,7 +49,7 @@ class PageFetch:
 
     @cute.jit
     def open(self, slot, wanted, lane):
-        """Makes the warp's barrier ready if ``wanted``, which is the same in all lanes."""
+        """Initialises the warp's barrier if ``wanted``, which is the same in all lanes."""
         if wanted & (lane == 0):
             cute.arch.mbarrier_init(slot.barrier, 1)
             cute.arch.mbarrier_init_fence()
@@ -58,7 +57,7 @@ class PageFetch:
 
     @cute.jit
     def ask(self, slot, address):
-        """Asks for the page whose number is at a global address; returns what `wait` takes."""
+        """Starts loading the page whose number is at a global address; returns the argument of `wait`."""
         lane = cute.arch.lane_idx()
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(slot.barrier, BLOCK_BYTES * self.teams)
@@ -79,6 +78,6 @@ class PageFetch:
         return slot.address
 
     def wait(self, slot, word) -> Int32:
-        """The page, when it is there; ``word``: what `ask` or `give` returned."""
+        """Waits for the page and returns it. ``word``: what `ask` or `give` returned."""
         cute.arch.mbarrier_wait(slot.barrier, 0)
         return ptx.load_shared(word, 0).to(Int32)

@@ -81,7 +81,7 @@ class PageTable:
         return len(self._sequences)
 
     def __getitem__(self, seq_id: SeqId) -> SequencePages:
-        """The sequence; ValueError if there is none, TypeError for what none is called."""
+        """The sequence; ValueError if there is none of that name, TypeError for what cannot be a name."""
         check_name("seq_id", seq_id)
         try:
             return self._sequences[seq_id]
@@ -119,7 +119,7 @@ class PageTable:
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """A new sequence with pages for ``num_tokens`` tokens (0 is allowed)."""
+        """Makes a sequence with pages for ``num_tokens`` tokens (0 is allowed)."""
         self._check_new("seq_id", seq_id)
         check_count("num_tokens", num_tokens, 0)
         self._check_length(seq_id, num_tokens)
@@ -151,7 +151,7 @@ class PageTable:
         return [copy for copy in copies if copy is not None]
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """A new sequence with all tokens of another, in the same pages."""
+        """Makes a sequence with all tokens of another, in the same pages."""
         parent = self[seq_id]
         self._check_new("new_id", new_id)
         for page in parent.pages:
@@ -241,7 +241,7 @@ class PageTable:
 
 
 def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:
-    """One count for all or one for each, as one for each; raises TypeError or ValueError for what is none."""
+    """A count for each sequence, from one for all or one for each; raises TypeError or ValueError for anything else."""
     if not isinstance(counts, Sequence):
         check_count(name, counts, 0)
         return [counts] * num_sequences
@@ -253,7 +253,7 @@ def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> 
 
 
 def check_name(name: str, seq_id: object) -> None:
-    """Raises TypeError for what no sequence can be called."""
+    """Raises TypeError for what cannot be a sequence's name."""
     try:
         hash(seq_id)
     except TypeError:
@@ -261,7 +261,7 @@ def check_name(name: str, seq_id: object) -> None:
 
 
 def check_distinct(seq_ids: Sequence[SeqId]) -> None:
-    """Raises TypeError for what are no sequences' names, ValueError if a sequence is named twice."""
+    """Raises TypeError for what cannot be sequences' names, ValueError if a sequence is named twice."""
     if not isinstance(seq_ids, Sequence):
         raise TypeError(f"seq_ids: got {seq_ids!r}, want a sequence of those that the cache holds")
     for seq_id in seq_ids:

@@ -1,4 +1,4 @@
-"""What of an append stays the same from call to call: the compiled function, the angles, the numbers."""
+"""The part of an append that stays the same from call to call: the compiled function, the angles, the numbers."""
 
 from __future__ import annotations
 
@@ -102,11 +102,12 @@ class AppendPlan:
 
 
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
-    """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent.
+    """The configuration of the kernel that a call uses. ``leads``: attention over the same caches is launched as its
+    dependent.
 
-    One token a request, at the end of its length, has a kernel of its own. Appends that lead are the other one, beside
-    which attention was measured, but for a single token of a cache with a transform: there what a warp has to fetch of
-    its code counts (docs/design/kv_append.md).
+    One token a request, at the end of its length, has a kernel of its own. Appends that lead use the other kernel,
+    which attention was measured with. A single token of a cache with a transform is an exception: there the amount of
+    code that a warp fetches counts (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -163,7 +164,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
 
 
 def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Callable[..., Any]:
-    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    """The compiled kernel, bound to the arguments that follow from the plan alone."""
     transformed = config.transform is not None
     extras: dict[str, Place] = {name: ("extras", i) for i, name in enumerate((*EXTRAS, *["q_shift"] * transformed))}
     constants: dict[str, Place] = {name: ("constants", i) for i, name in enumerate(CONSTANTS) if transformed}
@@ -172,7 +173,7 @@ def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Ca
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
-    """Raises ValueError for rows that the kernel's vectors could not address, or its lanes not rotate; ``leads`` as
+    """Raises ValueError for rows that the kernel's vectors cannot address, or its lanes cannot rotate; ``leads`` as
     `config_of` has it."""
     config = config_of(call, leads=leads)
     for name, head_dim in (("k_rotation", config.k.head_dim), ("v_rotation", config.v.head_dim)):

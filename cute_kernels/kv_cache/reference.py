@@ -9,7 +9,7 @@ from cute_kernels.kv_cache.call import AppendCall
 
 
 def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-    """Writes the call's k and v into its caches; returns the rotated q in ``compute_dtype``, None without q.
+    """Writes the call's k and v into its caches. Returns the rotated q in ``compute_dtype``, None without q.
 
     compute_dtype: float32, or float64 as a yardstick. q is not rounded to its own dtype, so that a kernel's error can
     be measured. Tokens without a place (see `places`) are not written.

@@ -65,7 +65,7 @@ class Rotator:
         return lane * self.count + i
 
     def load_steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Asks for the turns per position of the lane's angles: the low and the high word of each in turn."""
+        """Starts loading the turns per position of the lane's angles: the low and the high word of each in turn."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8
@@ -78,7 +78,7 @@ class Rotator:
         return words
 
     def _pair(self, lane: Int32, i: int):
-        """Index of the pair of the lane's i-th angle, that of some pair for columns that are not rotated."""
+        """The pair of the lane's i-th angle; any pair for columns that are not rotated."""
         if self.interleaved or self.halves:
             return cutlass.min(lane * self.num_angles + i, self.half - 1)
         column = self._column(lane, i)

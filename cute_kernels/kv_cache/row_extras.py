@@ -1,12 +1,11 @@
-"""What rows of q, k and v meet before RoPE: biases, and the norm of q and k.
+"""What is applied to rows of q, k and v before RoPE: biases, and the norm of q and k.
 
-A team of a decode step has one to four rows, each of which it works on once. Biases and the norm's weights are then
-asked for along with the rows: where they are used, each would be a latency of its own. Prefill has rows to work on
-meanwhile, and fewer registers to spare.
+A team of a decode step has one to four rows, and works on each once. It loads biases and the norm's weights along with
+the rows: loaded where they are used, each would add a latency. Prefill has rows to work on meanwhile, and fewer
+registers to spare.
 
-Where addresses decide what rows meet, the compiler copies the loop over rows for each of them, and a warp that runs its
-code once waits for most of it to be fetched. With ``one_code`` what a call does not give is a number that changes
-nothing.
+Where addresses decide what is applied, the compiler copies the loop over rows for each case. A warp that runs its code
+once then waits for most of it to be fetched. With ``one_code`` an absent argument is a number that changes nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """Words that are on their way: biases of a team's next rows, a lane's weights of the norm; one word where none."""
+    """Words that are being loaded: biases of a team's next rows, a lane's weights of the norm; one word where there are
+    none."""
 
     bias: RegisterTensor[Uint32]
     norm: RegisterTensor[Uint32]
 
 
 class RowExtras:
-    """Biases and norms of a configuration; one_code: of one whose ``asks_bias`` holds, see the module's text."""
+    """Biases and norms of a configuration. one_code: as the module's text says."""
 
     def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
@@ -48,7 +48,7 @@ class RowExtras:
         self.one_code = one_code and self.asks_bias
 
     def registers(self) -> Asked:
-        """Room for what is asked for."""
+        """The registers of what is loaded."""
         bias = self.ahead * self.row_words if self.asks_bias else 1
         norm = self.k_elements.piece.num_words if self.asks_norm else 1
         asked = Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
@@ -57,10 +57,11 @@ class RowExtras:
         return asked
 
     def behind(self, source, extras, is_q, is_v) -> Any:
-        """0, but with ``one_code`` not before all addresses of a team's first loads, ``source`` of rows, are there.
+        """A 0 that, with ``one_code``, is not known before all addresses of a team's first loads are there. source: of
+        rows.
 
-        It is added to the address of what is waited for first. Asked for among loads of addresses that would have a
-        scoreboard in common with one of these, and the loads behind would wait until it has come from memory.
+        It is added to the address of the first load that is waited for. Without it, that load might share a scoreboard
+        with loads of addresses, and the loads behind would wait until it has come from memory.
         """
         if not self.one_code:
             return 0
@@ -77,7 +78,7 @@ class RowExtras:
 
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
-        """Asks for the biases of a team's first rows, and for the norm's weights."""
+        """Starts loading the biases of a team's first rows, and the norm's weights."""
         if const_expr(self.asks_bias):
             base = self.bias_of(extras, is_q, is_v)
             most = cutlass.select_(
@@ -95,7 +96,7 @@ class RowExtras:
 
     @cute.jit
     def ask_norm(self, asked: Asked, weight, lane):
-        """Asks for the norm's weights at an address, if it is one."""
+        """Starts loading the norm's weights at an address, if there is one."""
         if const_expr(self.asks_norm):
             if weight != 0:
                 for i, word in enumerate(self.k_elements.piece.load(weight, lane)):
@@ -103,7 +104,7 @@ class RowExtras:
 
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
-        """Asks for the biases of the next ``count`` heads from ``head`` on, at most ``ahead``."""
+        """Starts loading the biases of the next ``count`` heads from ``head`` on, at most ``ahead``."""
         if const_expr(self.one_code):
             piece = elements.piece
             first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
@@ -124,7 +125,7 @@ class RowExtras:
 
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
-        """Adds the bias of ``head`` to a row's values; of `ask_bias`, the next one's comes up, of ``ahead``."""
+        """Adds the bias of ``head`` to a row's values, and moves the next of the ``ahead`` biases up."""
         if const_expr(self.one_code):
             for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):
                 values[i] = numbers.add(values[i], term)
@@ -143,7 +144,7 @@ class RowExtras:
 
     @cute.jit
     def normalise(self, values, asked: Asked, weight, eps, lane):
-        """RMS norm of a q or k row over the head's columns."""
+        """Applies the RMS norm to a q or k row, over the head's columns."""
         if const_expr(self.one_code and self.asks_norm):
             root = cutlass.select_(weight != 0, self.root_of(values, eps), Float32(1.0))
             factors = self.k_elements.unpack([asked.norm[i] for i in range(self.k_elements.piece.num_words)])

@@ -1,8 +1,9 @@
-"""A cache transform on a team's rows, after RoPE: centre, factor and rotation of k and v, and q's side of them.
+"""Applies a cache transform to a team's rows, after RoPE: centre, factor and rotation of k and v, and their
+counterparts for q.
 
-What each does is said in :mod:`cute_kernels.formats.kv.transforms`; here it happens in registers, between RoPE and the
+:mod:`cute_kernels.formats.kv.transforms` says what each does; here it happens in registers, between RoPE and the
 quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
-come from the L2 cache. A row's are asked for when the row is, or when the row before has met its own.
+come from the L2 cache. A row's constants are loaded with the row, or once the row before has used its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class RowTransformer:
     """The transforms of a kernel's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """parts: what is done; head_dims: of K and V; lanes, runs: of a team."""
+        """parts: the steps of the transform. head_dims: of K and V. lanes, runs: of a team."""
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)
@@ -39,7 +40,7 @@ class RowTransformer:
 
     @cute.jit
     def ask(self, constants, given, head, is_q, is_v, lane):
-        """Asks for the constants of the team's first row: they are on their way while that is."""
+        """Starts loading the constants of the team's first row, at the same time as the row."""
         if const_expr(self.k_constants == self.v_constants):
             # One copy of the code: registers that branches fill are moved where these meet, and so waited for.
             head = cutlass.select_(is_q, self.kv_head(given, head), head)
@@ -71,12 +72,12 @@ class RowTransformer:
         return (q_head * given.group_reciprocal) >> GROUP_BITS
 
     def ask_k(self, constants, given, head, lane):
-        """``constants`` become those of a k head: center, then factor."""
+        """Starts loading a k head's ``constants``: center, then factor."""
         for part, base in enumerate(self.addresses(given)[0]):
             self._load(constants, self.k_constants, part, base, head, lane)
 
     def ask_q(self, constants, given, q_head, lane):
-        """``constants`` become those of a q head: center where shifts are wanted, then factor."""
+        """Starts loading a q head's ``constants``: center where shifts are wanted, then factor."""
         self.ask_queries(constants, given, self.kv_head(given, q_head), lane)
 
     def ask_queries(self, constants, given, kv_head, lane):
@@ -93,8 +94,8 @@ class RowTransformer:
             constants[part * elements.count + i] = value
 
     def transform_k(self, values, constants, given, next_head, lane):
-        """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written.
-        None: there is no next one."""
+        """Transforms a row of k. Its ``constants`` then become those of the next row, which load while this one is
+        written; None if there is no next row."""
         self.apply_constants(values, constants)
         if next_head is not None:
             self.ask_k(constants, given, next_head, lane)
@@ -120,7 +121,7 @@ class RowTransformer:
 
     @cute.jit
     def transform_q(self, values, constants, given, head, next_head, place):
-        """q's side; where it is asked for, also what the centre takes off the scores."""
+        """Applies q's side of the transform; where it is wanted, also returns the shift of the scores."""
         if const_expr(self.parts.shift):
             total = self.shift_of(values, constants)
             if place.valid:
@@ -134,7 +135,7 @@ class RowTransformer:
         self.k_hadamard.apply(values, place.lane)
 
     def turn_query(self, values, constants, lane):
-        """q' of a row whose shift nobody wants."""
+        """Transforms a row of q whose shift is not wanted."""
         self.apply_q_factor(values, constants)
         self.k_hadamard.apply(values, lane)
 
@@ -144,10 +145,9 @@ class RowTransformer:
             values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
 
     def shift_of(self, values, centres):
-        """q . k_center of the team's row.
+        """Computes q . k_center of the team's row.
 
-        Summed up in an order that does not depend on how many lanes there are: the kernel for decode gives what the
-        others give.
+        The order of the sum does not depend on the number of lanes: the kernel for decode returns what the others do.
         """
         runs, count = self.k_constants.runs, self.k_constants.count
         whole = count % LANE_ELEMENTS == 0  # else all kernels have as many lanes

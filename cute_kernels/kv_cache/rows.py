@@ -1,12 +1,12 @@
 """Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
 
-``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run, so a group of
-columns that shares a scale is a whole number of lanes and its extremes travel by xor shuffles: every lane of the group
-ends up with them (FBGEMM's quantiser shuffled down instead, which tells only the first lane). Every division is IEEE's:
-codes are bit for bit those of :mod:`layouts.kv` for equal fp32 numbers.
+``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run. So a group of
+columns that shares a scale is a whole number of lanes, and xor shuffles leave its extremes in every lane. (FBGEMM's
+quantiser shuffles down instead, which leaves them in the first lane only.) Every division is IEEE's: codes are bit for
+bit those of :mod:`layouts.kv` for equal fp32 numbers.
 
 A format names its class (`cute_kernels.formats.kv.KvFormat.writer`): elements as they are, codes with an fp32 scale
-(`ScaledRow`, which wants no more than how codes are packed), or a class of its own.
+(`ScaledRow`, which only needs to know how codes are packed), or a class of its own.
 
 Everything here is straight-line code over DSL scalars; branches are the kernels'.
 """
@@ -90,7 +90,7 @@ class WaitingRow(DenseRow):
 
 @dataclass(frozen=True)
 class CodedRow:
-    """Common part of rows of small codes, in front of which a word per group may hold its scale.
+    """The common part of rows of small codes, which may have a word with the scale in front for each group.
 
     Quantising goes in parts, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
     if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group, go
@@ -143,7 +143,7 @@ class CodedRow:
 
     @property
     def num_statistics(self) -> int:
-        """What `measure` says of a lane's values."""
+        """The number of statistics that `measure` returns of a lane's values."""
         return self.sets * self.set_statistics
 
     def of_set(self, values, s: int) -> list:
@@ -177,7 +177,7 @@ class CodedRow:
         return Piece(run_bytes // self.lanes, 4 * self.num_headers, row_bytes, self.runs, run_bytes)
 
     def repair(self, value: Float32) -> Float32:
-        """NaN as 0, and everything else within the limits."""
+        """Replaces NaN by 0, and brings everything else within the limits."""
         number = cutlass.select_(value == value, value, Float32(0.0))
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
@@ -244,7 +244,8 @@ class NibbleRow(CodedRow):
 
 @dataclass(frozen=True)
 class ScaledRow(CodedRow):
-    """Rows of codes times an fp32 scale, in front of each group's codes or given: a group's word is its scale.
+    """Rows of codes times an fp32 scale: in front of each group's codes, or given beside the cache. A group's word is
+    its scale.
 
     Subclasses say how codes are packed into words and taken out.
     """
@@ -298,20 +299,20 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """What the lane's sets are divided by; kept apart from `tame`'s, since headers hold these."""
+        """The divisors of the lane's sets. They are kept apart from `tame`'s, since headers hold these."""
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Whether a plain quotient could go wrong, or would saturate: next to never. NaN counts as that, too."""
+        """Whether a plain quotient could go wrong or saturate, which almost never happens. NaN counts as well."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))
         return ~functools.reduce(operator.and_, plain)
 
     def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
-        """A value and a divisor that are not `awkward`, with the code of those that may be."""
+        """A value and a divisor that are not `awkward`, with the same code as those that may be."""
         divisor = Divisor(step, None if self.has_header else self.code_max)
         return divisor.tame(self.repair(value)), divisor.tame_step
 
@@ -390,12 +391,13 @@ CacheRow = DenseRow | CodedRow
 
 
 def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheRow:
-    """What a format's rows are to a team of ``lanes`` lanes, each with ``runs`` runs of columns."""
+    """The class of a format's rows, for a team of ``lanes`` lanes with ``runs`` runs of columns each."""
     return load_code(format_of(kv_format).writer)(kv_format, head_dim, lanes, runs)
 
 
 def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
-    """Codes of finite numbers from ``low`` to ``high``, as `pack_nibbles` takes them, and (fp16 scale, fp16 shift)."""
+    """Encodes finite numbers from ``low`` to ``high``. Returns codes as `pack_nibbles` takes them, and (fp16 scale,
+    fp16 shift)."""
     spread = over_constant(numbers.add(high, -low), MAX_CODE)
     header = ptx.pack_f16x2(spread, low)
     step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)

@@ -1,4 +1,4 @@
-"""Smoothing of K: outlier channels are divided by a factor, and q multiplied by it, so that scores stay the same.
+"""Smooths K: outlier channels are divided by a factor, and q is multiplied by it, so that scores stay the same.
 
 The keys of trained models have a few channels much larger than the rest (KIVI, Liu et al., 2024; KVQuant, Hooper et
 al., 2024). In a format whose scale covers a whole row or group they take the resolution from all others. Dividing each
@@ -24,7 +24,7 @@ _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a d
 
 @runtime_checkable
 class RotaryPairs(Protocol):
-    """What is needed of a `Rope`: which columns it rotates together."""
+    """The part of a `Rope` that smoothing needs: which columns it rotates together."""
 
     @property
     def rotary_dim(self) -> int: ...

@@ -1,4 +1,4 @@
-"""A layer's decoding step in one call: append of the new tokens, then attention with them, overlapped on the GPU."""
+"""A layer's decoding step in one call: it appends the new tokens and attends with them, overlapped on the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StepOptions(ScoreOptions, NewTokenOptions, total=False):
-    """What a plain step leaves alone, besides `ScoreOptions`; :func:`append_and_decode` says what each means."""
+    """Further options of a step, besides `ScoreOptions`; :func:`append_and_decode` says what each means."""
 
     softmax_scale: float | None
     num_splits: int | None
@@ -104,7 +104,8 @@ def append_and_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """`append_kv` of each request's last q_len tokens, then `decode_attention` of their queries over the whole cache.
+    """Appends each request's last q_len tokens (`append_kv`), then attends with their queries over the whole cache
+    (`decode_attention`).
 
     The result is that of the two calls, bit for bit where ``num_splits`` is given. On a GPU the second kernel starts
     while the first one runs: it reads the tokens that were in the cache before, and waits for the append only for the

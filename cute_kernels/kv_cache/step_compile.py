@@ -77,7 +77,7 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
 
 
 def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """What stands for the tensors of a launch, by name."""
+    """Fake tensors for a launch, by name."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor

@@ -1,4 +1,4 @@
-"""What the kernel of a step in one launch is compiled for, and which steps it serves. No GPU types."""
+"""The configuration of a step in one launch, and which steps it supports. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class StepConfig:
 
     @property
     def has_terms(self) -> bool:
-        """Whether rows may meet biases or norms."""
+        """Whether biases or norms may be applied to rows."""
         return self.append.prologue.has_bias or self.append.prologue.has_norm
 
     @property
     def queries_meet_more(self) -> bool:
-        """Whether queries are more than rotated by RoPE."""
+        """Whether more than RoPE is applied to queries."""
         transform = self.append.transform
         return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
 
@@ -93,9 +93,9 @@ def serving_config(
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
-    """The kernel that does both launches' work in one, or None where there is none.
+    """The configuration that does both launches' work in one, or None where there is none.
 
-    Rows are those of `append_kv` with these arguments, to the bit: a norm is summed up by as many lanes.
+    Rows are bit for bit those of `append_kv` with these arguments: a norm is summed by as many lanes.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

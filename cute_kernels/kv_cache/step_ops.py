@@ -1,9 +1,9 @@
-"""Calling append and attention as one: the plan and launch of both in eager mode, the registered operator.
+"""Calls append and attention as one: the plan and launch of both in eager mode, and the registered operator.
 
-Some steps are one launch (:mod:`.step_plan`). Of the others:
-The second launch is a programmatic dependent of the first: it starts as soon as all CTAs of that one have, and waits
-for its end only where it needs what was appended (`RingFiller.await_append`). The first launch is an ordinary one, so
-that whatever the second reads before that wait was written before both.
+Some steps are one launch (:mod:`.step_plan`), others are two. The second launch is then a programmatic dependent of the
+first: it starts as soon as all CTAs of the first have. It waits for the first one's end only where it needs what was
+appended (`RingFiller.await_append`). The first launch is an ordinary one, so whatever the second reads before that wait
+was written before both.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Step(NamedTuple):
 
     @property
     def sees_shift(self) -> bool:
-        """Whether the result depends on what a center takes off the scores."""
+        """Whether the result depends on the shift that a center takes off the scores."""
         options = self.options
         seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
         return seen and self.transform is not None and self.transform.k_center is not None
@@ -124,7 +124,8 @@ class StepPlan:
     restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches both on the current stream, one directly after the other: (out or a new one, lse if asked for)."""
+        """Launches both kernels on the current stream, one directly after the other. Returns (out or a new one, lse if
+        asked for)."""
         (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
          softmax_scale, _, return_lse, out, options, transform) = step  # fmt: skip
         of_q, of_k, of_v = self.token_shapes
@@ -156,8 +157,8 @@ class StepPlan:
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """What decides a plan: all that the second launch could be refused for after the first one. The rest is compared by
-    the first compiled function, as `cute_kernels.runtime.operator.launcher` says."""
+    """What decides a plan: everything for which the second launch could be refused after the first one. The first
+    compiled function compares the rest, as `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
@@ -230,7 +231,7 @@ launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """A step as the two calls that it stands for; attention's q is a tensor of the kind that the append will make.
+    """The two calls that a step stands for. Attention's q is a tensor of the kind that the append will make.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -338,7 +339,7 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
 
 
 def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
-    """A step through the registered operator: (out, lse, asked for or not)."""
+    """Calls the registered operator: (out, lse, asked for or not)."""
     out = step.out
     if out is not None:
         check_out(out, step.q, step.v.shape[3])  # before anything is appended

@@ -1,4 +1,4 @@
-"""What of a step in one launch stays the same from call to call."""
+"""The part of a step in one launch that stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ class OneLaunchPlan:
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Options of attention that brings its output back from V's transform."""
+    """Options of attention that reverses V's transform in its output."""
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 
 
 def lie_well(q: torch.Tensor) -> bool:
-    """Whether attention can read the rows of q of 16 bits where they are: an append takes others, too."""
+    """Whether attention can read 16-bit rows of q where they are; an append takes other rows, too."""
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The kernel of a step, and what of it is attention's."""
+    """The kernel of a step, and its part of attention."""
 
     config: StepConfig
     problem: AttentionProblem
@@ -95,7 +95,7 @@ class Chosen:
 
 
 def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
-    """What serves a step of one token a request in one launch; None where two launches do."""
+    """The kernel of a step with one token a request in one launch; None where two launches do it."""
     assert append.q is not None
     more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
     if any(given is not None for given in more) or not lie_well(append.q):
@@ -108,7 +108,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
-    """The plan of a checked step that has tokens; None where two launches serve it."""
+    """The plan of a checked step that has tokens; None where two launches do it."""
     found = chosen(append, attention)
     if found is None:
         return None

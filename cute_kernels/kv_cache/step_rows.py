@@ -1,9 +1,9 @@
-"""What attention that appends for itself does first: rotated queries in shared memory, the newest rows in the cache.
+"""The first work of attention that appends for itself: rotated queries in shared memory, the newest rows in the cache.
 
 Every CTA rotates the queries of its heads, whichever tokens it takes. Of the CTAs of a row, the one whose tiles end
-with the newest token writes K and V of it. Consumer warps do both: until their first tile has come they have nothing
-else to do. A *team* of lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same way. A cache's
-transform comes behind the rotation, by the code of an append.
+with the newest token writes its K and V. Consumer warps do both, as they have nothing else to do until their first tile
+arrives. A *team* of lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same branches. A cache's
+transform follows the rotation, by the code of an append.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NewRowOperands:
 
 @dataclass(frozen=True)
 class NewPlace:
-    """Where a request's newest token goes; run-time values. There is none unless ``there``."""
+    """Where a request's newest token is written; run-time values. There is no place unless ``there``."""
 
     there: Boolean
     block: Int64
@@ -65,7 +65,7 @@ class NewPlace:
 
 @dataclass(frozen=True)
 class Coming:
-    """Registers of a row that is on its way: its words, the constants and the terms that it meets."""
+    """Registers of a row that is being loaded: its words, and the constants and terms that are applied to it."""
 
     words: RegisterTensor[Uint32]
     constants: RegisterTensor[Float32]
@@ -73,7 +73,7 @@ class Coming:
 
 
 class NewRows:
-    """Makes the rows of the newest token of a CTA's unit.
+    """Makes the rows of the newest token of a CTA's work tile.
 
     Attributes:
         shared_bytes: of shared memory, for the queries.
@@ -193,7 +193,7 @@ class NewRows:
         return turn * self.teams
 
     def fetch_query(self, query, cta, work, q, row, lane) -> None:
-        """Asks for a row of the warp's KV head, past the last one for that, and for its bias."""
+        """Starts loading a row of the warp's KV head, past the last one that row again, and its bias."""
         shape, first = work.place.shape, work.place.first_row
         row = first + cutlass.min(row, self.count_of(work) - 1)
         head = (work.place.first_head + self.own_head(cta)) * shape.group + row
@@ -203,8 +203,8 @@ class NewRows:
 
     @cute.jit
     def rotate_queries(self, query, cta, work, q, cos, sin, team, lane):
-        """The warp's share of the CTA's query rows, to shared memory; ``query``: the first. Teams without a row repeat
-        the last one."""
+        """Rotates the warp's share of the CTA's query rows, to shared memory. ``query``: the first. Teams without a row
+        repeat the last one."""
         elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
         step = self.attention.num_warps // self.attention.num_heads * self.teams
@@ -224,7 +224,7 @@ class NewRows:
             self.store_shared(elements, target, lane, elements.pack(values))
 
     def store_shared(self, elements: Elements, row, lane, words) -> None:
-        """Puts a lane's runs of a row where `query_addresses` finds them."""
+        """Stores a lane's runs of a row where `query_addresses` finds them."""
         piece = elements.piece
         for run in range(piece.runs):
             own = words[run * piece.run_words : (run + 1) * piece.run_words]
@@ -233,7 +233,7 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Shared address of the lane's query in each of the warp's blocks; lanes past the last query take that one."""
+        """Shared addresses of the lane's query in each of the warp's blocks; lanes past the last query use that one."""
         place, roles = work.place, cta.roles
         addresses = []
         for block in range(self.attention.blocks_per_warp):
@@ -246,7 +246,8 @@ class NewRows:
 
     @property
     def writers(self) -> int:
-        """Warps that write K, each rows of as many KV heads as it has teams at a time; as many others write V."""
+        """The number of warps that write K, each rows of as many KV heads as it has teams at a time; as many others
+        write V."""
         wanted = -(-self.attention.num_heads // self.teams)
         return max(1, min(wanted, self.attention.num_warps // 2))
 
@@ -263,7 +264,7 @@ class NewRows:
 
     @cute.jit
     def fetch_newest(self, fresh, cta, work, team, lane):
-        """Asks for the first row that a warp writes, and for what it meets."""
+        """Starts loading the first row that a warp writes, and what is applied to it."""
         if self.writes(cta, self.k_elements):
             self.fetch_row(fresh, cta, work, self.k_elements, self.first_head(cta), team, lane)
             if const_expr(self.has_terms):
@@ -291,7 +292,7 @@ class NewRows:
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
-        """The newest token's rows of the CTA's KV heads; ``fresh``: what `fetch_newest` has asked for."""
+        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: what `fetch_newest` loads."""
         new = cta.new[0]
         if self.writes(cta, self.k_elements):
             angles = (cos, sin) if const_expr(self.append.prologue.rope != "none") else None
@@ -305,7 +306,8 @@ class NewRows:
 
     @cute.jit
     def write_rows(self, fresh, cta, work, elements, target, place, angles, team, lane):
-        """The warp's share of the rows of all KV heads of the CTA; teams without a head repeat the last one's."""
+        """Writes the warp's share of the rows of all KV heads of the CTA; teams without a head repeat the last
+        one's."""
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -330,7 +332,7 @@ class NewRows:
                 store_row(cache_row, encoded, cache + row, lane)
 
     def add_terms(self, values, asked, terms, elements, lane) -> None:
-        """Bias and norm of a row of K, or the bias of one of V."""
+        """Applies bias and norm to a row of K, or the bias to one of V."""
         if elements is self.k_elements:
             self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
             self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)
@@ -338,7 +340,7 @@ class NewRows:
             self.row_extras.add_bias(values, asked, terms.v_bias, elements, 0, 1, lane)
 
     def fetch(self, raw, elements: Elements, source, lane) -> None:
-        """Asks for a lane's part of the row at ``source``."""
+        """Starts loading a lane's part of the row at ``source``."""
         for i, word in enumerate(elements.piece.load(source, lane)):
             raw[i] = word
 

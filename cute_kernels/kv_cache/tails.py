@@ -1,4 +1,5 @@
-"""Where keys in blocks wait: the ring of newest keys of each sequence of a `KVCache`, and which sequence has which."""
+"""The ring of newest keys of each sequence of a `KVCache` whose keys are in blocks, and which sequence has which
+ring."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_
 class KeyTails:
     """Slots of rings, one for each sequence (`layouts.kv.channel_blocks`).
 
-    Rows of a full block are in the cache in 4 bits alone once the ring has gone on: a sequence can be cut back to where
-    a block begins, or to where the ring still has the block's rows.
+    Once the ring has moved on, rows of a full block exist in the cache in 4 bits alone. A sequence can be cut back to
+    where a block begins, or to where the ring still has the block's rows.
 
     Args:
         form: of the keys.
@@ -55,7 +56,7 @@ class KeyTails:
         return self._slots[seq_id]
 
     def check_free(self, name: str, seq_id: SeqId) -> None:
-        """Raises ValueError, about the argument ``name``, unless there is a slot for one more sequence."""
+        """Raises ValueError, naming the argument ``name``, unless there is a slot for one more sequence."""
         if not self._free:
             raise ValueError(
                 f"{name}: got {seq_id!r} beside {len(self._slots)} sequences, want at most max_seqs {self.max_seqs} at "
@@ -67,7 +68,7 @@ class KeyTails:
         self._slots[seq_id], self._first[seq_id] = self._free.pop(), 0
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """Gives a new sequence what another has."""
+        """Copies a sequence's ring to a new one."""
         self.add(new_id)
         self._first[new_id] = self._first[seq_id]
         self.rows[:, self._slots[new_id]].copy_(self.rows[:, self._slots[seq_id]])
@@ -78,13 +79,14 @@ class KeyTails:
         del self._first[seq_id]
 
     def lengthened(self, pages: PageTable, seq_ids: Sequence[SeqId]) -> None:
-        """Sequences have grown, and the ring goes on with them: it has their newest block and the one before."""
+        """Notes that sequences have grown, and their rings with them: a ring has the newest block and the one
+        before."""
         for seq_id in seq_ids:
             oldest = (pages[seq_id].length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
             self._first[seq_id] = max(self._first[seq_id], oldest)
 
     def check_truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Raises ValueError if a block would have to be opened again whose keys the ring has no more."""
+        """Raises ValueError if a block would have to be opened again whose keys the ring no longer has."""
         first = self._first[seq_id]
         if num_tokens % BLOCK_TOKENS and num_tokens // BLOCK_TOKENS * BLOCK_TOKENS < first:
             raise ValueError(
@@ -93,12 +95,12 @@ class KeyTails:
             )
 
     def truncated(self, seq_id: SeqId, num_tokens: int) -> None:
-        """A sequence has been cut back: what comes next is new."""
+        """Notes that a sequence has been cut back: what follows is new."""
         if num_tokens % BLOCK_TOKENS == 0:
             self._first[seq_id] = min(self._first[seq_id], num_tokens)
 
     def waiting(self, layer: int, seq_id: SeqId, length: int) -> torch.Tensor:
-        """fp16 [length % 32, KV heads, head_dim]: keys of the block of a sequence that is not full."""
+        """fp16 [length % 32, KV heads, head_dim]: keys of the sequence's block that is not full."""
         positions = torch.arange(length // BLOCK_TOKENS * BLOCK_TOKENS, length, device=self.rows.device)
         return self.rows[layer, self._slots[seq_id], positions % TAIL_TOKENS]
 
@@ -106,7 +108,8 @@ class KeyTails:
 def append_then_attend(
     cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> Any:
-    """`KVCache.append_and_attend` of keys in blocks, which a launch between the two fills: one call after the other."""
+    """Does `KVCache.append_and_attend` of keys in blocks, one call after the other: a launch between the two fills
+    blocks."""
     for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}
     if (positions := for_append.get("position_ids")) is not None:
         for_append["position_ids"] = positions.flatten()

@@ -1,4 +1,4 @@
-"""Debug mode's look at an append's values: lengths, pages and slots. Waits for the device."""
+"""Checks an append's values in debug mode: lengths, pages and slots. Waits for the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from cute_kernels.kv_cache.reference import places, requests_of
 
 
 def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
-    """Raises ValueError, naming request and position (or token), if a token would not go to a place of its own.
+    """Raises ValueError, naming request and position (or token), if two tokens would share a place or one would have
+    none.
 
-    Slots of -1 and tokens behind those of all requests ask for that and are no error.
+    Slots of -1, and tokens behind those of all requests, have no place on purpose and are no error.
 
     may_be_shorter: whether a request may have fewer tokens than come, whose first ones then have no place.
     """

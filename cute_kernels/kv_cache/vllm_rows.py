@@ -1,4 +1,4 @@
-"""What vLLM's ``int4_per_token_head`` does to K, V and q, as a transform of the cache.
+"""Expresses what vLLM's ``int4_per_token_head`` does to K, V and q as a transform of the cache.
 
 vLLM multiplies K, V and q of a head with signs and with a Hadamard matrix as wide as the head, which is not normalised:
 k' = H s k. It divides the softmax's scale and the output by head_dim afterwards. As a `CacheTransform` that is a
@@ -23,7 +23,7 @@ SIGNS_SEED = 0x9E3779B9  # of vLLM's generator, on the CPU
 def vllm_transform(
     num_kv_heads: int, head_dim: int, v_head_dim: int | None = None, device: torch.device | str = "cpu"
 ) -> CacheTransform:
-    """vLLM's rotation of K and V before it quantises them, for caches of its bytes or of its kind.
+    """The transform that rotates K and V as vLLM does before it quantises them.
 
     Args:
         num_kv_heads: of the layer; all have the same signs.

@@ -1,4 +1,4 @@
-"""What norm kernels are launched with: declared here, and nowhere else listed.
+"""The arguments that norm kernels are launched with; they are listed nowhere else.
 
 Tensor: out [rows, n], of the configuration's dtype. Addresses, on 16 bytes: x and residual, whose rows are x_stride and
 residual_stride elements apart; total [rows, n], their sum; weight and bias [n]. Those that a configuration has no use

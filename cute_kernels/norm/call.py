@@ -48,7 +48,7 @@ class NormCall(NamedTuple):
 
 
 def check_call(call: NormCall) -> None:
-    """Raises TypeError or ValueError, which name the argument, unless a norm can be taken."""
+    """Raises TypeError or ValueError, which name the argument, unless the norm can be computed."""
     check_tensors(**call.tensors)
     x = call.x
     check_dtype("x", x, *DTYPES)
@@ -104,7 +104,7 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _check_places(call: NormCall) -> None:
-    """Results may take the place of x or of the residual, but not of each other, nor of a part of an input."""
+    """Checks that results replace a whole x or residual, or overlap with no input, and not with each other."""
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
     if len(outputs) == 2:
         check_apart("residual_out", outputs["residual_out"], {"out": outputs["out"]})

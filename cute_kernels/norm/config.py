@@ -1,4 +1,4 @@
-"""What a norm kernel is compiled for, and which one serves a row length. No GPU types."""
+"""The configuration of a norm kernel, and which one a row length takes. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are asked for before the wait for the kernel before: where they fit beside a row."""
+        """Whether weights are loaded before the wait for the kernel before: where they fit beside a row."""
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property
@@ -92,8 +92,8 @@ class NormConfig:
 def launch_shape(n: int) -> tuple[int, int]:
     """(threads, vectors of a thread) for rows of n columns, n a multiple of 8 up to MAX_COLUMNS.
 
-    The fewest vectors with at most `USUAL_THREADS` threads, then the fewest threads: what a row takes is the latency
-    of its loads and of one or two reductions, not its bytes.
+    It takes the fewest vectors with at most `USUAL_THREADS` threads, then the fewest threads. A row's time is the
+    latency of its loads and of one or two reductions, not its bytes.
     """
     shapes = [(t, v) for v in VECTORS for t in THREADS if n <= t * v * VECTOR <= MAX_COLUMNS]
     return min(shapes, key=lambda shape: (shape[0] > USUAL_THREADS, shape[1] > 2, shape[1], shape[0]))

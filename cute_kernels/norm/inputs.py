@@ -1,8 +1,8 @@
-"""What a quantised layer wants done to its inputs, in the launch of the norm before: scaled, and in its packed order.
+"""Scales the inputs of a quantised layer, and puts them in its packed order, in the launch of the norm before.
 
-A launch that scaled rows, or put them in order, would read what this one has in registers, and wait for it. Order and
-factors are the weight's, so they are asked for before the wait for the kernel before. A row is put in order in shared
-memory, which is good at elements of two bytes here and there.
+A launch of its own would have to wait for this one, and read what it has in registers. Order and factors are the
+weight's, so they are loaded before the wait for the kernel before. A row is put in order in shared memory, which is
+fast at scattered elements of two bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VECTOR_BYTES = 2 * VECTOR
 
 
 class LayerInputs:
-    """A value of `.kernel.NormKernel`, of a configuration that has `NormConfig.inputs`.
+    """The inputs of a layer as `.kernel.NormKernel` makes them, for a configuration that has `NormConfig.inputs`.
 
     Args:
         sums_bytes: of shared memory, which are the kernel's own.
@@ -44,7 +44,7 @@ class LayerInputs:
         return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
-        """(order, factors) of the vectors at ``places``: eight words and four each."""
+        """Starts loading (order, factors) of the vectors at ``places``: eight words and four each."""
         # Not as constant memory: ptxas moves such loads behind the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
         return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []
@@ -72,6 +72,6 @@ class LayerInputs:
         return self.pack([value * factor for value, factor in pairs])
 
     def gather(self, room, places) -> list[Any]:
-        """A vector of the row's elements at ``places``, packed pairs."""
+        """Gathers a vector of the row's elements at ``places``, as packed pairs."""
         halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in places]
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]

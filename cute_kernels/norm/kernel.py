@@ -1,8 +1,8 @@
-"""Norms on the GPU: a CTA a row, which stays in its registers between the loads, the reductions and the store.
+"""Norms on the GPU: a CTA has a row, which stays in its registers between the loads, the reductions and the store.
 
-Weights do not depend on the kernel before this one, so they are asked for before the wait for it (programmatic
-dependent launch); the next kernel may start as soon as all CTAs of this one have, to ask for its own. Every sum is
-taken in one order, whatever the number of rows.
+Weights do not depend on the kernel before this one, so they are loaded before the wait for it (programmatic dependent
+launch). The next kernel may start, and load its own weights, as soon as all CTAs of this one have. Every sum has one
+order, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cute_kernels.norm.inputs import LayerInputs
 
 @dataclass(frozen=True)
 class Rows:
-    """Addresses and strides of what has one row a CTA; run-time values."""
+    """Addresses and strides of tensors with one row for each CTA; run-time values."""
 
     x: Int64
     residual: Int64
@@ -103,7 +103,7 @@ class NormKernel:
         self.store(rows.out, row * rows.n, columns, results, rows.n)
 
     def ask(self, inputs, places) -> Any:
-        """What a layer's inputs are made with, of the vectors at ``places``; nothing where there is no layer."""
+        """Starts loading what makes a layer's inputs of the vectors at ``places``; nothing where there is no layer."""
         if not self.inputs:
             return None
         order, factors = inputs
@@ -143,7 +143,7 @@ class NormKernel:
         return [self.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def add(self, a: Sequence[Uint32], b: Sequence[Uint32]) -> list[Any]:
-        """The sum of two vectors, rounded: what a separate addition gives."""
+        """The sum of two vectors, rounded as a separate addition rounds it."""
         return self.pack_all([x + y for x, y in zip(self.unpack(a), self.unpack(b), strict=True)])
 
     @cute.jit
@@ -165,7 +165,7 @@ class NormKernel:
 
     @cute.jit
     def publish(self, value, sums, thread):
-        """Each warp's sum, where all threads find it."""
+        """Publishes each warp's sum where all threads find it."""
         if thread % self.config.warp == 0:
             ptx.store_shared(sums + thread // self.config.warp * 4, 0, [value])
 

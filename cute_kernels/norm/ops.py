@@ -26,7 +26,7 @@ Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 def norm(call: NormCall) -> Any:
-    """y, or (y, sum) with a residual, where the tensors are."""
+    """Computes y, or (y, sum) with a residual, on the device where the tensors are."""
     y, total = route(cuda=launch, cpu=_on_cpu, operator=_through_operator, **call.tensors)(call)
     return y if call.residual is None else (y, total)
 
@@ -55,7 +55,7 @@ def _on_cpu(call: NormCall) -> Results:
 
 @dataclass(frozen=True)
 class NormPlan:
-    """What of a launch stays the same between calls of the same shapes, strides, dtypes, device and options.
+    """The part of a launch that stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
         send: the compiled kernel, its tensors by name; None where there is no row.
@@ -88,7 +88,7 @@ class NormPlan:
 
 
 def _inputs_of(call: NormCall) -> dict[str, int]:
-    """What more a kernel is launched with whose rows are made for a layer's inputs; nothing for others."""
+    """Further arguments of a kernel whose rows are made for a layer's inputs; none for others."""
     order, scale = call.order, call.input_scale
     if order is scale is None:
         return {}
@@ -131,7 +131,7 @@ def _may_meet(call: NormCall) -> bool:
 
 
 def config_of(call: NormCall) -> NormConfig:
-    """The kernel that a checked call is served by."""
+    """The configuration of the kernel for a checked call."""
     return NormConfig(
         call.kind,
         DTYPES[call.x.dtype],
@@ -174,7 +174,7 @@ def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, in
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
-    """An operator returns tensors alone: an empty one stands for no sum."""
+    """The two tensors that an operator returns: an empty one stands for no sum."""
     y, total = results
     return y, y.new_empty(0) if total is None else total
 

@@ -1,1 +1,1 @@
-"""Partial results of attention into one: of a CTA's warps, of the splits of a row, of two calls."""
+"""Combines partial results of attention: of a CTA's warps, of the splits of a row, of two calls."""

@@ -43,7 +43,7 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Share:
-    """The vectors of its row that a combiner puts together, and how its threads divide the work; run-time integers."""
+    """The vectors of its row that a CTA combines, and how its threads divide the work; run-time integers."""
 
     first: Int32  # vector
     count: Int32
@@ -53,7 +53,7 @@ class Share:
 
 
 class Merger:
-    """The end of a CTA: what its warps, and then the splits of its row, have summed up becomes output."""
+    """The end of a CTA: it merges the accumulators of its warps, then of the splits of its row, into the output."""
 
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
@@ -68,7 +68,7 @@ class Merger:
 
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
-        """Merges the CTA's warps; a row's only split stores the output, others their part."""
+        """Merges the CTA's warps. A row's only split stores the output; others publish their part."""
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
@@ -88,7 +88,7 @@ class Merger:
 
     @cute.jit
     def finish_split(self, work, results, address, tid):
-        """Stores the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
+        """Publishes the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
         split, active = work.part, work.num_parts
         combiners_log2 = cutlass.min(self.combiners_log2(active), results.mode >> CTAS_SHIFT)
         rank = split - (active - (1 << combiners_log2))
@@ -107,18 +107,19 @@ class Merger:
 
     @property
     def direct_log2(self) -> int:
-        """log2 of the combiners from which on a CTA has a thread for every vector of its share."""
+        """log2 of the number of combiners from which on a CTA has a thread for every vector of its share."""
         return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
 
     @property
     def most_combiners_log2(self) -> int:
-        """log2 of the most CTAs that can share a row: each takes whole query heads, and if these are turned back, whole
-        warps of vectors."""
+        """log2 of the most CTAs that can share a row: each takes whole query heads, and whole warps of vectors if these
+        are transformed back."""
         halves = 1 if self.config.features.v_rotation > 1 and self.vectors_per_row < WARP_THREADS else 0
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """log2 of how many of ``active`` splits combine a row: a thread should load one batch for one vector."""
+        """log2 of the number of the ``active`` splits that combine a row: a thread should load one batch for one
+        vector."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
@@ -216,14 +217,15 @@ class Merger:
             self.clear(work, results, share, index, group)
 
     def add(self, sums, pairs, vectors):
-        """Adds partial results to ``sums``: maximum, sum, and four values."""
+        """Adds partial results to ``sums``: (maximum, sum, four values)."""
         merged = _merge([[sums[0], sums[1]], *pairs], [[sums[2 + c] for c in range(4)], *vectors])
         for i, value in enumerate((merged[0], merged[1], *merged[2])):
             sums[i] = value
 
     @cute.jit
     def gather(self, work, results, share, address, index, group):
-        """One vector over the splits of a group of threads (every 2**groups_log2-th); group 0 adds the CTA's own."""
+        """Gathers one vector over the splits of a group of threads (every 2**groups_log2-th); group 0 adds the CTA's
+        own."""
         sums = cute.make_rmem_tensor(6, Float32)
         sums.fill(0.0)
         sums[0] = Float32(LOWEST)
@@ -262,7 +264,8 @@ class Merger:
 
     @cute.jit
     def clear(self, work, results, share, index, group):
-        """Empties the places of the partial results that this thread has gathered, once the output is on its way."""
+        """Resets the workspace of the partial results that this thread has gathered to EMPTY, after the output's stores
+        are issued."""
         row, d = self.vector(index)
         query_row, _, valid = work.query_row(self.config, row)
         if valid:
@@ -274,7 +277,7 @@ class Merger:
                     reset(place + self.stats_of(d), 2)
 
     def batch_split(self, share, begin, i: int):
-        """(split, whether it has a result to be read) of the i-th place of a batch."""
+        """(split, whether it has a result to be read) of the i-th entry of a batch."""
         split = begin + (Int32(i) << share.groups_log2)
         return split, (split < share.num_splits) & (split != share.split)
 
@@ -295,20 +298,20 @@ class Merger:
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def load_sink(self, work, results, index):
-        """The sink of a vector's query head, asked for before what the vector waits for; 0 where there are none."""
+        """Loads the sink of a vector's query head before the wait for the vector; 0 where there are none."""
         if not self.config.features.sinks:
             return Float32(0.0)
         _, head, valid = work.query_row(self.config, self.vector(index)[0])
         return load_float(results.sinks + Int64(cutlass.select_(valid, head, Int32(0))) * 4)
 
     def ask_sinks(self, sinks, work, results, tid):
-        """Asks for those of all vectors that a thread stores of a row's only split, all in flight at once."""
+        """Starts loading the sinks of all vectors that a thread stores of a row's only split, all in flight at once."""
         for i in range(cute.size(sinks)):
             index = cutlass.min(tid + i * self.config.num_threads, self.num_vectors - 1)
             sinks[i] = self.load_sink(work, results, index)
 
     def next_sink(self, sinks):
-        """The first of some sinks; the others move up."""
+        """Takes the first of some sinks; the others move up."""
         if not self.config.features.sinks:
             return Float32(0.0)
         first = sinks[0]
@@ -358,7 +361,7 @@ class Merger:
 
 
 def _row_of(column: int) -> int:
-    """Query head, counted from a lane's 2t, of a column."""
+    """The query head of a column, counted from a lane's 2t."""
     return column // 2 * BLOCK_QUERIES + column % 2
 
 
@@ -367,7 +370,7 @@ def _floats(words):
 
 
 def _merge(pairs, vectors):
-    """Sum of softmax partials: (maximum, sum) pairs and their unnormalised outputs, in order, to one of each."""
+    """Merges softmax partials, (maximum, sum) pairs and their unnormalised outputs, in order."""
     maximum, weights = weights_of([reference for reference, _ in pairs])
     total = Float32(0.0)
     value = [Float32(0.0)] * len(vectors[0])

@@ -1,4 +1,4 @@
-"""Putting a launch's splits together on the GPU: a warp for each row of the output, in the order of the splits."""
+"""Combines a launch's splits on the GPU: a warp for each row of the output, in the order of the splits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 
 @dataclass(frozen=True)
 class Parts:
-    """What splits have written, and where the result goes: addresses and run-time numbers.
+    """The partial results of splits, and where the result goes: addresses and run-time numbers.
 
     partials: fp32 [num_splits, rows, head_dim], then [num_splits, rows] of log2 sums; rows: of the tensors, queries
     times heads. lse: fp32 [rows] or 0. sinks: fp32 [num_q_heads] or 0.
@@ -51,7 +51,7 @@ class CombineKernel:
         self.elements = of_name(config.q_dtype)
 
     def launch(self, given, stream):
-        """``given`` has the arguments of :data:`.arguments.COMBINE`."""
+        """Launches the kernel; ``given`` has the arguments of :data:`.arguments.COMBINE`."""
         (total_q, num_q_heads, _), ends = extents(given.out), extents(given.cu_seqlens)
         rows = total_q * num_q_heads
         parts = Parts(
@@ -103,7 +103,7 @@ class CombineKernel:
 
     @cute.jit
     def add_up(self, parts, row: Int32, lane: Int32, share, first: cutlass.Constexpr):
-        """Columns of a row from ``first`` on, four a lane. share: of split ``lane``."""
+        """Adds up columns of a row from ``first`` on, four a lane. share: of split ``lane``."""
         head_dim = self.config.head_dim
         exists = first + lane * LANE_COLUMNS < head_dim
         column = cutlass.select_(exists, lane * LANE_COLUMNS, Int32(0)) + first

@@ -1,4 +1,4 @@
-"""What a kernel that merges attention states is compiled for. No GPU types."""
+"""The configuration of a kernel that merges attention states. There are no GPU types here."""
 
 from __future__ import annotations
 

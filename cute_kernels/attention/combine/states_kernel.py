@@ -1,4 +1,4 @@
-"""Merging two attention states on the GPU: one thread per 16 bytes of output, nothing shared between threads.
+"""Merges two attention states on the GPU: one thread per 16 bytes of output, nothing shared between threads.
 
 The traffic is two outputs read and one written; the log-sum-exps of a row come from L1 for all threads of the row but
 the first. One thread of a row writes the merged log-sum-exp.
@@ -76,13 +76,13 @@ class MergeStatesKernel:
                 ptx.store_global(ptx.address(lse) + at, [top + ptx.log2(total) * ptx.LN_2])
 
     def load_state(self, states, offset):
-        """A log-sum-exp; -inf for +inf, which is MLA decode's word for a query without keys."""
+        """Loads a log-sum-exp; +inf, which MLA decode returns for a query without keys, becomes -inf."""
         state = ptx.load_global_words(ptx.address(states) + offset, 0, 1)[0].bitcast(Float32)
         return cutlass.select_(state == Float32.inf, Float32(-Float32.inf), state)
 
     @cute.jit
     def blend(self, a, weight_a, b, weight_b):
-        """a * weight_a + b * weight_b, where a weight of 0 silences even NaN."""
+        """Computes a * weight_a + b * weight_b, where a weight of 0 silences even NaN."""
         left, right = a * weight_a, b
         if weight_a == 0.0:
             left = Float32(0.0)

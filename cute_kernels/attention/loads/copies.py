@@ -1,7 +1,7 @@
-"""Bringing tiles of K and V from global into shared memory: raw rows by bulk copies, by words, or by tensor maps.
+"""Loads tiles of K and V from global into shared memory: raw rows by bulk copies, by words, or by tensor maps.
 
-Each operand has its way; a stage of the ring is full when both have arrived, on one barrier. The ring holds the tiles
-of K of all stages, then those of V.
+Each operand has its own kind of load. A stage of the ring is full when both have arrived, on one barrier. The ring
+holds the tiles of K of all stages, then those of V.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class TileCopier:
         self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """What the kernel takes instead of the caches."""
+        """The source that the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
     def open(self, source, ring, pipeline, place, pages) -> Tiles:
-        """This CTA's part of the caches and its ring."""
+        """Makes the `Tiles` of this CTA: its part of the caches and its ring."""
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
         return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pages)
 
     def enter(self, tiles, request) -> Tiles:
-        """``tiles`` for copies of one request's tokens."""
+        """Narrows ``tiles`` to copies of one request's tokens."""
         if self.config.page_tokens:
             return tiles
         opened = tuple(op.enter(part, request) for op, part in zip(self.operands, tiles.opened, strict=True))
@@ -84,7 +84,7 @@ class TileCopier:
         page,
         place,
     ):
-        """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
+        """Starts copying the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
         producer: number of the warp among the producers, which share the copies. page, place: as :meth:`find_pages` has
         them for this tile.
@@ -122,7 +122,7 @@ class TileCopier:
     def find_pages(self, tiles, request, token, lane):
         """(page, place in it) of a lane's share of the tile that begins with ``token``.
 
-        To be asked for a tile ahead: the table is in memory.
+        Callers ask a tile ahead, as the table is in memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
@@ -130,7 +130,8 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Bulk copies, run by run, every lane its own; what lies past the end is left out: its page may be gone."""
+        """Issues bulk copies, run by run, every lane its own. Rows past the end are left out: their page may not
+        exist."""
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)
         if const_expr(share < config.tile_tokens):
@@ -155,7 +156,8 @@ class TileCopier:
 
     @cute.jit
     def _copy_pages(self, tiles, tokens, stage, barrier, producer, page, place):
-        """Boxes of all tensor maps, a page's part of the tile at a time, shared among the producer warps."""
+        """Issues the TMA tiles of all tensor maps, a page's part of the tile at a time, shared among the producer
+        warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         pieces = (tokens + (size - 1)) // size
         for piece in cutlass.range(producer, pieces, self.config.filling_warps, unroll=1):
@@ -167,7 +169,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, producer):
-        """Boxes of all tensor maps, shared among the producer warps."""
+        """Issues the TMA tiles of all tensor maps, shared among the producer warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
                 if producer == box % self.config.filling_warps:
@@ -188,15 +190,15 @@ class TileCopier:
             operand.copy_token(tiles, block, first, place, stage, lane)
 
     def drain(self):
-        """Waits for the copies of words that this thread has asked for: its exit must not leave them behind."""
+        """Waits for the copies of words that this thread has issued, which must end before it exits."""
         if self.words:
             cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows of V from token ``first`` on, all consumer threads together.
+        """Writes zeros over a stage's rows of V from token ``first`` on, all consumer threads together.
 
-        What lies behind a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
+        Rows behind a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
         """
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
@@ -228,7 +230,7 @@ class TileCopier:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where a CTA's tiles come from and go to; run-time values."""
+    """Where a CTA's tiles are copied from and to; run-time values."""
 
     ring: Int32  # shared-memory address
     pipeline: Pipeline
@@ -254,7 +256,7 @@ class _Operand:
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
-        """The source of one block; here of all, whose copies name theirs."""
+        """The source of one block; here of all blocks, as copies name theirs."""
         return source
 
     @property
@@ -263,7 +265,7 @@ class _Operand:
         raise NotImplementedError
 
     def row_start(self, first: Int32):
-        """Where in such a part token ``first`` begins."""
+        """Where token ``first`` begins in such a part."""
         raise NotImplementedError
 
 
@@ -276,7 +278,7 @@ class RowSource:
     token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
-        """Where a token's rows lie: the only place that knows. ``block``: None once entered."""
+        """The address of a token's rows; no other function computes it. ``block``: None once entered."""
         address = self.base + Int64(token) * self.token_bytes
         return address if block is None else address + Int64(block) * self.block_bytes
 
@@ -305,7 +307,7 @@ class RowOperand(_Operand):
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
-        """The source of one block: that its tokens need no product of 64 bits each is 80 cycles a tile."""
+        """The source of one block. With it, tokens need no 64-bit product each, which saves 80 cycles a tile."""
         return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
     @property
@@ -317,7 +319,8 @@ class RowOperand(_Operand):
 
 
 class BulkOperand(RowOperand):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of a producer warp."""
+    """Copies runs of whole tokens by cp.async.bulk, counted in bytes on the stage's barrier; one lane of a producer
+    warp issues them."""
 
     copy = "bulk"
 
@@ -336,7 +339,8 @@ class BulkOperand(RowOperand):
 
 
 class WordOperand(RowOperand):
-    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of the producer warps."""
+    """Copies single words by cp.async, for caches whose rows no bulk copy can address; by all lanes of the producer
+    warps."""
 
     copy = "word"
 
@@ -364,10 +368,11 @@ class RowMapSource:
 
 
 class RowMapOperand(RowOperand):
-    """cp.async.bulk.tensor of some heads' raw rows, a page's tokens at a time, where bulk copies take each token alone.
+    """Copies some heads' raw rows by cp.async.bulk.tensor, a page's tokens at a time, where a bulk copy would take each
+    token alone.
 
-    A token's words in shared memory, with the padding behind them, are as many of the cache's: what lies behind the
-    heads that are wanted, or nothing, comes along.
+    A token's words in shared memory, with the padding behind them, are as many words of the cache. So words behind the
+    wanted heads, or zeros, are copied as well.
     """
 
     copy = "map"
@@ -394,12 +399,13 @@ class RowMapOperand(RowOperand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
 
     def words_of(self, shape, stride):
-        """(shape, strides) of a cache's words, of one that has these: bytes [blocks, tokens, heads, row]."""
+        """(shape, strides) in words of a cache whose shape and strides in bytes are given: [blocks, tokens, heads,
+        row]."""
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
     def begin(self, head):
-        """(the first of a token's words that come to a CTA's ring, bytes from there to its first head's row)."""
+        """(the first of a token's words that are copied to a CTA's ring, bytes from there to its first head's row)."""
         first = head * self.tile.row_words
         if not self.begins_before:
             return first, 0
@@ -429,7 +435,7 @@ class RowMapOperand(RowOperand):
 
     @cute.jit
     def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
-        """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
+        """Copies the ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         place = self.ring_offset + stage * self.tile_bytes + box * self.box_bytes
         pointer = cute.recast_ptr(source.ring + cute.assume(place, divby=PLACE_BYTES), dtype=Uint32)
@@ -454,7 +460,8 @@ class TensorMapSource:
 
 
 class TensorMapOperand(_Operand):
-    """cp.async.bulk.tensor with a swizzle, a KV head's tile at a time; what lies outside the cache reads as 0."""
+    """Copies a KV head's tile at a time by cp.async.bulk.tensor with a swizzle; what lies outside the cache reads as
+    0."""
 
     copy = "tma"
 
@@ -509,7 +516,7 @@ class TensorMapOperand(_Operand):
 
     @cute.jit
     def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
-        """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
+        """Copies the ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         for head in cutlass.range_constexpr(self.config.num_heads):
             cute.copy(

@@ -89,7 +89,7 @@ class ExtendMemory:
         )
 
     def init_barriers(self) -> None:
-        """One thread, before anybody uses them."""
+        """One thread initialises all barriers, before any other uses them."""
         for pipeline in (*self.pipelines, self.work):
             pipeline.init()
         fence_init()

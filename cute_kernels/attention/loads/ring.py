@@ -1,4 +1,4 @@
-"""What the producer warps of a decode attention CTA do: they keep its ring of K and V tiles full."""
+"""The producer warps of a decode attention CTA: they keep its ring of K and V tiles full."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,10 +11,10 @@ from cute_kernels.device.pipeline import PipelineState, fence_init
 
 
 class RingFiller:
-    """Asks for tiles, as :class:`TileCopier` does it, into places of the ring that the consumer warps have left.
+    """Loads tiles, with :class:`TileCopier`, into stages of the ring that the consumer warps have released.
 
-    Every place has two barriers: one on which a tile's bytes arrive, and one on which every consumer warp says that it
-    has read the tile.
+    Every stage has two barriers: full, on which a tile's bytes arrive, and empty, on which every consumer warp arrives
+    when it has read the tile.
 
     writes_rows: whether the kernel's own consumer warps write the newest token's rows.
     """
@@ -46,16 +46,16 @@ class RingFiller:
 
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
-        """Asks for the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
+        """Starts loading the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
         for i in cutlass.range_constexpr(self.config.num_stages + 1):
             page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it.
+        """Initialises the barriers and loads the first tile if the cache, though perhaps not the request, has it.
 
-        Those of ``pages`` are asked for as well: if the CTA's unit turns out to be another, in vain.
+        The pages of ``pages`` are loaded as well. If the CTA's unit turns out to be another, they are not used.
         """
         config = self.config
         alone = config.filling_warps == 1
@@ -93,7 +93,7 @@ class RingFiller:
 
     @cute.jit
     def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known):
-        """Keeps the pipeline full for one unit; ``issued`` of its tiles are on their way.
+        """Keeps the pipeline full for one unit; ``issued`` of its tiles are in flight.
 
         state: of the consumer warps. known: whether ``pages``, if any, are those of this unit's tiles.
         """
@@ -143,10 +143,10 @@ class RingFiller:
         self.let_next_begin()
 
     def let_next_begin(self) -> None:
-        """Lets the launch behind begin where an SM has room: all tiles of this CTA are on their way.
+        """Lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
 
-        At the start of a CTA it would only be in the way. The append has ended by then, and is waited for here as well,
-        so that all before it is over for who comes next.
+        At the start of a CTA the next launch would only compete with it. The append has ended by then; it is waited for
+        here as well, so that all launches before this one are over for the next one.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()

@@ -1,17 +1,17 @@
 """Producers of caches of codes: rows of pages become fp16 tiles in the 128-byte swizzle, once for all 128 queries.
 
-A warp loads 32 words side by side, of a row or of some rows that follow each other: a lane's word is 4 or 8 codes, and
+A warp loads 32 neighbouring words of a row, or of several consecutive rows. A lane's word has 4 or 8 codes, which make
 half of a 16-byte piece, or one. So neither loads nor stores have bank conflicts, and a store's address is one of few
 per lane plus a constant.
 
-Half of the warps decode K, half V. A warp asks for its rows of the next tile when it has decoded those of this one, and
-then waits until the tile is free. It asks for nothing in between: the machine counts a thread's loads together, and a
-warp that decodes would wait for all that it has asked for. Which pages a tile lies in is asked for one tile ahead.
+Half of the warps decode K, half V. A warp issues the loads of its rows of the next tile when it has decoded those of
+this one, and then waits until the tile is free. It issues no loads in between: the hardware counts a thread's loads
+together, so a warp that decodes would wait for all of them. The pages of a tile are loaded one tile ahead.
 
-Codes of bytes whose scale is a head's or tensor's are fp16 numbers without it. A row's scale is multiplied in, in fp16,
-up to a power of 2 that a warp's rows have in common (:mod:`.powers`); K's warps look at V's scales, too: consumers want
-V's powers with K's tile, before its softmax. INT4 rows are multiplied out in fp16, rounded once: half of code * scale +
-shift.
+Codes of bytes whose scale is a head's or tensor's become fp16 numbers without it. A row's scale is multiplied in, in
+fp16, up to a power of 2 that a warp's rows have in common (:mod:`.powers`). K's warps read V's scales, too: consumers
+want V's powers with K's tile, before its softmax. INT4 rows are multiplied out in fp16, rounded once: half of code *
+scale + shift.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Int4Words:
 
 
 class RowShape(Protocol):
-    """Which rows of a tile a warp reads, and what they are: `ExtendConfig` or `UnpackConfig`, which say what each
-    is."""
+    """The rows of a tile that a warp reads, and their formats: `ExtendConfig` or `UnpackConfig`, which say what each
+    field is."""
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]: ...
@@ -100,8 +100,8 @@ class RowShape(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scales: of rows of
-    bytes, as `CodedRows.scale_place` says."""
+    """What a warp holds of a tile, in registers. words: a lane's, by load. headers: of INT4, by load. scales: of rows
+    of bytes, as `CodedRows.scale_place` says."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
@@ -110,8 +110,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: as :meth:`.pages.Pages.ask`
-    says it of the run's first row."""
+    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: what :meth:`.pages.Pages.ask`
+    returns for the run's first row."""
 
     entries: RegisterTensor[Int32]
     places: RegisterTensor[Int32]
@@ -130,7 +130,7 @@ class RowRuns:
 
     @cute.jit
     def ask(self, places: Places, source, work, block: Int32, warp: Int32):
-        """Asks where a warp's rows of a block lie."""
+        """Starts finding where a warp's rows of a block lie."""
         first = block * self.tile_tokens + warp * self.warp_rows
         last = cutlass.max(work.kv_stop - 1, 0)
         for run in cutlass.range_constexpr(self.count):
@@ -152,10 +152,10 @@ class RowRuns:
 
 
 class CodedRows:
-    """K or V: which words are whose, and how a warp's rows of a tile come.
+    """K or V: which words each lane loads, and how a warp's rows of a tile are loaded.
 
-    looks_first: whether rows that are all there are loaded by code of their own, without a look at each. around:
-    whether other warps read at the same time what lies around a row, see `cute_kernels.device.loads.load_word_below`.
+    looks_first: whether separate code loads rows that all exist, without a check of each. around: whether other warps
+    read what lies around a row at the same time, see `cute_kernels.device.loads.load_word_below`.
     """
 
     def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
@@ -188,7 +188,7 @@ class CodedRows:
 
     @cute.jit
     def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
+        """Starts loading a warp's rows of a block; those that no query of the request sees become zeros."""
         rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
@@ -206,7 +206,7 @@ class CodedRows:
 
     @cute.jit
     def load_scales(self, scales, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Asks for the scales of a warp's rows of a block."""
+        """Starts loading the scales of a warp's rows of a block."""
         rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
@@ -229,7 +229,7 @@ class CodedRows:
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def scale_of(self, scales, lane, k: int):
-        """The scale of a lane's word of load ``k``, which another lane may hold; scales: registers."""
+        """The scale of a lane's word of load ``k``, which another lane may hold. scales: registers."""
         row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
         below, word = self.lane_place(lane)
         if self.num_groups == 1:
@@ -239,7 +239,7 @@ class CodedRows:
         return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
 
     def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
-        """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
+        """Starts loading words and headers of rows. count: how many rows from ``low`` on exist; None: all do, which
         saves two instructions a word."""
         below, word = self.lane_place(lane)
         for k in range(self.num_loads):
@@ -255,7 +255,8 @@ class CodedRows:
                 held.headers[k] = self.load_word(index, limit, address + 4 * group)
 
     def load_word(self, index, limit, address, offset: int = 0):
-        """A word of read-only global memory where 0 <= ``index`` < ``limit``, else zero; limit None: it is there."""
+        """Loads a word of read-only global memory where 0 <= ``index`` < ``limit``, else zero. limit None: it
+        exists."""
         if limit is not None:
             return load_word_below(index, limit, address, offset, around=self.around)
         if self.around:
@@ -269,12 +270,12 @@ class CodedRows:
         return Int32(0), lane
 
     def numbers(self, held: Held, k: int):
-        """What a lane's word of a load stands for: packed pairs, without a row's scale."""
+        """Decodes a lane's word of a load to packed pairs, without a row's scale."""
         return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
 
 
 class TileWriter:
-    """How a warp's rows of K or V go into a tile in shared memory."""
+    """Writes a warp's rows of K or V into a tile in shared memory."""
 
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
@@ -283,7 +284,7 @@ class TileWriter:
         self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):
-        """Byte offset in a tile of what a lane's first word becomes."""
+        """The byte offset in a tile at which a lane's first word is decoded."""
         word_codes = self.rows.word_codes
         below, word = self.rows.lane_place(lane)
         column = word * word_codes
@@ -293,7 +294,7 @@ class TileWriter:
 
     @cute.jit
     def store(self, held: Held, value_scales, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
-        """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`; value_scales: of V's
+        """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`. value_scales: of V's
         rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
@@ -312,7 +313,7 @@ class TileWriter:
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
 
     def halves(self, scales, exponent) -> list[Any]:
-        """A lane's scales by a power of 2, each twice in fp16."""
+        """A lane's scales times a power of 2, each twice in fp16."""
         found = []
         for k in range(self.rows.scale_words):
             scale = scales[k].bitcast(Float32) * power_of_2(-exponent)
@@ -331,7 +332,7 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Consumers, with K's tile, of both powers of 2."""
+        """Publishes both powers of 2 for the consumers, with K's tile."""
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 
@@ -339,9 +340,9 @@ class TileWriter:
 class RowProducer:
     """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
 
-    Where K or V is of 16 bits, the first warp of its half asks for tiles as in :mod:`.tma`. Consumers want V's
-    powers of 2 with K's tile: where V's rows have scales and K is not decoded, all of K's warps look at them, each at
-    those of the rows that one of V's warps decodes.
+    Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
+    with K's tile. Where V's rows have scales and K is not decoded, all of K's warps read them, each those of the rows
+    that one of V's warps decodes.
     """
 
     def __init__(self, config: ExtendConfig):
@@ -356,7 +357,7 @@ class RowProducer:
         return tuple(None if self.config.decoded[i] else self.copier.make_map(i, cache) for i, cache in caches)
 
     def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of its pipelines."""
         return self.fill_both(Filling(source, work, memory, first_valid), span, warp, lane, state)
 
     @cute.jit
@@ -375,7 +376,7 @@ class RowProducer:
 
     @cute.jit
     def decode_tiles(self, operand: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """K's or V's codes; warp: of those that have them."""
+        """Decodes K's or V's codes. warp: among the warps of that operand."""
         source, work, first_valid = filling.source, filling.work, filling.first_valid
         pipeline = filling.memory.pipelines[operand]
         held, places = self.writers[operand].rows.make(), self.runs.make()
@@ -404,7 +405,7 @@ class RowProducer:
 
     @cute.jit
     def copy_tile(self, operand: cutlass.Constexpr, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """One of 16 bits. warp: of those that have K's or V's."""
+        """Copies a tile of 16 bits. warp: among the warps of K or of V."""
         if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
             self.tell_powers(filling, at.block, warp, lane, state)
         if warp == 0:

@@ -1,7 +1,7 @@
-"""The producer of 16-bit caches: TMA tiles, rows of 128 bytes in the 128-byte swizzle; nothing to decode.
+"""The producer of 16-bit caches: TMA tiles of 128-byte rows in the 128-byte swizzle, without decoding.
 
 Where a block reaches beyond the tokens that a request has (and some query sees), its rows are copied one by one and the
-others are zeros: what lies there may be anything, and NaN times a probability of 0 is NaN.
+others become zeros. Memory there may hold anything, and NaN times a probability of 0 is NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, regist
 
 @dataclass(frozen=True)
 class Filling:
-    """A work tile's tiles: what they are filled from and into. first_valid: the first token that some query sees."""
+    """The source and the destination of a work tile's tiles. first_valid: the first token that some query sees."""
 
     source: Source
     work: Any
@@ -37,7 +37,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """A block of tokens, and where it lies: by TMA tile what `TmaTileProducer.locate` finds, a lane's each."""
+    """A block of tokens, and where it lies: what `TmaTileProducer.locate` finds for each TMA tile, one for each
+    lane."""
 
     block: Int32
     found: Int32
@@ -71,12 +72,12 @@ class TmaTileProducer:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
     def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first; the next state of its pipelines."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of its pipelines."""
         return self.fill_by(self.copy_warps, Filling(source, work, memory, first_valid), span, warp, lane, state)
 
     @cute.jit
     def fill_by(self, copy: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """The same, by what copies a block's tiles: called as `copy_warps` is."""
+        """Fills the tiles by a function that copies a block's tiles; it is called as `copy_warps` is."""
         found, place = self.locate(filling, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
@@ -88,7 +89,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_warps(self, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """A block's tiles, K's and V's: one warp both, or each of two warps its own."""
+        """Copies a block's tiles of K and V: one warp both, or each of two warps its own."""
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
                 self.copy(operand, filling, at, lane, state)
@@ -128,7 +129,7 @@ class TmaTileProducer:
         return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
-        """Number of a request's head's first tile among those of unpacked keys."""
+        """The number of the first tile of a request's head among the unpacked keys."""
         rows, config = source.keys, self.config
         offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
         return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)

@@ -1,20 +1,20 @@
-"""A cache made into rows of 16 bits once, in front of attention that has many queries for each of them.
+"""Unpacks a cache into rows of 16 bits once, before attention that has many queries for each row.
 
-Producers that decode rows for every 128 rows of queries cannot keep up with their products; this kernel decodes each
-row once for all queries, at the speed of memory, and attention then loads tiles by TMA as it does from a 16-bit cache.
+Producers that decode rows for every 128 rows of queries cannot keep up with their MMAs. This kernel decodes each row
+once for all queries, at the speed of memory. Attention then loads tiles by TMA as it does from a 16-bit cache.
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
-A CTA takes a tile of one KV head, of K or of V; all of its UNPACK_WARPS warps do the same, and wait for each other at
-barrier 0 alone, where tiles have a scale. A warp asks for all of its rows of it at once, and decodes them when
-they are there (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
-decoding producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is
-rounded once, to fp16. So that any scale does, a tile has a power of 2 that its numbers are to be multiplied with
-(:mod:`.powers`), for which its warps tell each other their rows' greatest scale; attention gets it with the tile.
+A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps do the same, and wait for each other only
+at barrier 0, where tiles have a scale. A warp issues the loads of all of its rows at once, and decodes them when they
+have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile holds what a decoding
+producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is rounded
+once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be multiplied by (:mod:`.powers`).
+Its warps exchange their rows' greatest scale for it, and attention gets it with the tile.
 
 Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
 
-Tokens that no query of a request sees become zeros, and requests without queries are not looked at.
+Tokens that no query of a request sees become zeros, and requests without queries are skipped.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class UnpackSizes:
 
 @dataclass(frozen=True)
 class UnpackTarget:
-    """Where rows go; addresses. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales: fp32 [batch,
-    kv_heads, tiles, 4]: what K's tile is to be multiplied with, 0, log2 of the same of V's, its reciprocal."""
+    """Where rows are written; addresses. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales: fp32
+    [batch, kv_heads, tiles, 4]: the factor of K's tile, 0, log2 of the factor of V's, its reciprocal."""
 
     keys: Int64
     values: Int64
@@ -99,7 +99,7 @@ class UnpackKernel:
         self.row_bytes = config.head_dim * config.element_bytes
 
     def launch(self, given, stream):
-        """``given`` has the arguments of :data:`.arguments.UNPACK`."""
+        """Launches the kernel; ``given`` has the arguments of :data:`.arguments.UNPACK`."""
         config = self.config
         cache, target = extents(given.k_cache), extents(given.k_rows)
         tokens = cache[2] if config.head_major else cache[1]
@@ -131,8 +131,9 @@ class UnpackKernel:
 
     @cute.jit
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
-        """A CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands innermost,
-        so that who runs at the same time reads the same tokens. tops: shared memory of two tiles in turn."""
+        """Unpacks a CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands
+        are innermost, so that CTAs that run at the same time read the same tokens. tops: shared memory of two tiles in
+        turn."""
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
@@ -150,8 +151,8 @@ class UnpackKernel:
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):
-        """(first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that there are
-        not."""
+        """(first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that do not
+        exist."""
         exists = request < shape.batch
         at = cutlass.select_(exists, request, Int32(0))
         ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]
@@ -168,7 +169,7 @@ class UnpackKernel:
 
     @cute.jit
     def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
-        """K's or V's tile of a number among its request's."""
+        """Unpacks the tile of K or V of a number among its request's."""
         if (index & 1) == KEYS:
             self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:
@@ -176,7 +177,7 @@ class UnpackKernel:
 
     @cute.jit
     def copy(self, operand: cutlass.Constexpr, shape, source, target, work, tops: Int32, warp: Int32, lane: Int32):
-        """A warp's rows of a tile of one operand."""
+        """Copies a warp's rows of a tile of one operand."""
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
         tile = target.rows(operand) + (line * shape.room + work.block * self.config.tile_tokens) * self.row_bytes
@@ -194,7 +195,7 @@ class UnpackKernel:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
 
     def pinned(self, source):
-        """A source of which the compiler computes nothing before the loop: registers are scarce."""
+        """A source of which the compiler computes nothing before the loop, since registers are scarce."""
         keys, values = (
             replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
         )
@@ -202,8 +203,8 @@ class UnpackKernel:
 
     @cute.jit
     def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
-        """Writes a tile's power of 2 to an address; returns its reciprocal, which rows' scales are to be multiplied
-        with."""
+        """Writes a tile's power of 2 to an address. Returns its reciprocal, by which rows' scales are to be
+        multiplied."""
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
             top = lane_max(Float32(held.scales[0].bitcast(Float32)), neighbours(WARP_THREADS))
@@ -229,14 +230,14 @@ class UnpackKernel:
 
     @cute.jit
     def publish(self, top: Float32, address: Int32, lane: Int32):
-        """A warp's, for all others."""
+        """Publishes a warp's greatest scale for all others."""
         if lane == 0:
             ptx.store_shared(address, 0, [top])
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
-        """Decodes what a warp holds of a tile into the target's rows, whose first is at ``address``. factor: what
-        rows' scales are to be multiplied with."""
+        """Decodes what a warp holds of a tile into the target's rows, whose first is at ``address``. factor: by which
+        rows' scales are multiplied."""
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
         own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)

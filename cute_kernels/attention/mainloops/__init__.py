@@ -1,1 +1,1 @@
-"""What multiplies: warps with few rows of queries, warpgroups with tiles of many, keys as rows of products."""
+"""The mainloops: warps with few rows of queries, warpgroups with tiles of many, and keys as rows of MMAs."""

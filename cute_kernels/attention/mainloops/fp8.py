@@ -45,7 +45,8 @@ def accumulators_of(word: int) -> tuple[int, int, int, int]:
 
 
 def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
-    """Words of V^T's tile of the words of 16 keys, each of the same 4 columns: 4 words for each of these columns."""
+    """Words of V^T's tile made of the words of 16 keys with the same 4 columns each: 4 words for each of these
+    columns."""
     columns: list[list[Uint32]] = [[], [], [], []]
     for first in range(0, len(KEYS_IN_ORDER), 4):
         a, b, c, d = (words[key] for key in KEYS_IN_ORDER[first : first + 4])

@@ -29,7 +29,8 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """What a warp keeps of a unit: what its terms keep of each query. roles, t: which queries are the lane's."""
+        """Makes what a warp keeps of a unit: what its terms keep of each query. roles, t: which queries are the
+        lane's."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
@@ -45,7 +46,7 @@ class Logits:
         return [state.place.column(self.config, state.roles, t, column) for column in range(self.columns)]
 
     def positions(self, state) -> list[Int32]:
-        """Where the columns' queries stand in their request."""
+        """The positions of the columns' queries in their request."""
         columns = self.query_columns(state)
         return state.positions or [state.length - state.q_len + column.place for column in columns]
 
@@ -56,7 +57,7 @@ class Logits:
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
-        """Logits in place of raw scores s [rows x columns]; ``tokens``: key position of each row.
+        """Turns raw scores s [rows x columns] into logits; ``tokens``: key position of each row.
 
         Returns the factor that is left to multiply. masked: whether some key of the tile is hidden from some query.
         """
@@ -75,7 +76,7 @@ class Logits:
 
     @cute.jit
     def hide(self, state, s, tokens):
-        """Logits of -inf for the keys that their query does not see."""
+        """Sets logits to -inf for the keys that their query does not see."""
         positions = self.positions(state)
         for j in cutlass.range_constexpr(len(tokens)):
             for column in cutlass.range_constexpr(self.columns):

@@ -23,7 +23,7 @@ class HalfProducts:
         self.packed_words = config.tile_tokens // 4  # of a thread's probabilities
 
     def score(self, scores, memory, group, stage) -> None:
-        """Issues the scores of a block, to be committed."""
+        """Issues the MMAs of a block's scores; the caller commits them."""
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
         keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.keys.type)
@@ -34,7 +34,7 @@ class HalfProducts:
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
-        """Issues sums += probabilities times the values of a block, to be committed."""
+        """Issues sums += probabilities times the values of a block; the caller commits it."""
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
         values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.values.type)
@@ -44,7 +44,7 @@ class HalfProducts:
         wgmma_tiles.multiply(sums, weights, values, config.columns, b_transposed=True)
 
     def pack(self, values, packed) -> None:
-        """Probabilities as the A operand of the next product."""
+        """Packs probabilities as the A operand of the next MMA."""
         for i in range(0, self.config.tile_tokens // 2, 2):
             packed[i // 2] = self.values.pack(values[i], values[i + 1])
 
@@ -67,7 +67,7 @@ class Fp8Products:
         fp8.multiply(scores, queries, keys, config.tile_tokens)
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
-        """Issues sums = probabilities times the values of a block, and times ones, to be committed."""
+        """Issues sums = probabilities times the values of a block, and times ones; the caller commits it."""
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
         values = wgmma_tiles.tile(place, self.rows, config.tile_tokens, Float8E4M3FN)

@@ -1,9 +1,10 @@
-"""Queries of a warpgroup's 64 rows on their way into shared memory, by the warps that multiply them.
+"""Loads queries of a warpgroup's 64 rows into shared memory, by the warps that multiply them.
 
-They are asked for as soon as the last scores of the work tile before are there, and come behind its last products. For
-keys that are codes bf16 queries become fp16, each row times a power of 2 that brings its greatest number below 2**15:
-numbers 2**28 times smaller are still exact. For FP8 products they become E4M3, beside where they came to, each row
-times a power of 2 that brings its greatest number below 2**8: numbers down to 2**-13 of it keep 4 bits.
+They are loaded as soon as the last scores of the work tile before are computed, and arrive during its last MMAs. For
+keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest number
+below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, next to where they were
+loaded. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers down to 2**-13 of it
+keep 4 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def query_row(shape, work, row):
 
 @dataclass(frozen=True)
 class StridedQueries:
-    """Queries that lie apart, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+    """Queries with gaps between them, each one's heads together; run-time values. token_bytes: from a query to the next
+    one."""
 
     base: Int64
     token_bytes: Int64
@@ -54,7 +56,7 @@ class StridedQueries:
 
 
 class QueryRows:
-    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where they lie apart."""
+    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where there are gaps between them."""
 
     def __init__(self, config: ExtendConfig):
         self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
@@ -87,14 +89,14 @@ class QueryLoader:
         return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
 
     def code_place(self, codes, warp, lane, step: int):
-        """Shared address of what a lane's piece becomes in E4M3: half a piece."""
+        """The shared address of a lane's piece in E4M3: half a piece."""
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
     def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
-        """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
-        have become zeros. tile: shared address of the warpgroup's queries."""
+        """Starts loading a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does
+        not have become zeros. tile: shared address of the warpgroup's queries."""
         for step in cutlass.range_constexpr(self.num_steps):
             row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
             exists = row < work.num_rows
@@ -108,10 +110,10 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
+        """Waits for what this thread has loaded; its warpgroup has to meet before MMAs read it.
 
-        codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
-        multiplied with afterwards.
+        codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
+        rows.
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
@@ -123,7 +125,7 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """A warp's rows, which all of its lanes have asked for, become fp16, each times a power of 2. A lane has half
+        """Converts a warp's rows, which all of its lanes have loaded, to fp16, each times a power of 2. A lane has half
         of a row: its greatest number takes one shuffle, and all pieces are converted together."""
         cute.arch.sync_warp()
         row, half = lane % WARP_ROWS, lane // WARP_ROWS
@@ -143,7 +145,7 @@ class QueryLoader:
         self.tell(from_operand, scales + (warp * WARP_ROWS + row) * 4, lane)
 
     def own_place(self, row, half):
-        """Byte offset in a row's slabs of a lane's first piece; that of its j-th is it ^ 16 j."""
+        """The byte offset of a lane's first piece in a row's slabs; that of its j-th is it ^ 16 j."""
         if self.own_pieces < 8:
             return (row % 8 ^ half * self.own_pieces) * wgmma_tiles.PIECE_BYTES
         return half * (self.own_pieces // 8 * SLAB_BYTES) + row % 8 * wgmma_tiles.PIECE_BYTES
@@ -160,10 +162,11 @@ class QueryLoader:
 
     @cute.jit
     def make_halves(self, words, top: Uint32):
-        """Pairs of bf16 become pairs of fp16; what these are to be multiplied with. top: the row's greatest numbers.
+        """Converts pairs of bf16 to pairs of fp16, and returns the factor to multiply these by. top: the row's greatest
+        numbers.
 
-        A power of 2 brings exponents of bf16 below 2**5, where they are those of fp16, also of what is subnormal: then
-        sign, exponent and fraction only move apart. An infinite number, or none, makes all of its row NaN.
+        A power of 2 brings exponents of bf16 below 2**5, where they are those of fp16, also of subnormals: then sign,
+        exponent and fraction only move apart. An infinite number or NaN makes all of its row NaN.
         """
         top = top & Uint32(NO_SIGNS)
         exponent = cutlass.max(Int32(top >> 23), Int32(top & Uint32(0xFFFF)) >> 7)
@@ -183,8 +186,8 @@ class QueryLoader:
 
     @cute.jit
     def convert_pieces(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """A warp's rows become fp16, or E4M3, each times a power of 2, piece by piece; times scales of K's columns, if
-        these have any."""
+        """Converts a warp's rows to fp16 or E4M3, each times a power of 2, piece by piece; times scales of K's columns,
+        if these have any."""
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)

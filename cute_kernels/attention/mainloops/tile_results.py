@@ -1,4 +1,4 @@
-"""What consumers do with a work tile's sums: the result, or a split's part of it."""
+"""Stores a work tile's accumulators: the result, or a split's part of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class ResultWriter:
 
     @cute.jit
     def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
-        """A warpgroup's rows: of the output, or, where other CTAs have other keys of them, of this split's part."""
+        """Writes a warpgroup's rows: to the output or, where other CTAs have other keys of them, to this split's
+        part."""
         unit = Float32(self.config.units[1])
         if const_expr(self.has_value_scale):
             unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
@@ -53,7 +54,7 @@ class ResultWriter:
     def write_row(
         self, operands, features, work, number, head, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
     ):
-        """A row of the output: four lanes trade words until each has 16 bytes side by side."""
+        """Writes a row of the output: four lanes exchange words until each has 16 neighbouring bytes."""
         config = self.config
         more: Any = None
         if const_expr(config.merges):
@@ -92,7 +93,7 @@ class ResultWriter:
     def write_part(
         self, shape, operands, work, number, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
     ):
-        """A split's row, in fp32: its average of values, and log2 of its sum of powers of 2, -inf for none."""
+        """Writes a split's row in fp32: its average of values, and log2 of its sum of powers of 2, -inf for none."""
         config = self.config
         num_rows = Int64(shape.total_q) * shape.num_q_heads
         place = num_rows * work.split + number
@@ -110,8 +111,8 @@ class ResultWriter:
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
-        """What a thread's ``j``-th accumulator and the next one, of the column beside it, are multiplied with: a row's
-        factor and their columns' scales."""
+        """The factors of a thread's ``j``-th accumulator and of the next column's: a row's factor and their columns'
+        scales."""
         if not self.config.channel_scales[1]:
             return [factor, factor]
         first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2)

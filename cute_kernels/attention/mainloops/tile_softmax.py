@@ -1,6 +1,6 @@
-"""Online softmax over the accumulators of a 64-row product: two rows a thread, four threads a row.
+"""Online softmax over the accumulators of a 64-row MMA: two rows a thread, four threads a row.
 
-Where V's rows have scales, the reference also bounds probability times scale, which is what fp16 has to hold.
+Where V's rows have scales, the reference also bounds probability times scale, which fp16 has to hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TileScale:
-    """What a part of a tile is to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
+    """The factors of a part of a tile, powers of 2: K's; log2 of V's and its reciprocal."""
 
     key: Any
     value_log: Any
@@ -67,7 +67,7 @@ class Softmax:
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
     def load_tile_scales(self, address) -> list[Any]:
-        """Words of shared memory that say what a tile is to be multiplied with, see :meth:`scales_in`."""
+        """Loads the words of shared memory with a tile's scales, see :meth:`scales_in`."""
         if not any(self.tile_scales):
             return []
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
@@ -83,11 +83,11 @@ class Softmax:
         return [TileScale(key, value_log, reciprocal)]
 
     def run_of(self, index: int) -> int:
-        """Which of a tile's parts with a scale a thread's ``index``-th accumulator is of."""
+        """The part of a tile with a scale that a thread's ``index``-th accumulator belongs to."""
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
-        """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator is of."""
+        """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator belongs to."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit
@@ -147,15 +147,15 @@ class Softmax:
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """What makes powers of 2 of what :meth:`take` leaves."""
+        """The factor that turns what :meth:`take` leaves into exponents of 2."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
-        """Which of a thread's accumulators are of one of its two rows and of a part of a tile."""
+        """A thread's accumulators that belong to one of its two rows and to a part of a tile."""
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """The greatest of a row's powers of 2, times what V's tile is to be multiplied with."""
+        """The greatest of a row's exponents of 2, with the scale of V's tile."""
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:
             tops = [lane_max(tops[0], ROW_LANES)]
@@ -166,8 +166,8 @@ class Softmax:
         return tops[0] if self.runs == 1 else lane_max(in_pairs(ptx.fmax, tops), ROW_LANES)
 
     def weigh(self, scores, rows: Rows, factors, tile) -> None:
-        """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
-        which earlier sums shrink. Adds totals, unless products do."""
+        """Turns scores into probabilities times the scale of V's tile. factors: rmem fp32 [2], by which earlier
+        accumulators shrink. Adds totals, unless MMAs do."""
         scales = self.scales_in(tile)
         for row in range(2):
             factors[row] = rows.online.follow(row, self.highest(scores, rows, scales, row), self.headroom)

@@ -1,8 +1,7 @@
-"""The consumer warpgroups: scores, softmax and values of 64 rows of queries, for one work tile after the other.
+"""The consumer warpgroups: scores, softmax and values of 64 rows of queries, one work tile after the other.
 
-A block's softmax runs behind the products of the block before, its probabilities times its values, as in
-FlashAttention-3 (Shah et al. 2024); and the two warpgroups take turns issuing products, so that one's softmax is behind
-the other's.
+A block's softmax overlaps with the PV MMAs of the block before, as in FlashAttention-3 (Shah et al. 2024). The two
+warpgroups take turns issuing MMAs, so that one's softmax also overlaps with the other's MMAs.
 
     tensor cores   Q K^T (b) | P V (b - 1) | ...        of the one warpgroup, then of the other
     softmax                  | of block b
@@ -110,7 +109,7 @@ class Consumer:
 
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        """Processes all work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
         if const_expr(self.config.ping_pong):
             if group == 1:
                 self.pass_turn(group)
@@ -142,7 +141,8 @@ class Consumer:
 
     @cute.jit
     def attend(self, shape, operands, features, work, memory, group, warp, lane, slot, state: PipelineState):
-        """One work tile, whose queries are on their way; (the next one, the next state of K's and V's pipelines)."""
+        """Processes one work tile, whose queries are loading. Returns (the next one, the next state of K's and V's
+        pipelines)."""
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
@@ -214,7 +214,7 @@ class Consumer:
         self.finish_values(sums, memory, state, lane)
 
     def score(self, scores, memory, group, state) -> None:
-        """Issues the scores of a block, which it waits for."""
+        """Waits for the keys of a block, and issues its scores."""
         memory.pipelines[KEYS].consumer_wait(state)
         self.products.score(scores, memory, group, state.stage)
         wgmma_tiles.commit()
@@ -225,7 +225,7 @@ class Consumer:
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
+        """Waits for scores, which go through a second wait: otherwise LLVM puts copies of them before the first one."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -236,7 +236,7 @@ class Consumer:
         return values
 
     def finish_values(self, sums, memory, state, lane) -> None:
-        """Waits for the sums of values; see :meth:`finish_scores`."""
+        """Waits for the accumulators of values; see :meth:`finish_scores`."""
         count = self.config.columns // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
@@ -246,10 +246,10 @@ class Consumer:
 
     @cute.jit
     def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
-        """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
+        """Computes probabilities of a block from its scores, and the factors by which earlier accumulators shrink.
 
-        ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
-        basic block: a branch that is always taken, which no compiler knows, keeps the softmax before it.
+        ptxas moves the wait for MMAs in flight before all instructions of the same basic block that do not need them. A
+        branch that is always taken, which no compiler knows, keeps the softmax before the wait.
         """
         masked = self.worker.is_masked(work, span, block)
         masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)
@@ -267,7 +267,7 @@ class Consumer:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def make_rows(self, shape, operands, features, work, span, query_scales, group, warp, lane) -> Rows:
-        """What a thread knows of its rows before the first block."""
+        """The state of a thread's rows before the first block."""
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
         if const_expr(self.has_key_scale):
@@ -298,7 +298,7 @@ class Consumer:
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
 
     def await_turn(self, group) -> None:
-        """Waits until the other warpgroup has issued its products."""
+        """Waits until the other warpgroup has issued its MMAs."""
         if self.config.ping_pong:
             cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 

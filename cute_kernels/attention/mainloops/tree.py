@@ -15,7 +15,7 @@ REFUSED |= {"k_tail": "a tensor", "tail_slots": "a tensor"}
 
 
 def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
-    """The ``tree_mask`` of `extend_attention`.
+    """Makes the ``tree_mask`` of `extend_attention`.
 
     Args:
         seen: bool [total_q, tokens]: whether a query sees new token j of its own request, as
@@ -44,7 +44,7 @@ def attend_to_trees(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`decode_attention` with a tree's mask: (out, lse), by `extend_attention`.
+    """Computes `decode_attention` with a tree's mask, by `extend_attention`: (out, lse).
 
     Args:
         q, out: [batch, q_len, num_q_heads, head_dim].

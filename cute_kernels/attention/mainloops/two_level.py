@@ -1,13 +1,13 @@
 """Two-level accumulation: the values of a block in the tensor cores' accumulators, those of all blocks in fp32.
 
-The tensor cores add products of E4M3 in some 14 bits, so a sum over many blocks loses what is small beside it. A
-block's accumulators begin at zero; what they hold is added to fp32 sums of the same thread, which are multiplied on the
-way by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums
-of probabilities, as they were rounded: weights add up to 1.
+The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. A block's
+accumulators begin at zero, and are then added to fp32 sums of the same thread. These are multiplied on the way by the
+factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums of rounded
+probabilities, so weights add up to 1.
 
-Either the values of a block are multiplied behind the next one's softmax, as in :mod:`.tiles`, which takes 212
-accumulators a thread; or before its scores, which takes 132 and leaves it to the other warpgroup to keep the tensor
-cores busy meanwhile.
+The values of a block are multiplied during the next one's softmax, as in :mod:`.tiles`, which takes 212 accumulators a
+thread. Or they are multiplied before its scores, which takes 132; the other warpgroup keeps the tensor cores busy
+meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
-    """How the consumer of a configuration goes from block to block; arguments as `multiply.Consumer`'s have them."""
+    """Processes the blocks of a configuration's consumer; arguments as `multiply.Consumer` has them."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
         assert config.fp8 is not None
@@ -35,7 +35,7 @@ class TwoLevelSums:
     def go_on_behind(
         self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
-        """Scores and the values of the block before; the softmax behind the latter."""
+        """Issues scores and the values of the block before; the softmax overlaps with the latter."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         consumer.await_turn(group)
@@ -55,7 +55,7 @@ class TwoLevelSums:
     def go_on_in_turn(
         self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
-        """The values of the block before, then scores, then their softmax."""
+        """Issues the values of the block before, then scores, then computes their softmax."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         consumer.await_turn(group)
         self.finish(rows, sums, packed, factors, memory, lane, state)
@@ -69,12 +69,12 @@ class TwoLevelSums:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds the values of the block that ``packed`` is of."""
+        """Adds the values of the block that ``packed`` belongs to."""
         part = self.multiply(packed, memory, state)
         self.add(rows, sums, part, factors, memory, state, lane)
 
     def multiply(self, packed, memory, state) -> Any:
-        """Accumulators of a block's values, on their way."""
+        """Issues a block's values, and returns their accumulators."""
         memory.pipelines[VALUES].consumer_wait(state)
         part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)
@@ -82,7 +82,7 @@ class TwoLevelSums:
         return part
 
     def add(self, rows, sums, part, factors, memory, state, lane) -> None:
-        """Waits for a block's accumulators and adds them to the sums of all blocks, those of ones to the totals."""
+        """Waits for a block's accumulators and adds them to the sums of all blocks; those of ones go to the totals."""
         wgmma_tiles.wait()
         for i, value in enumerate(wgmma.wait_all([part[i] for i in range(self.products.rows // 2)])):
             row = row_of(i)

@@ -1,4 +1,4 @@
-"""What consumer warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V."""
+"""Consumer warps of decode attention, each for itself: scores, online softmax and P V of the tiles of a unit."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class WarpMainloop:
         self.key_reader, self.value_reader = key_reader, value_reader
 
     def open_state(self, cta, work, query):
-        """What a warp keeps of a unit from tile to tile."""
+        """Makes what a warp keeps of a unit from tile to tile."""
         roles = cta.roles
         keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
         if const_expr(self.config.features.tail):
@@ -56,7 +56,7 @@ class WarpMainloop:
 
     @cute.jit
     def attend_tiles(self, cta, work, query, tile: PipelineState):
-        """One unit, whose first tile is ``tile``."""
+        """Processes one unit, whose first tile is ``tile``."""
         config = self.config
         if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -81,7 +81,8 @@ class WarpMainloop:
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
-        """Every other time round the ring: often enough, and without a counter of its own; not at the first tile."""
+        """Recentres every other time round the ring, which is often enough and needs no counter of its own; not at the
+        first tile."""
         if (tile.stage == self.config.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
@@ -111,7 +112,7 @@ class WarpMainloop:
 
     @cute.jit
     def share_query(self, cta, vectors):
-        """Puts what the key reader needs of a role's queries into shared memory; the lane's address of it."""
+        """Writes what the key reader needs of a role's queries to shared memory. Returns the lane's address of it."""
         config, roles = self.config, cta.roles
         role = cta.warp % config.num_roles
         address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
@@ -136,7 +137,7 @@ class WarpMainloop:
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
-        """Logits, online softmax and P V of one block of 32 tokens of a slice.
+        """Computes logits, online softmax and P V of one block of 32 tokens of a slice.
 
         masked: whether some query does not see some key of the tile. next_token: the first of the warp's next block.
         """
@@ -171,7 +172,7 @@ class WarpMainloop:
                 s[self.config.columns * j + column] = score
 
     def probabilities(self, state, scores, scale):
-        """Exponentials of a token's logits, by column, added to the softmax sums."""
+        """Computes exponentials of a token's logits, by column, and adds them to the softmax sums."""
         row = []
         for column, score in enumerate(scores):
             p = ptx.exp2(ptx.fma(score, scale, -state.softmax.references[column]))
@@ -195,12 +196,12 @@ class WarpMainloop:
             self.raise_maximum(state, block_max)
 
     def raise_maximum(self, state, block_max):
-        """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
+        """Makes the warp's new maxima the reference and rescales what was accumulated under the old ones."""
         softmax, columns = state.softmax, range(self.config.columns)
         factors = [softmax.raise_to(column, lane_max(block_max[column], COLUMN_LANES)) for column in columns]
         self.value_reader.rescale(state.values, factors)
 
 
 def _bound(score, score_scale, log_scale):
-    """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
+    """log2 of the bound of a token in the operand of P V: its score, plus the scale of its V row if there is one."""
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

@@ -51,16 +51,17 @@ class Codes:
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
-        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
+        """Splits a word of two columns of two tokens (columns within tokens): for each column the pair of tokens."""
         return self.keys(word)
 
     def align(self, word):
-        """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""
+        """Prepares a word of a transposed load, two columns of two tokens (columns within tokens), for
+        :meth:`columns`."""
         return word
 
 
 class Int8Codes(Codes):
-    """INT8: operands are subnormal, and those of keys as if codes began at 0."""
+    """INT8 codes: operands are subnormal, and those of keys as if codes began at 0."""
 
     unit, key_offset = SUBNORMAL_UNIT, 128.0
 
@@ -77,7 +78,7 @@ class Int8Codes(Codes):
 
 
 class E4m3Codes(Codes):
-    """E4M3: the conversion takes neighbouring bytes, so that words of columns have tokens within these."""
+    """E4M3 codes: the conversion takes neighbouring bytes, so words of columns have tokens within columns."""
 
     key_pairs = ((0, 1), (2, 3))
     selector = 0x5140
@@ -97,12 +98,12 @@ class E5m2Codes(Codes):
 
 
 def codes_of(form: KvFormat) -> Codes:
-    """How the codes of a byte format are decoded."""
+    """The class that decodes a byte format's codes."""
     return {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}[form.codes]()
 
 
 class _ByteKeys(CodeKeyReader):
-    """Queries for byte keys, wherever these lie."""
+    """Queries for keys of bytes, wherever these lie."""
 
     lane_codes = LANE_COLUMNS  # of a unit of columns
 
@@ -124,7 +125,8 @@ class _ByteKeys(CodeKeyReader):
         ]
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """The codes' offset, taken off before anything is added: for each block of queries, of a group's [column]."""
+        """The start of dot products that takes off the codes' offset: for each block of queries, of a group's
+        [column]."""
         if self.sum_factor is None:
             return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
         return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.blocks_per_warp)]

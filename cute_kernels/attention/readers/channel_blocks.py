@@ -40,7 +40,7 @@ RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 
 class ChannelBlockKeyReader(Int4KeyReader):
-    """Scores of a block whose parameters lie in the headers of its rows, or of one that waits in the tail."""
+    """Scores a block whose parameters lie in the headers of its rows, or one whose rows are in the tail."""
 
     query_exponent = QUERY_EXPONENT
 
@@ -122,7 +122,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Finds the rows of a request's KV head that wait; nothing waits for where they are."""
+        """Finds the tail rows of a request's KV head; nothing waits for the address."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
         rows = Int64(slot) * (Int64(state.tail_stride) * TAIL_TOKENS)
@@ -135,7 +135,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
     @cute.jit
     def ask_tail(self, state: State, first_token: Int32):
-        """Asks for the lines of the block's rows if it waits; four lanes have a row of at most two lines."""
+        """Prefetches the block's rows if they are in the tail; four lanes have a row of at most two lines."""
         if self.in_tail(state, first_token):
             line = LINE_BYTES * (state.t % (2 * self.config.head_dim // LINE_BYTES))
             for j in cutlass.range_constexpr(4):
@@ -143,7 +143,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
                 ptx.prefetch_line(self._ring(state, first_token) + Int64(row + line))
 
     def _ring(self, state: State, first_token: Int32):
-        """Address of the first of a waiting block's rows."""
+        """The address of the first row of a block in the tail."""
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
@@ -180,7 +180,8 @@ def _added(parts: list[list[Any]]) -> list[Any]:
 
 
 def _in_order(registers: list[Any]) -> list[Any]:
-    """B registers of eight neighbouring columns, two by two, of those for columns r and r + 4, odd ones a 16th."""
+    """B registers of eight neighbouring columns, in pairs, from those for columns r and r + 4, of which the odd ones
+    are a 16th."""
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]
     return [ptx.prmt(even[i], odd[i], Uint32(half)) for half in (LOW_HALVES, HIGH_HALVES) for i in range(2)]

@@ -1,4 +1,4 @@
-"""What readers share: the registers of a warp, and queries as fp16 operands for keys that are codes."""
+"""The common part of readers: the registers of a warp, and queries as fp16 operands for keys that are codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True)
 class Query:
-    """What a key reader asks memory for before the request's length is known.
+    """What a key reader loads before the request's length is known.
 
     Attributes:
         words: [block][unit] raw words of the lane's query head.
@@ -66,7 +66,7 @@ class Query:
 
 
 def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> list[Any]:
-    """Words of a query, in one access. 64 bits are an address of global memory, 32 one of shared memory.
+    """Loads words of a query in one access. 64 bits are an address of global memory, 32 one of shared memory.
 
     Global ones are not constants behind an append: another kernel writes them while this one runs.
     """
@@ -76,7 +76,8 @@ def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> 
 
 
 class CodeKeyReader:
-    """Keys whose codes meet fp16 queries: makes those queries, scaled by a power of two into fp16.
+    """Reads keys whose codes are multiplied with fp16 queries, and makes those queries, scaled by a power of two into
+    fp16.
 
     Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
 
@@ -104,7 +105,7 @@ class CodeKeyReader:
         return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:
-        """The fp32 queries that meet the lane's codes of one unit of columns, in the order of the codes."""
+        """The fp32 queries that belong to the lane's codes of one unit of columns, in the order of the codes."""
         return self.floats(words)
 
     def floats(self, words) -> list[Any]:
@@ -144,7 +145,7 @@ class CodeKeyReader:
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """[column] sums of the queries' columns of a group, times ``sum_factor``; None where nobody needs them."""
+        """[column] sums of the queries' columns of a group, times ``sum_factor``; None where they are not needed."""
         if self.sum_factor is None:
             return [None] * self.config.columns
         if not self.config.shares_queries:
@@ -153,11 +154,12 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Pairs of row halves that are scored together: both where queries have to be loaded, to load them once."""
+        """Pairs of row halves that are scored together: both where queries have to be loaded, so that they are loaded
+        once."""
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
-        """(B registers, sums per group) of one block of queries; ``exact``: fp16 holds the queries as they are."""
+        """(B registers, sums per group) of one block of queries; ``exact``: whether fp16 holds the queries exactly."""
         registers: list[Any] = []
         sums = [Float32(0.0) for _ in range(self.num_groups)]
         for index, unit in enumerate(units):
@@ -172,7 +174,7 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """[c][group] sums for the query heads of the lane's two columns; it has added up columns of head g."""
+        """[c][group] sums for the query heads of the lane's two columns; the lane has added up columns of head g."""
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
@@ -196,7 +198,7 @@ class ValueReader:
         return accumulators
 
     def place(self, mma: int, half: int, column: int) -> int:
-        """Accumulator of row g + 8 half of an MMA's output."""
+        """The accumulator of row g + 8 half of an MMA's output."""
         return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
@@ -218,7 +220,8 @@ class ValueReader:
         """Values of both signs need no centring."""
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """Headers of the block's rows, as :meth:`log_scale` and ``accumulate`` want them; None without headers."""
+        """Loads headers of the block's rows, as :meth:`log_scale` and ``accumulate`` take them; None without
+        headers."""
 
     def log_scale(self, headers, j: int):
         """log2 of the largest scale of a row: what its probabilities are multiplied by on their way through the MMA.
@@ -237,9 +240,9 @@ def query_vectors(state: State) -> list[list[Any]]:
 
 
 def store_vectors(address: Int32, vectors):
-    """Writes what :func:`query_vectors` gives.
+    """Stores what :func:`query_vectors` returns.
 
-    address: of the lane's first vector; those of a warp lie side by side, so that no access has bank conflicts.
+    address: of the lane's first vector. Vectors of a warp's lanes are neighbours, so that no access has bank conflicts.
     """
     for index, words in enumerate(vectors):
         ptx.store_shared(address, _vector_offset(index), words)
@@ -255,7 +258,8 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """``value``, or NaN: the largest query takes no notice of that, so it spoils the scores of its own row alone."""
+    """The value, or NaN for an infinite one. The largest query ignores NaN, so it spoils the scores of its own row
+    alone."""
     return ptx.fma(value, Float32(0.0), value)
 
 

@@ -1,9 +1,9 @@
-"""Rows of any format that can make fp16 numbers of its codes, exactly: all that a new format must say to be read.
+"""Reads rows of any format that can make fp16 numbers of its codes, exactly: all that a new format must say to be read.
 
 Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of them, the fewest whole
 words that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`), and the format's class turns it into packed
 pairs. Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the
-loop (:mod:`.int4`, :mod:`.bytes`) are faster; this one is what they can be measured against.
+loop (:mod:`.int4`, :mod:`.bytes`) are faster; this one is their yardstick.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Codes(Protocol):
 
 
 def codes_of(form: KvFormat) -> Codes:
-    """What makes numbers of a format's codes."""
+    """The class that makes numbers of a format's codes."""
     assert form.decode is not None and form.decode.codes is not None, f"{form.name} names no codes"
     return load_code(form.decode.codes)()
 
 
 class DecodedKeyReader(RowKeyReader):
-    """Scores of decoded rows: a lane's run of keys meets as many neighbouring queries."""
+    """Scores decoded rows: a lane's run of keys is multiplied with as many neighbouring queries."""
 
     code_unit = 1.0
     sum_factor = None

@@ -1,5 +1,5 @@
-"""Bare elements in swizzled tiles, which rows of a matrix a lane addresses there; and bf16 and fp16 ones to MMA
-operands, nothing to decode. See :mod:`layouts.kv.swizzled_tile`."""
+"""Loads bare elements of swizzled tiles, and turns bf16 and fp16 ones into MMA operands without decoding. See
+:mod:`layouts.kv.swizzled_tile`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class DenseKeyReader(SwizzledLoads):
         return Query([[load(address, place) for place in places] for address in addresses])
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
-        """The queries are B operands as they come."""
+        """Takes the queries, which are B operands as they are loaded."""
         state.score_scale = softmax_scale * ptx.LOG2_E
         state.query = query.words
 

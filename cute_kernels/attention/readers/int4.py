@@ -111,10 +111,11 @@ class Int4KeyReader(RowKeyReader):
         return [[highs + lows] if self.num_groups == 4 else [highs, lows]]
 
     def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows):
-        """Shifts times sums of queries, of all groups in one or two MMAs: a row of headers is a row of their A operand.
+        """Computes shifts times sums of queries, of all groups in one or two MMAs: a row of headers is a row of their A
+        operand.
 
         Lane t's words of a row's headers are those of groups t and t + 4, scale and shift: eight columns of A each.
-        Four groups stand there twice, for both parts of the sums. A block with four groups takes 33 instructions of 605
+        Four groups are there twice, for both parts of the sums. A block with four groups takes 33 of 605 instructions
         less than with a conversion and a multiplication per group, row and query head, and fewer registers.
         """
         if not self.multiplies_shifts:
@@ -238,5 +239,5 @@ class Int4ValueReader(RowValueReader):
 
 
 def unit_of(code: int) -> float:
-    """What an accumulator of 1 stands for, by the place that its nibbles have in their byte."""
+    """The number that an accumulator of 1 stands for, by the place of its nibbles in their byte."""
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

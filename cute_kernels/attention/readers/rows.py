@@ -1,4 +1,4 @@
-"""Raw rows with headers: which words a lane reads, whatever their codes are. See :mod:`layouts.kv.tile`."""
+"""Loads raw rows with headers: which words a lane reads, whatever their codes are. See :mod:`layouts.kv.tile`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class RowLoads:
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
     def _load_codes(self, address: Int32, offset: int) -> Any:
-        """What a lane decodes at once: a word, or a list of the words of its run."""
+        """Loads what a lane decodes at once: a word, or a list of the words of its run."""
         if self.tile.run_words == 1:
             return ptx.load_shared(address, offset)
         return [ptx.load_shared(address, offset + WORD_BYTES * i) for i in range(self.tile.run_words)]
 
     def _load_header(self, address: Int32, block_offset: int, j: int) -> list[Any]:
-        """The headers of row half j, one word a group."""
+        """Loads the headers of row half j, one word a group."""
         words: list[Any] = []
         for first in range(0, self.tile.header_words, self.tile.header_vector):
             offset = block_offset + WORD_BYTES * (self._row_offset(j) + first)
@@ -54,7 +54,7 @@ class RowLoads:
 
 
 class RowKeyReader(RowLoads, CodeKeyReader):
-    """Scores of raw rows: per group of columns, an MMA over the codes, then the row's header.
+    """Scores raw rows: per group of columns, an MMA over the codes, then the row's header.
 
     Subclasses make operands of codes, and say what a group's product is worth.
     """
@@ -67,15 +67,15 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         self.units_per_group = tile.k_units // tile.num_groups
 
     def unit_operands(self, state: State, low_row, high_row) -> list[list[Any]]:
-        """A operands of the MMAs of one unit of columns, from what `_load_codes` gave of rows g and g + 8."""
+        """A operands of the MMAs of one unit of columns, from what `_load_codes` returned for rows g and g + 8."""
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """What a group's dot products with each block of queries start from; query_sums: [column] of the group."""
+        """The start of a group's dot products with each block of queries. query_sums: [column] of the group."""
         return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
-        """A score (None at first) with the contribution of one group of columns; here of a group with a scale."""
+        """Adds the contribution of one group of columns to a score (None at first); here of a group with a scale."""
         product = header.bitcast(Float32) * dot
         return product if score is None else score + product
 
@@ -106,7 +106,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return result
 
     def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows) -> list[list[Any]]:
-        """What scores of row halves ``rows`` (two to an MMA tile) start from: [row half][column]; None for nothing."""
+        """The start of scores of row halves ``rows`` (two to an MMA tile): [row half][column]; None for zeros."""
         return [[None] * self.config.columns for _ in rows]
 
     def _code_offset(self, j: int, unit: int) -> int:
@@ -114,7 +114,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return WORD_BYTES * (self._row_offset(j) + words)
 
     def _score_rows(self, state: State, words, headers, scores: list[list[Float32 | None]]):
-        """Scores of row halves, two to an MMA tile, added to ``scores``: [row half][column]."""
+        """Scores row halves, two to an MMA tile, and adds them to ``scores``: [row half][column]."""
         blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):
             query_sums = self.sums_of_group(state, group)
@@ -163,7 +163,7 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """What a token adds to the outputs besides its codes."""
+        """Adds what a token contributes to the outputs besides its codes."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens' codes."""
@@ -179,7 +179,7 @@ class RowValueReader(RowLoads, ValueReader):
         return state
 
     def _codes_start(self, state: State, head: Int32, slice_index: Int32):
-        """Words from a tile's start to the first ones that the lane reads codes of, less the headers."""
+        """Words from a tile's start to the first ones whose codes the lane reads, less the headers."""
         return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
 
     def _row_t(self, state: State):
@@ -206,7 +206,7 @@ class RowValueReader(RowLoads, ValueReader):
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_scales` gives them."""
+        """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_scales` returns them."""
         operands = self._probability_operands(state, probabilities, headers)
         for pair in range(2):
             for unit in range(self.tile.v_units):
@@ -269,7 +269,7 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def output_terms(self, state: State):
-        """What :meth:`output` needs that is the same for many outputs."""
+        """The terms of :meth:`output` that many outputs share."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
         """The output that an accumulator stands for."""

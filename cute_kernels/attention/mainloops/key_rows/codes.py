@@ -44,10 +44,10 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant. Then
-    which halves of two words a lane takes, of `PairedNibbleRows`.
+    """The constant `MAGIC`, hidden from the compiler: an instruction that masks a nibble and adds it has room for one
+    constant. Then which halves of two words a lane takes, for `PairedNibbleRows`.
 
-    number: one of no more than 31 bits.
+    number: any number of at most 31 bits.
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
     return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
@@ -112,13 +112,13 @@ class ByteRows:
 
     @staticmethod
     def swizzle(row):
-        """What is exclusive-or-ed to the number of a chunk."""
+        """The number that is xored with the number of a chunk."""
         return row % 8
 
     # -- keys -----------------------------------------------------------------------------------------------------
 
     def key_place(self, warp, lane):
-        """Bytes from a warpgroup's rows to what a lane gives the address of."""
+        """Bytes from a warpgroup's rows to the address that a lane gives ldmatrix."""
         matrix, row = lane // 8, lane % 8
         return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
 
@@ -130,7 +130,7 @@ class ByteRows:
         ]
 
     def header_start(self, memory, operand: int, stage) -> Any:
-        """What `key_header_place` and `value_header_place` are counted from: nothing."""
+        """Where `key_header_place` and `value_header_place` are counted from: 0."""
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
@@ -142,7 +142,7 @@ class ByteRows:
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        """A registers by step of 16 columns. magic: of `magic_of`."""
+        """A registers for each step of 16 columns. magic: of `magic_of`."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
@@ -156,8 +156,8 @@ class ByteRows:
         return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
-        """Words of a warp's columns, for :meth:`value_operands`. odd: bytes from what ``address`` is of to the same of
-        the next token, of rows that begin anywhere."""
+        """Loads words of a warp's columns, for :meth:`value_operands`. odd: bytes from ``address`` to the same columns
+        of the next token, for rows that begin anywhere."""
         return [
             word
             for first in range(0, tokens, 16)
@@ -191,7 +191,7 @@ class ByteRows:
 
     @staticmethod
     def query_columns(lane) -> tuple[Int32, int]:
-        """First column of the first of two words that it reads, and columns to the other one."""
+        """(first column of the first of two words that a lane reads, columns to the other word)."""
         return 4 * lane, 2
 
     @staticmethod
@@ -201,11 +201,11 @@ class ByteRows:
 
 
 class ScaledByteRows(ByteRows):
-    """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 of global memory.
+    """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 bytes of global memory.
 
-    They lie in shared memory with the bytes in front of them down to a multiple of 16, so that pieces of 16 bytes bring
-    them. That shifts a row by 0 to 12 bytes, for which ldmatrix has no use: lanes load words, 36 from a row to the next
-    one, without bank conflicts unless neighbouring rows are shifted differently (two ways at most).
+    They are copied in pieces of 16 bytes, so they lie in shared memory with the bytes in front of them down to a
+    multiple of 16. That shifts a row by 0 to 12 bytes, which ldmatrix cannot read: lanes load words, 36 from a row to
+    the next one. There are no bank conflicts unless neighbouring rows are shifted differently (two ways at most).
     """
 
     row_bytes = SCALED_ROW_BYTES
@@ -228,7 +228,7 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Bytes from a tile to the scale of a row of a warpgroup's that is not shifted."""
+        """Bytes from a tile to the scale of a warpgroup's row that is not shifted."""
         return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -363,12 +363,12 @@ class NibbleRows:
         ]
 
     def value_header_place(self, group, warp, lane):
-        """Bytes to those of tokens 8 g + 2 t and the next one."""
+        """Bytes to the headers of tokens 8 g + 2 t and the next one."""
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Scales and halves of shifts, of the lane's two tokens of every 8. They are those of all lanes of its t, so
-        each of these makes them of 8 tokens, and tells the others."""
+        """Loads scales and halves of shifts of the lane's two tokens of every 8. All lanes with its t need the same
+        ones, so each converts those of 8 tokens and shares them."""
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
@@ -503,7 +503,7 @@ BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
-    """How rows of a format become operands. paired: whether those of two heads lie together."""
+    """The class that makes operands of a format's rows. paired: whether those of two heads lie together."""
     if form.codes not in BYTE_CODES:
         if paired:
             return PairedNibbleRows()

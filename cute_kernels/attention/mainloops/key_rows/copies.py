@@ -1,11 +1,10 @@
-"""Producer warps that bring raw rows of codes into the order that ldmatrix likes; nothing to decode.
+"""Producer warps that copy raw rows of codes into the order that ldmatrix reads, without decoding.
 
-By tensor maps: rows of 128 bytes, and where `ExtendConfig.mapped` says so rows with their headers. What no query sees
-becomes zeros, so a tile's last rows, and all rows of other calls, come by cp.async: by pieces of 16 bytes where rows
-are multiples of them, else of a word. Rows of a scale and bytes come from the last multiple of 16 before them on, by
-maps or by pieces, see `codes.ScaledByteRows`. A tile
-is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp asks for tiles as long as
-there are free ones.
+Tensor maps copy rows of 128 bytes and, where `ExtendConfig.mapped` says so, rows with their headers. Tokens that no
+query sees become zeros. So a tile's last rows, and all rows of other calls, are copied by cp.async: in pieces of 16
+bytes where rows are multiples of them, else in words. Rows of a scale and bytes are copied from the last multiple of 16
+bytes before them on, by maps or in pieces, see `codes.ScaledByteRows`. A tile is full when all of its pieces have
+arrived on its barrier, asynchronously: a warp issues tiles as long as there are free stages.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from cute_kernels.formats.kv import KvFormat
 
 @dataclass(frozen=True)
 class WarpRows:
-    """Which rows of a tile a producer warp brings, of K and of V; paired: those of two heads are one."""
+    """Which rows of a tile a producer warp copies, of K and of V. paired: rows of two heads are one."""
 
     formats: tuple[KvFormat, KvFormat]
     head_dim: int
@@ -50,7 +49,7 @@ class WarpRows:
 
     @property
     def by_tma(self) -> bool:
-        """Whether whole tiles come by tensor maps: where that is asked for, or rows of 128 bytes, K's and V's."""
+        """Whether whole tiles are copied by tensor maps: where that is asked for, or rows of K and V have 128 bytes."""
         return self.mapped or all(type(rows_of(form)) is ByteRows for form in self.formats)
 
 
@@ -60,7 +59,7 @@ def _aligned(address: Int64) -> Int64:
 
 
 class TileRows:
-    """How a warp's rows of K or V come."""
+    """Copies a warp's rows of K or V."""
 
     def __init__(self, shape: WarpRows, operand: int):
         form = shape.formats[operand]
@@ -84,8 +83,8 @@ class TileRows:
         return below, first, place
 
     def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
-        """Rows with what lies in front of their codes, by all pieces that they touch, one row behind the other. No byte
-        behind a row is read."""
+        """Copies rows with their headers, one row behind the other, by all pieces that they touch. It reads no byte
+        behind a row."""
         pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
         total, behind = self.warp_rows * pieces, self.heads * self.cache_bytes - (pieces - 1) * CHUNK_BYTES
         for first in range(0, total, WARP_THREADS):
@@ -111,7 +110,7 @@ class TileRows:
     def copy(
         self, source, work, memory, first_valid, places: Places, block: Int32, state: PipelineState, warp: Int32, lane
     ):
-        """Asks for a warp's rows of a block."""
+        """Starts copying a warp's rows of a block."""
         rows, stage = source.rows(self.operand), state.stage
         head = work.head * self.tuples + warp // self.of_head
         bases = self.runs.bases(source, rows, places, head)
@@ -170,7 +169,7 @@ class TileRows:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, length))
 
     def copy_tma_tiles(self, source, head, memory, places: Places, state: PipelineState, warp) -> None:
-        """A warp's whole rows, a run of them a TMA tile."""
+        """Copies a warp's whole rows, a run of them as a TMA tile."""
         atom, view = source.maps[self.operand]
         shape, heads = (self.runs.rows, self.rows.row_bytes), [head]
         run_bytes = shape[0] * shape[1]
@@ -196,7 +195,7 @@ class TileRows:
             cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
-        """low, high: rows [low, high) are there; None: all."""
+        """Copies rows. low, high: rows [low, high) exist; None: all do."""
         below, first, place = self.lane_place(lane)
         step_bytes = Int64(token_bytes) * self.step_rows
         start = Int64(below) * Int64(token_bytes) + Int64(first + self.header_bytes)
@@ -234,7 +233,7 @@ class TileRows:
 
 
 class RawRowProducer:
-    """The producer warps: each brings its rows of K's tile, then of V's."""
+    """The producer warps: each copies its rows of K's tile, then of V's."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -264,13 +263,13 @@ class RawRowProducer:
         )
 
     def prefetch_maps(self, source) -> None:
-        """Asks for the tensor maps, before it is known what they are to bring."""
+        """Prefetches the tensor maps, before it is known what they load."""
         for atom, _ in source.maps or ():
             cpasync.prefetch_descriptor(atom)
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first; the next state of their pipeline."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of their pipeline."""
         places, following = self.runs.make(), self.runs.make()
         self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp % self.of_head)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):

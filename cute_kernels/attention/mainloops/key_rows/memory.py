@@ -19,8 +19,8 @@ TOP_BYTES = 4 * MMA_WARPS
 
 
 def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
-    """An instruction of 32-bit operands for lanes whose condition is not 0: a branch would keep others from being moved
-    across."""
+    """An instruction of 32-bit operands that lanes with a nonzero condition execute; a branch would keep other
+    instructions from moving across."""
     values = [Int32(operand).ir_value(loc=loc, ip=ip) for operand in (condition, *operands)]
     asm = f"{{ .reg .pred p; setp.ne.u32 p, $0, 0; @p {instruction} }}"
     constraints = "r," * len(values) + "~{memory}"
@@ -113,7 +113,7 @@ class KeyRowsMemory:
         )
 
     def init_barriers(self) -> None:
-        """One thread, before anybody uses them."""
+        """One thread initialises all barriers, before any other uses them."""
         self.tile_pipeline.init()
         self.work.init()
         fence_init()
@@ -124,7 +124,7 @@ class KeyRowsMemory:
         return self.tile_pipeline, self.tile_pipeline
 
     def flag(self, group):
-        """Address of whether a warp of a warpgroup has probabilities that are too large, 0 or 1."""
+        """The address of the flag, 0 or 1, that a warp of a warpgroup has probabilities that are too large."""
         return self.tops + TOP_BYTES + 4 * group
 
     def tile(self, operand: int, stage):

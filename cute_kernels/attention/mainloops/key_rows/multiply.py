@@ -1,13 +1,15 @@
 """The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
 
-A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
-warps share probabilities and a softmax reference: they write probabilities as of the
-reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
-then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
-then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
-turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
-A block is a chain of what a warp waits for, so codes are loaded ahead: of values before a turn, of keys behind the
-block before, whose softmax hides the question whether they have come.
+A warp scores 16 tokens, and accumulates a quarter of the values' columns over all of its warpgroup's tokens. So the
+four warps share probabilities and a softmax reference. They write probabilities under the current reference. The
+barrier after which these are read also tells whether one of them was too large; only then is the reference raised, and
+they are written again.
+
+A warpgroup issues all of its MMAs in one turn: scores of a block, then values of the one before, which become operands
+while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs with
+register operands waits for the ones before, so all else stands before or after a turn. A block is a chain of waits, so
+codes are loaded ahead: of values before a turn, of keys after the block before, whose softmax hides the test whether
+they have arrived.
 """
 
 from __future__ import annotations
@@ -88,10 +90,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values: bytes from a tile to
-    the lane's. probabilities: their shared address in the first of the warpgroup's places. headers: bytes from where
-    those of K and of V start to the lane's. scales: by which those of its rows of K and V are shifted; next_value:
-    from values of its first token to those of its next one. magic: of `magic_of`."""
+    """The position of a thread. group, warp: of the two warpgroups, of its four warps. keys, values: bytes from a tile
+    to the lane's. probabilities: their shared address in the first of the warpgroup's buffers. headers: bytes from
+    where those of K and of V start to the lane's. scales: the shifts of its rows of K and V; next_value: from values of
+    its first token to those of its next one. magic: of `magic_of`."""
 
     group: Int32
     warp: Int32
@@ -125,7 +127,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        """Processes all work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
         if group == 1:
             self.pass_turn(group)
         state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
@@ -249,7 +251,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def clear_probabilities(self, memory, sums, place):
-        """Zeros for the first turn, in which there is no block before; nothing is too large yet."""
+        """Writes zeros for the first turn, which has no block before; no probability is too large yet."""
         start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
         size = self.shape.probability_bytes
         for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
@@ -270,7 +272,8 @@ class KeyRowsConsumer:
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
-        """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
+        """Tests whether the next block has arrived. Asking only when its codes are wanted would add the latency of the
+        test."""
         missing = more & ~memory.tile_pipeline.has_filled(state)
         source = cutlass.select_(more, state.stage, current)
         return Ahead(codes, state, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
@@ -283,7 +286,7 @@ class KeyRowsConsumer:
             codes[index] = word
 
     def make_keys(self, place, codes) -> list[list[Uint32]]:
-        """A registers of all steps of what `fetch_keys` has loaded."""
+        """Makes A registers of all steps from what `fetch_keys` has loaded."""
         count = self.keys.key_words
         words = [codes[i] for i in range(count)]
         headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
@@ -291,7 +294,8 @@ class KeyRowsConsumer:
         return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
-        """Codes and headers of the last block's values. They become operands behind the products of keys."""
+        """Loads codes and headers of the last block's values. They become operands while the products of keys are
+        computed."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
         return words, self.values.load_value_headers(address, GROUP_TOKENS)
@@ -299,7 +303,7 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, values) -> None:
-        """Starts adding the last block's values, of `fetch_values`, times their probabilities."""
+        """Issues the last block's values, of `fetch_values`, times their probabilities."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words, headers = values
         mmas = range(2)
@@ -315,7 +319,7 @@ class KeyRowsConsumer:
         self._set(sums, [value for total in totals for value in total])
 
     def start_scores(self, b, operands) -> list[Any]:
-        """Starts the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
+        """Issues the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
 
         b: the queries' descriptor."""
         dots: list[Any] = []
@@ -334,7 +338,7 @@ class KeyRowsConsumer:
         return dots
 
     def wait_for(self, sums, dots) -> list[Any]:
-        """Waits for all products; the sums are there then, and so are ``dots``."""
+        """Waits for all MMAs; the sums and ``dots`` are valid then."""
         own = [sums.values[i] for m in range(2) for i in self._places(m)]
         finished = wgmma.wait_for([*own, *dots], 0)
         self._set(sums, finished[: len(own)])
@@ -367,8 +371,8 @@ class KeyRowsConsumer:
         ahead: Ahead,
         masked: Int32,
     ):
-        """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
-        block before have been behind the softmax. Codes of the keys that follow are loaded."""
+        """Writes probabilities of a block where all warps see them. When it returns no MMAs are in flight: the values
+        of the block before overlapped with the softmax. Codes of the next keys are loaded."""
         row = place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
@@ -388,7 +392,7 @@ class KeyRowsConsumer:
         self.share(memory, sums, place, s, lines, value_scales, ahead)
 
     def masked_word(self, features, work, span, block):
-        """1 where some query may not see some key of a block."""
+        """Returns 1 where some query may not see some key of a block."""
         masked = self.worker.is_masked(work, span, block)
         if self.config.features.window:
             # The last query is the first to lose sight of a key.
@@ -432,7 +436,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def share(self, memory, sums, place, s, lines, value_scales, ahead):
-        """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
+        """Publishes the warp's probabilities to the warpgroup and adds them to its totals; may raise the reference."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = place.probabilities + sums.probabilities[0]
         exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
@@ -456,15 +460,16 @@ class KeyRowsConsumer:
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
-        """Whether some thread's are too large; probabilities that were written before are where products see them."""
+        """Whether some thread has probabilities that are too large. Probabilities that were written before are visible
+        to MMAs then."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
-        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
+        """Writes P * scale of V, and P's sums into ``totals``. Returns whether one is too large for fp16.
 
-        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit: logits of
+        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit. Logits of
         2^30 are rounded by more than fp16 holds, which no other reference would help.
         """
         largest: Any = None
@@ -492,19 +497,19 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """A logit in powers of 2, less the reference; or ``start`` and it."""
+        """A logit as an exponent of 2, less the reference; or ``start`` and it."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
-        """What logits of the lane's two tokens are counted higher by, in a reference under which P * scale of V is at
+        """The amounts added to the logits of the lane's two tokens, in a reference under which P * scale of V is at
         most 1."""
         if not self.value_scale:
             return [Float32(0.0)] * 2
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
 
     def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
-        """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
+        """Makes the warpgroup's maxima the reference, and rescales what was added up under the old one."""
         maxima = []
         for column in range(self.columns):
             logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
@@ -533,7 +538,7 @@ class KeyRowsConsumer:
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def await_turn(self, group) -> None:
-        """Waits until the other warpgroup has issued its products."""
+        """Waits until the other warpgroup has issued its MMAs."""
         cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
     def pass_turn(self, group) -> None:

@@ -37,7 +37,8 @@ def sync_head(heads: int, group) -> None:
 
 
 class QueryWriter:
-    """Warp w of a KV head's 8, or of two heads 4 each, brings rows w, w + 8, ..., or w + 4, ... of a work tile."""
+    """Writes rows of a work tile: warp w of a KV head's 8 (or of two heads' 4 each) writes rows w, w + 8, ... (w + 4,
+    ...)."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows, self.places = config, rows_of(config.formats[0]), QueryRows(config)
@@ -54,7 +55,8 @@ class QueryWriter:
 
     @cute.jit
     def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
-        """What scores are to be multiplied with, as the queries' power of 2. Nobody reads the last tile's any more."""
+        """Writes the queries, and returns the factor of scores for the queries' power of 2. The last tile's queries are
+        not read any more."""
         own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
         if const_expr(self.heads == 1):
             warp = group * WARPGROUP_WARPS + warp
@@ -78,12 +80,13 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """What a number says of the power of 2: one that is infinite nothing, or the other rows would become zeros."""
+        """The part of a number that decides the power of 2. An infinite number has none, or the other rows would become
+        zeros."""
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 
     def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
-        """Four numbers of each of the warp's rows; zeros of those that the request does not have."""
+        """Loads four numbers of each of the warp's rows; zeros of those that the request does not have."""
         column, distance = self.rows.query_columns(lane)
         values = []
         for i in range(self.count):

@@ -31,12 +31,12 @@ NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
-    """Which register of an MMA is that of a lane's column, 2 block + c, in its row half."""
+    """The register of an MMA for a lane's column 2 block + c, in its row half."""
     return column // 2 * 4 + 2 * half + column % 2
 
 
 class KeyRowsResults:
-    """What consumers do with a work tile's sums."""
+    """Stores a work tile's accumulators."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[1])
@@ -89,7 +89,7 @@ class KeyRowsResults:
                     self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, group)
 
     def tell(self, memory, sums, place) -> None:
-        """The warp's totals, and its warpgroup's references, of all columns."""
+        """Publishes the warp's totals, and its warpgroup's references, of all columns."""
         told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
         row_bytes = 4 * self.config.tile_rows
         for block in range(self.columns // 2):
@@ -99,7 +99,7 @@ class KeyRowsResults:
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
-        """(references, totals) of a row, by warpgroup of its KV head, the first of which is ``first``."""
+        """Loads (references, totals) of a row, by warpgroup of its KV head, the first of which is ``first``."""
         references, totals = [], []
         for index in range(self.warpgroups):
             group = index if self.heads == 1 else first
@@ -118,8 +118,8 @@ class KeyRowsResults:
         return MMA_WARPGROUPS // self.heads
 
     def factors(self, memory, first, index: int):
-        """Address of what sums of each row, of a warpgroup of the KV head whose first one is given, are to be
-        multiplied with. Its queries lay here, which no product reads any more."""
+        """The address of the factor of each row for a warpgroup of the KV head whose first one is given. Its queries
+        lay here, which no MMA reads any more."""
         queries = memory.queries if self.heads == 1 else memory.queries + first * self.shape.query_bytes
         return queries + index * (4 * self.config.tile_rows)
 
@@ -129,8 +129,8 @@ class KeyRowsResults:
 
     @cute.jit
     def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
-        """What a thread finds of one row for all others; its log-sum-exp, or a split's weight. first: the first
-        warpgroup of its KV head."""
+        """Computes of one row what all threads need: its log-sum-exp, or a split's weight. first: the first warpgroup
+        of its KV head."""
         config = self.config
         exists = work.first_row + row < work.num_rows
         number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
@@ -164,7 +164,7 @@ class KeyRowsResults:
         ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
 
     def send(self, memory, sums, place, group: int) -> None:
-        """Multiplies all of a warpgroup's sums; gives those of the other one's MMA to it."""
+        """Multiplies all of a warpgroup's accumulators, and sends those of the other one's MMA to it."""
         factors = self.factors(memory, 0, group) + 8 * (place.lane % 4)
         place_bytes = 16 * WARPGROUP_THREADS
         area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)
@@ -188,7 +188,8 @@ class KeyRowsResults:
 
     @cute.jit
     def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, group: cutlass.Constexpr):
-        """A warpgroup's columns of all rows, of so many bytes a number: its own sums and those of the other one."""
+        """Writes a warpgroup's columns of all rows, of so many bytes a number: its own accumulators and the other
+        one's."""
         d = self.rows.column(place.warp, place.lane, group)
         start, row_bytes = target + Int64(d * size), self.config.head_dim * size
         numbers = self.numbers(memory, 0) + 8 * (place.lane % 4)
@@ -208,7 +209,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_own_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place):
-        """All rows and columns of a warpgroup's KV head, of so many bytes a number."""
+        """Writes all rows and columns of a warpgroup's KV head, of so many bytes a number."""
         row_bytes = self.config.head_dim * size
         factors = self.factors(memory, place.group, 0) + 8 * (place.lane % 4)
         numbers = self.numbers(memory, place.group) + 8 * (place.lane % 4)
