@@ -8,6 +8,7 @@ experts are these. What is not served keeps vLLM's experts, and one line says wh
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -204,7 +205,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     if (left := prepare.why_left(source.seam)) is not None:
         return left
     try:
-        bits, group_size, _, act_order = source.form(method)
+        bits, group_size, zero_point, act_order = source.form(method)
     except ValueError as error:
         return str(error)
     words, scales, _ = source.tensors(layer, "w13", zero_point=False)
@@ -230,7 +231,9 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "a bias of one product": len(_biases(method, layer)) == 1,
         "weights on the input": bool(layer.apply_router_weight_on_input),
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
-        "experts that move between GPUs": bool(parallel.enable_eplb),
+        # Of which each GPU finds by itself whether its own experts need some.
+        "zero points of experts that move between GPUs": zero_point and bool(parallel.enable_eplb),
+        "GPUs that come and go": prepare.engine_has("parallel_config", "enable_elastic_ep"),
         "LoRA": bool(method.moe.is_lora_enabled),
     }
     found = [what for what, is_so in wrong.items() if is_so]
@@ -412,12 +415,26 @@ def replace(interface: Interface) -> str:
 
 
 def replace_experts(module: str, name: str, source: Source) -> None:
-    """Has a method of vLLM's make these experts of the layers that are served."""
+    """Has a method of vLLM's make these experts of the layers that are served.
+
+    With EPLB vLLM moves experts between GPUs: rows of the layer's parameters, which these experts are views of, and ids
+    are those of places already. Most of its own methods do not take part.
+    """
+    owner = getattr(importlib.import_module(module), name)
+    takes_part = owner.supports_eplb.fget
+
+    def supports_eplb(method: Foreign) -> bool:
+        return takes_part(method) or prepare.why_left(source.seam) is None
 
     def serve(method: Foreign, layer: Foreign) -> str | None:
         reason = reason_against(method, layer, source)
         if reason is None:
             process(method, layer, source)
+        elif method.moe.moe_parallel_config.enable_eplb and not takes_part(method):
+            raise NotImplementedError(f"--enable-eplb: {name}: want another method, or a layer served here: {reason}")
         return reason
 
+    if not getattr(takes_part, "is_cute_kernels", False):
+        vars(supports_eplb)["is_cute_kernels"] = True
+        owner.supports_eplb = property(supports_eplb)
     replace_once(module, f"{name}.process_weights_after_loading", functools.partial(packs_here, "experts", serve))

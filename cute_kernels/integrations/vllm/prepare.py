@@ -33,16 +33,20 @@ def engine_rows() -> RowCounts:
     return RowCounts(tuple(sorted(captured)), config.scheduler_config.max_num_batched_tokens)
 
 
+def engine_has(part: str, option: str) -> bool:
+    """Whether an option of a part of the configuration of this process's engine is on."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return bool(getattr(getattr(get_current_vllm_config_or_none(), part, None), option, False))
+
+
 def may_sleep() -> bool:
     """Whether the engine of this process may be put to sleep (`--enable-sleep-mode`), which no layer here outlives.
 
     What is allocated while weights and caches are made is thrown away then, the kernels' workspaces and a cache's
     constants among it. Workspaces hold words that launches wait to see changed: other contents are wrong results.
     """
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    return bool(getattr(getattr(config, "model_config", None), "enable_sleep_mode", False))
+    return engine_has("model_config", "enable_sleep_mode")
 
 
 def why_left(seam: str) -> str | None:

@@ -194,6 +194,71 @@ def experts_have_the_parameters_that_vllm_makes() -> None:
             assert made[each] == (tuple(ours[each].shape), ours[each].dtype), (str(form), each, made[each])
 
 
+@check
+def experts_move_between_gpus_as_vllm_moves_them() -> None:
+    """EPLB copies rows of a layer's parameters, and asks for experts by the places where they lie then."""
+    from vllm.model_executor.layers.fused_moe import routed_experts
+
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for checkpoint, biased in (("ct", False), ("gptq", True)):
+        layer, made = layers.serve_experts(layers.Checkpoint(checkpoint, 4, 32, n=96, k=128), "cpu", biased)
+        before = layers.error_of_experts(layer, made, 7, torch.bfloat16)
+        layer.layer.local_num_experts = layers.NUM_EXPERTS  # type: ignore[assignment]
+        for rows in routed_experts.RoutedExperts.get_expert_weights(layer.layer):
+            rows.copy_(rows[order])
+        places = order.argsort().int()  # of each expert
+        assert layers.error_of_experts(layer, made, 7, torch.bfloat16) > 0.1
+        x, ids = torch.randn(7, 128).bfloat16(), torch.rand(7, 5).argsort(1)[:, :2].int()
+        weights, output = torch.rand(7, 2), torch.empty(7, 128, dtype=torch.bfloat16)
+        rest = (None, None, torch.empty(0), torch.empty(0), None, False)
+        made.apply(output, x, None, None, weights, places[ids.long()], layer.layer.activation, 5, None, *rest)
+        expected = layer.expected(x, ids, weights)
+        error = float((output.double() - expected).abs().max() / expected.abs().max())
+        assert error < 2**-6 and before < 2**-6, (checkpoint, error)
+
+
+@check
+def methods_of_experts_take_part_in_eplb_where_layers_are_served() -> None:
+    import importlib
+
+    import vllm
+
+    from cute_kernels.integrations.vllm import moe, plugin, prepare, versions
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    interface = versions.interface_of(vllm.__version__)
+    assert interface is not None
+    form = layers.Checkpoint("gptq", 4, 32, n=96, k=128)
+    module, name = interface.expert_methods[1]
+    method: Any = object.__new__(getattr(importlib.import_module(module), name))
+    assert method.supports_eplb
+    with mock.patch.object(plugin, "is_replaced", lambda seam: False):
+        assert not method.supports_eplb
+    experts, source = layers.make_experts(form, "cpu"), layers.expert_source(form)
+    experts.method.moe.moe_parallel_config.enable_eplb = True
+    assert moe.reason_against(experts.method, experts.layer, source) is None
+    with mock.patch.object(prepare, "engine_has", lambda part, option: option == "enable_elastic_ep"):
+        assert "GPUs that come and go" in str(moe.reason_against(experts.method, experts.layer, source))
+    awq = layers.Checkpoint("awq", 4, 32, True, dtype=torch.float16, n=96, k=128)
+    other = layers.make_experts(awq, "cpu")
+    other.method.moe.moe_parallel_config.enable_eplb = True
+    found = moe.reason_against(other.method, other.layer, layers.expert_source(awq))
+    assert "zero points of experts that move between GPUs" in str(found), found
+    vars(method).update(vars(experts.method))
+    experts.layer.activation = SimpleNamespace(value="gelu")  # type: ignore[assignment]
+    try:
+        method.process_weights_after_loading(experts.layer)
+    except NotImplementedError as error:
+        assert f"--enable-eplb: {name}: want another method" in str(error), error
+    else:
+        raise AssertionError("experts would be moved that vLLM's own method does not move")
+
+
 def gpt_oss_layer() -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """(method, layer, weights in fp64 and biases) of a random checkpoint in the parameters that vLLM makes."""
     from vllm.model_executor.layers.quantization import mxfp4
