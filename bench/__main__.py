@@ -133,6 +133,13 @@ def _moe(options: argparse.Namespace) -> int:
 
         moe_options.run(bench, moe_options.shapes(tokens=options.tokens or moe_options.TOKENS))
         return _finish(bench.recorder, timed.text)
+    if options.fp8:
+        from bench import moe_fp8
+
+        layers = [dataclasses.replace(layer, tokens=tuple(options.tokens or layer.tokens)) for layer in moe_fp8.LAYERS]
+        _make_ready(bench, partial(moe_fp8.specs, layers))
+        moe_fp8.run(bench, layers)
+        return _finish(bench.recorder, moe_fp8.text)
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
     peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
     _make_ready(bench, partial(moe.specs, tokens=tokens))

@@ -97,6 +97,7 @@ def _add_weights(commands: Any) -> None:
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
+    moe.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones: gpt-oss-120b, DeepSeek-V3")
 
 
 def _add_other_kernels(commands: Any) -> None:

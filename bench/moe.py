@@ -251,7 +251,7 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
     model, weights = shape.model, layer.weights
     inputs = Inputs.of(shape, weights.gate_up.device)
     out = torch.full((shape.tokens, model.hidden), torch.nan, dtype=torch.bfloat16, device=inputs.x.device)
-    own = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
+    own = layer_call(weights, inputs, out)
     invariant = partial(own, batch_invariant=True)
     chosen = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_TOKENS)).long()
     want = reference(weights, inputs, chosen)
@@ -298,6 +298,11 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
     }
 
 
+def layer_call(weights: MoeWeights, inputs: Inputs, out: torch.Tensor) -> partial[torch.Tensor]:
+    """The layer as it is measured."""
+    return partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.weights, inputs.ids, out=out)
+
+
 class Routing(NamedTuple):
     """Where assignments are, int32: offsets [experts + 1], rows [places], places [tokens, topk]."""
 
@@ -340,18 +345,17 @@ def _product(us: float, floor_us: float, flops: int) -> dict[str, float]:
 
 def _host_cost(bench: Bench, model: MoeModel, weights: MoeWeights) -> None:
     inputs = Inputs.of(MoeShape(model, HOST_TOKENS))
-    out = torch.empty_like(inputs.x)
-    call = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
+    call = layer_call(weights, inputs, torch.empty_like(inputs.x))
     host = dict(bench.recorder.data.get("moe_host_us", {}))
     host[model.name] = round(time_host(call, HOST_CALLS).median_us, 2)
     bench.recorder.set("moe_host_us", host)
 
 
-def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> float:
+def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCE) -> float:
     """Relative error of the chosen tokens; WrongOutput if it is too large or any output is not finite."""
     error, finite = relative_error(out[chosen.to(out.device)], want), bool(torch.isfinite(out).all())
-    if not (error <= TOLERANCE and finite):
-        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g}), NaN or inf: {not finite}")
+    if not (error <= tolerance and finite):
+        raise WrongOutput(f"relative error {error:.2e} (at most {tolerance:g}), NaN or inf: {not finite}")
     return error
 
 

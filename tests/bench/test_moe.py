@@ -17,7 +17,6 @@ from bench.moe_peers import PEERS, Calls, MoePeer, Routed
 from bench.suites import WrongOutput
 from cute_kernels.families import shipped_specs
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts import fused_moe
 from cute_kernels.gemm.experts.plan import moe_plan_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.weight import padded_shape
@@ -43,7 +42,7 @@ def test_the_layer_agrees_with_the_reference_and_the_check_notices_what_does_not
     weights, inputs = make_weights(SMALL, "cpu"), Inputs.of(MoeShape(SMALL, 5), "cpu")
     chosen = torch.tensor([0, 2, 4])
     want = moe.reference(weights, inputs, chosen)
-    out = fused_moe(inputs.x, weights.gate_up, weights.down, inputs.weights, inputs.ids)
+    out = moe.layer_call(weights, inputs, torch.empty_like(inputs.x))()
     assert moe.check(out, chosen, want) < moe.TOLERANCE
     with pytest.raises(WrongOutput):
         moe.check(out * 1.02, chosen, want)
