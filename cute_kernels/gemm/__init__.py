@@ -61,7 +61,7 @@ def quantized_linear(
     activations: Activations | None = None,
     activation_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
+    """Computes activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
     Accumulators are in fp32, bias, activation and residual too; the result is rounded once. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
@@ -122,13 +122,13 @@ def quantized_linear_norm(
     norm_offset: float = 0.0,
     following: PackedWeight | None = None,
 ) -> NormedRows:
-    """x W^T + bias + residual, and the RMSNorm of these rows for the products that come next.
+    """Computes x W^T + bias + residual, and the RMSNorm of these rows for the products that read them.
 
-    `quantized_linear` takes the result as its x; there may be several such products. Where both kernels have the means
-    (bf16, up to 64 or 128 rows of most layers; N a multiple of 256; a norm in x's dtype), no launch lies
-    between the products: the first stores its rows times the norm's weight and sums of their squares, too, and the
-    second multiplies its accumulators with (mean square + eps)^-0.5. Else `rms_norm` is launched before each. Both ways
-    round a normed row once, at another place: results differ in their last bits.
+    `quantized_linear` takes the result as its x; there may be several such products. No launch lies between the
+    products where both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
+    x's dtype. The first then also stores its rows times the norm's weight, and sums of their squares; the second
+    multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each. Either way a
+    normed row is rounded once, at another place: results differ in their last bits.
 
     Args:
         x, weight, bias: as of `quantized_linear`.
@@ -162,9 +162,10 @@ def quantized_layer(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
 ) -> LayerRows:
-    """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
+    """Computes a layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next
+    layer's qkv.
 
-    What these calls compute, in one launch where there is a kernel for all of them::
+    It computes what these calls do, in one launch where a kernel supports all of them::
 
         h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
         rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,

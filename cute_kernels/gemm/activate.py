@@ -1,4 +1,4 @@
-"""How every kernel applies a product's activation: one object, made of what a configuration holds."""
+"""Applies a product's activation in every kernel: one object, made from what a configuration holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATH = FloatMath()
 
 
 class Activate:
-    """The activation of a configuration, or that of the standard ones whose number a launch gives.
+    """The activation of a configuration, or the standard one whose number a launch gives.
 
     ``shape`` has that number as ``activation``.
 
@@ -52,7 +52,7 @@ class Activate:
         return Boolean(not self.own.gated)
 
     def of_pair(self, gate: Float32, up: Float32) -> Float32:
-        """A result of the gated one."""
+        """Computes a result of a gated activation from a gate and an up."""
         (gated,) = self.gated
         return gated.device(MATH, gate, up)
 
@@ -61,7 +61,7 @@ class Activate:
 
     @cute.jit
     def features(self, shape, acc: RegisterTensor, first: int, count: int, option: int = 0):
-        """Applies what is not gated to results [first : first + count]."""
+        """Applies an activation without gate to results [first : first + count]."""
         if const_expr(option < len(self.by_feature)):
             if self._is(shape, self.by_feature[option]):
                 for i in cutlass.range_constexpr(first, first + count):
@@ -71,7 +71,8 @@ class Activate:
 
     @cute.jit
     def neighbours(self, shape, results: RegisterTensor, count: int):
-        """Applies it to ``count`` results of neighbouring rows; a gated one leaves half as many, the first."""
+        """Applies the activation to ``count`` results of neighbouring rows; a gated one leaves half as many, the
+        first."""
         if const_expr(len(self.gated) > 0):
             if self.is_gated(shape):
                 for i in cutlass.range_constexpr(count // 2):

@@ -1,4 +1,4 @@
-"""What kernels of linear layers are launched with: declared here, and nowhere else listed.
+"""The arguments that kernels of linear layers are launched with; they are listed nowhere else.
 
 Dense products (`STREAM`, `TILES` and what begins with them): x [m, k], k and the distance of rows multiples of 8, on 16
 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's dtype and zeros uint8
@@ -45,7 +45,7 @@ def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matri
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a configuration is compiled as.
+    """The kernel that a configuration is compiled as.
 
     Attributes:
         made_by: "module:name" of what makes the kernel of the configuration, imported where it is compiled.
@@ -62,7 +62,7 @@ class Kernel:
 
 
 def code_of(config: object) -> tuple[str, ...]:
-    """Names the module of a configuration's reduction, which nothing imports before it is compiled."""
+    """The module of a configuration's reduction, by name; nothing imports it before it is compiled."""
     reduction = getattr(getattr(config, "tiles", config), "reduction", None)
     return () if reduction is None else (reduction.made_by,)
 

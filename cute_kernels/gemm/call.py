@@ -1,4 +1,4 @@
-"""A call of a weight-only linear layer as one object: what decides its plan, and what may be said against it."""
+"""A call of a weight-only linear layer as one object: what decides its plan, and its checks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ new_call = tuple.__new__
 
 
 def key_of(call: LinearCall) -> tuple[Any, ...]:
-    """What a plan relies on. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
     x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, norm_apart = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
@@ -83,7 +83,7 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
 def check(call: LinearCall, *, places: bool = True) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed.
 
-    places: whether tensors have addresses to look at.
+    places: whether tensors have addresses to check.
     """
     x, weight = call.x, call.weight
     n, k = weight.shape
@@ -127,8 +127,8 @@ def check_options(
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.dtype:
-    """What the result is in; raises TypeError or ValueError unless a product of x with a weight of ``n`` rows has these
-    options."""
+    """The dtype of the result. Raises TypeError or ValueError unless a product of x with a weight of ``n`` rows can
+    have these options."""
     check_activation(activation, n)
     out_dtype = result_dtype(out_dtype, x, out)
     if bias is not None:
@@ -152,7 +152,7 @@ def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor,
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
-    """What the result is in: ``out_dtype``, or else what ``out`` is in, or else what x is in."""
+    """The dtype of the result: ``out_dtype``, or else that of ``out``, or else that of x."""
     if out_dtype is None and out is not None:
         check_tensors(out=out)
         check_dtype("out", out, *OUT_DTYPES)

@@ -1,4 +1,4 @@
-"""Which schedule serves a product: all there are, over all kernels, and the fastest by the models of time.
+"""Chooses the schedule of a product: the fastest by the models of time, over all kernels.
 
 Plain Python, no GPU.
 """

@@ -12,8 +12,8 @@ from cute_kernels.runtime.spec import KernelSpec
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile; others compile on demand. Of rows made ready those of layers of usual
-    width in bf16, and any rows that lie apart."""
+    """The specs that bundles hold and CI compiles; others compile on demand. They have input rows of layers of usual
+    width in bf16, and rows with gaps."""
     rooms = (few_rows, many_rows, invariant)
     products = dict.fromkeys(config for room in rooms for config in room.shipped_configs())
     norms = deferred_choice.shipped_configs()

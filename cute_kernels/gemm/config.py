@@ -28,7 +28,7 @@ BF16, FP16, FP32 = range(3)
 
 @dataclass(frozen=True)
 class Activations(ABC):
-    """How a CTA's part of x reaches shared memory, and how much of it there is room for.
+    """How a CTA's part of x reaches shared memory, and how much room there is for it.
 
     Attributes:
         x_bytes: shared memory for the activations of a CTA's part of K.
@@ -47,20 +47,20 @@ class Activations(ABC):
 
     @abstractmethod
     def kernel(self) -> Kernel:
-        """What a configuration with them is compiled as."""
+        """The kernel that a configuration with them is compiled as."""
 
     @abstractmethod
     def stage_warps(self, config: LinearConfig[Any]) -> int:
-        """Warps that give a stage back."""
+        """Warps that release a stage."""
 
     @abstractmethod
     def problem(self, config: LinearConfig[Any]) -> str | None:
-        """Why a configuration cannot have its activations so, or None."""
+        """Why a configuration cannot load its activations so, or None."""
 
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """The slice of K of all rows, brought by a warp of its own along with the first weights that meet it."""
+    """The slice of K of all rows, loaded by a warp of its own with the first weights that are multiplied with it."""
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
     alignment: ClassVar[int] = ALIGNMENT
@@ -79,7 +79,7 @@ class Slices(Activations):
 
 @dataclass(frozen=True)
 class StreamStore:
-    """Results leave through staging buffers, by warps of their own: `.epilogue`.
+    """Results are stored through staging buffers, by warps of their own: `.epilogue`.
 
     Attributes:
         epilogue_warps: that add up, store and combine results.
@@ -169,12 +169,12 @@ class LinearConfig(Generic[ActivationsT]):
 
     @property
     def stage_warps(self) -> int:
-        """Warps that give a stage back."""
+        """Warps that release a stage."""
         return self.activations.stage_warps(self)
 
     @property
     def num_threads(self) -> int:
-        """Consumer warps, those that copy, and those of the epilogue."""
+        """Threads of consumer warps, producer warps, and those of the epilogue."""
         return (self.consumer_warps + self.producer_warps + self.epilogue_warps) * WARP_THREADS
 
     @property
@@ -211,17 +211,17 @@ class LinearConfig(Generic[ActivationsT]):
 
     @property
     def k_block_stage_bytes(self) -> int:
-        """What a k block of a block takes of a stage."""
+        """Bytes of a stage that a k block of a block takes."""
         return self.n_tiles * (self.k_block_bytes + self.k_block_scale_bytes + self.k_block_zero_bytes)
 
     @property
     def scale_offset(self) -> int:
-        """Where in a stage the scales lie; before them the codes, tile by tile."""
+        """The offset of the scales in a stage; before them lie the codes, tile by tile."""
         return self.n_tiles * self.chunk_k_blocks * self.k_block_bytes
 
     @property
     def zero_offset(self) -> int:
-        """Where in a stage the zero points lie."""
+        """The offset of the zero points in a stage."""
         return self.scale_offset + self.n_tiles * self.chunk_k_blocks * self.k_block_scale_bytes
 
     @property

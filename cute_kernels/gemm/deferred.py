@@ -1,9 +1,9 @@
-"""Products around an RMSNorm without a launch for it: `quantized_linear_norm` gives `NormedRows`, `quantized_linear`
-takes them.
+"""Products around an RMSNorm without a launch for it: `quantized_linear_norm` produces `NormedRows`, `quantized_linear`
+consumes them.
 
 Where the kernels of both products have the stores of :mod:`.wgmma.deferred_norm`, the first writes rows times the
-norm's weight and sums of squares beside the rows, and the second applies what is left of the norm to its accumulators.
-Everywhere else the same two calls are a product, `rms_norm` and a product.
+norm's weight, with sums of squares, and the second applies the rest of the norm to its accumulators. Everywhere else
+the same two calls are a product, `rms_norm` and a product.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _checked_apart(call: GivingCall) -> NormedRows:
 
 
 def give_apart(call: GivingCall) -> NormedRows:
-    """The rows by a product as any other, of a checked call: the norm is left to the next one."""
+    """The rows by an ordinary product, of a checked call: the norm is left to the next product."""
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
@@ -208,7 +208,7 @@ def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, devi
 
 
 def _takes(m: int, form: WeightForm, dtype: torch.dtype, index: int) -> bool:
-    """Whether a product of ``m`` rows takes what is left of a norm."""
+    """Whether a product of ``m`` rows applies the rest of a deferred norm."""
     side = Side(*form.shape, form.format)
     return form.comes_as_it_is and deferred_product_of(m, side, dtype, index, TAKES) is not None
 
@@ -225,7 +225,7 @@ def take(call: LinearCall) -> torch.Tensor:
 
 
 def take_apart(call: LinearCall) -> torch.Tensor:
-    """The product behind a launch for the norm."""
+    """The product after a launch for the norm."""
     rows = call.x
     normed = {"norm": rows.norm, "eps": rows.norm_eps, "offset": rows.norm_offset, "norm_apart": True}
     return ops.linear(call._replace(x=rows.rows, **normed))
@@ -246,8 +246,8 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _check_parts(rows: NormedRows) -> None:
-    """Raises TypeError or ValueError unless what is deferred of a norm is that of rows of this size, as products give
-    it."""
+    """Raises TypeError or ValueError unless the parts of a deferred norm fit rows of this size, as products produce
+    them."""
     k, parts = rows.rows.shape[-1], rows.deferred
     if parts is None:
         return
@@ -282,7 +282,7 @@ def _taking_key(call: LinearCall) -> tuple[Any, ...]:
 
 
 def stores_floats(product: Product) -> bool:
-    """Whether a kernel stores fp32 results from where accumulators lie: `.wgmma.epilogue.TileEpilogue.is_floats`."""
+    """Whether a kernel stores fp32 results directly from accumulators: `.wgmma.epilogue.TileEpilogue.is_floats`."""
     schedule = product.schedule
     return isinstance(schedule, TileSchedule) and schedule.config.k_warpgroups < FLOATS_K_WARPGROUPS
 

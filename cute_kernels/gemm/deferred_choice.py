@@ -1,4 +1,4 @@
-"""Which products are on a side of a deferred norm, and which of their kernels ship. Plain Python, no GPU."""
+"""Chooses which products are on a side of a deferred norm, and which of their kernels ship. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ def beside_a_norm(
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> DeferredNormConfig | None:
-    """The kernel of a product on one side of a norm, that ``schedule`` serves by itself; None if it has none."""
+    """The kernel of a product on one side of a deferred norm, whose schedule without a norm is ``schedule``; None if
+    there is none."""
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 
 def shipped_configs() -> list[DeferredNormConfig]:
-    """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above. Others compile on demand."""
+    """Configurations that bundles hold: for 4-bit weights in groups of 128, the layers and rows above. Others compile
+    on demand."""
     found: dict[DeferredNormConfig, None] = {}
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows in product(layers, SHIPPED_ROWS):

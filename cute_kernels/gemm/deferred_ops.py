@@ -26,7 +26,7 @@ from cute_kernels.runtime.operator import Operator
 
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
-    """Whether the norm of these rows is left to the second product."""
+    """Whether the norm of these rows is deferred to the second product."""
     index, on_gpu = rows.get_device(), rows.is_cuda or GPU.takes_cpu
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
 
@@ -56,7 +56,7 @@ def give_plain(
     taker_format: str,
     taker_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator, of `plain` tensors and without gradients."""
+    """The first operator, for `plain` tensors and without gradients."""
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
     if not _left(residual, norm, gives, takes):
@@ -93,7 +93,7 @@ def take_plain(
     k: int,
     activation: str | None,
 ) -> torch.Tensor:
-    """The operator, of `plain` tensors and without gradients."""
+    """The second operator, for `plain` tensors and without gradients."""
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
     if not _left(rows, norm, gives, takes):

@@ -32,7 +32,7 @@ COMBINE_BATCH = 4  # partial results that a thread loads at a time
 
 @dataclass(frozen=True)
 class Target:
-    """Where a vector of results belongs; run-time integers."""
+    """Where a vector of results is stored; run-time integers."""
 
     row: Int32  # of W
     place: Int64  # of the first in the output, elements
@@ -84,9 +84,9 @@ class Epilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace.
+        """Whether a CTA reads its own part of its share from the staging buffer, not through the workspace.
 
-        A buffer is not held back for other slices if the next block wants it.
+        A buffer is not held back for other slices if the next block needs it.
         """
         held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
         return held | (index == work.num_segments - 1)
@@ -99,7 +99,7 @@ class Epilogue:
 
     @cute.jit
     def store_partials(self, operands, memory, work, segment, index, part, held, tid):
-        """Stores a CTA's part of a block for those who finish it; what it finishes itself it may hold back."""
+        """Publishes a CTA's part of a block for the CTAs that finish it; its own share it may hold back."""
         first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors
@@ -120,7 +120,7 @@ class Epilogue:
 
     @cute.jit
     def release(self, memory, here, lane):
-        """Gives a staging buffer back to the consumer warps."""
+        """Releases a staging buffer to the consumer warps."""
         cute.arch.sync_warp()
         if lane == 0:
             memory.results.consumer_release(here)
@@ -166,7 +166,7 @@ class Epilogue:
 
     @cute.jit
     def gather(self, acc, place, stride, parts, own):
-        """Adds a vector's parts, as they come, but for part ``own``."""
+        """Adds a vector's parts as they arrive, except part ``own``."""
         words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
         for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
             source, left, own_part = place + stride * begin, parts - begin, own - begin
@@ -178,7 +178,7 @@ class Epilogue:
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def target_of(self, work, segment, vector):
-        """Where four neighbouring results of a token belong."""
+        """Where four neighbouring results of a token are stored."""
         token = work.output_row(segment, vector // self.row_vectors)
         return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
 
@@ -192,7 +192,7 @@ class Epilogue:
 
     @cute.jit
     def load_extras(self, operands, shape, target, extras):
-        """Bias and residual of four neighbouring results; zeros where there is none."""
+        """Loads bias and residual of four neighbouring results; zeros where there is none."""
         extras.fill(0.0)
         if operands.bias != 0:
             for i in cutlass.range_constexpr(VECTOR):
@@ -205,7 +205,7 @@ class Epilogue:
 
     @cute.jit
     def store(self, operands, shape, target, results, extras):
-        """Activation and residual of four neighbouring results of a token, and their output."""
+        """Applies activation and residual to four neighbouring results of a token, and stores them."""
         for i in cutlass.range_constexpr(VECTOR):
             results[i] = results[i] + extras[i]
         self.activate.neighbours(shape, results, VECTOR)
@@ -219,7 +219,7 @@ class Epilogue:
 
     @cute.jit
     def load_element(self, base, index, kind):
-        """An element of a tensor that an earlier kernel, or this thread, may have written."""
+        """Loads an element of a tensor that an earlier kernel, or this thread, may have written."""
         result = Float32(0.0)
         if kind == FP32:
             result = ptx.load_relaxed_part(base + index * 4, 4).bitcast(Float32)
@@ -232,7 +232,7 @@ class Epilogue:
 
     @cute.jit
     def store_elements(self, base, index, results, count, kind):
-        """The first ``count`` of four results, two or four of them in one access where that is aligned."""
+        """Stores the first ``count`` of four results, two or four of them in one access where that is aligned."""
         if kind == FP32:
             address = base + index * 4
             if (count == VECTOR) & (address % 16 == 0):

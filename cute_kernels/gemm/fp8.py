@@ -1,8 +1,8 @@
 """Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
 
-Where both sides have one scale a row, and nothing but a bias follows, torch's own product serves them on a GPU
-(`torch._scaled_mm`: bf16 results, N and K multiples of 16, any number of rows; it takes codes row by row, which
-`row_codes` makes once of a weight). All else is for our kernels: a launch that makes rows of E4M3, and the product
+Where both sides have one scale a row, and nothing but a bias follows, torch's own product computes them on a GPU
+(`torch._scaled_mm`: bf16 results, N and K multiples of 16, any number of rows). It takes codes row by row, which
+`row_codes` makes once of a weight. All else is for our kernels: a launch that makes rows of E4M3, and the product
 (`cute_kernels.gemm.operands`). These have not been measured on a GPU yet.
 """
 
@@ -45,7 +45,7 @@ FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err 
 class Fp8Call(NamedTuple):
     """A product with ``activations="fp8"``.
 
-    linear: the call but for that. scale: of all of x, or None: x has scales of its own.
+    linear: the call without that argument. scale: of all of x, or None: x has scales of its own.
     """
 
     linear: LinearCall
@@ -60,7 +60,7 @@ def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
 
 
 def row_codes(weight: PackedWeight) -> torch.Tensor:
-    """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: as many bytes again."""
+    """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: a second copy of them."""
     n, k = weight.shape
     rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     for first, last in row_blocks(weight.codes.shape[0], weight.codes.shape[1] * hopper.tile_k(weight.bits)):
@@ -83,7 +83,7 @@ def kept_row_codes(weight: PackedWeight | WeightTensors) -> torch.Tensor:
 
 
 def forget_row_codes(codes: torch.Tensor) -> None:
-    """Lets codes that were written to be brought in rows anew."""
+    """Forgets the row codes of a weight whose codes have changed."""
     _kept_rows.pop(codes, None)
 
 
@@ -109,7 +109,7 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
 
 
 def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
-    """Plans our kernels: one launch that makes rows of E4M3, and the product."""
+    """The plan of our kernels: one launch that makes rows of E4M3, and the product."""
     given, (m, n, k) = call.linear, call.linear.size
     form, dtype = given.weight.format, given.x.dtype
     problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
@@ -138,7 +138,7 @@ def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
 
 
 def by_torch(call: Fp8Call) -> bool:
-    """Whether torch's product serves a checked call."""
+    """Whether torch's product computes a checked call."""
     given = call.linear
     plain = given.residual is given.activation is None and not given.batch_invariant
     bf16 = given.x.dtype == result_dtype(given.out_dtype, given.x, given.out) == torch.bfloat16

@@ -1,6 +1,6 @@
-"""Packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` of all at once.
+"""Makes packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` of all at once.
 
-Nothing is quantised here: codes and scales keep their bytes, but for scales beside codes that are NaN.
+Nothing is quantised here: codes and scales keep their bytes, except scales of groups with codes that are NaN.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def pack_experts(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedExperts:
-    """`pack_weight` of every expert of a layer.
+    """Packs every expert of a layer as `pack_weight` does one weight.
 
     Args:
         codes, scales: as there, with a dimension E in front. second: one for all, or [E, ..] of what is there.
@@ -153,7 +153,7 @@ def _stored_scales(
 
 
 def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The scales, NaN where a code of a group is, a block of rows at a time."""
+    """The scales, NaN where a code of a group is NaN, a block of rows at a time."""
     if not form.nan_codes:
         return stored
     n, k = shape

@@ -1,4 +1,4 @@
-"""Gradients of what quantised layers take: for adapters beside them, and for layers before them."""
+"""Gradients of the inputs of quantised layers: for adapters added to them, and for layers before them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def differentiable(
     gradients: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns forward(*tensors), called without grad mode, with a backward pass for the tensors.
+    """Makes forward(*tensors), called without grad mode, a function with a backward pass for the tensors.
 
     gradients: of the result's gradient, one for each tensor.
     """

@@ -47,7 +47,8 @@ FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group tak
 
 @dataclass(frozen=True)
 class StreamMemory:
-    """Shared memory of a CTA: addresses, the pipeline of weights and activations, and that of a block's results."""
+    """Shared memory of a CTA: addresses, the pipeline of weights and activations, and the pipeline of a block's
+    results."""
 
     stages: Int32
     x: Int32
@@ -120,24 +121,24 @@ def clear_tail(config: LinearConfig, memory: StreamMemory, work, tid):
 
 
 class StreamActivationLoads(Protocol):
-    """What loads a CTA's activations, along with the first weights that meet them; one warp."""
+    """Loads a CTA's activations with the first weights that are multiplied with them; one warp."""
 
     def copy(self, operands, memory, work, lane) -> None: ...
 
 
 class SliceLoads:
-    """The slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
+    """Loads the slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
+        """Loads the slice of all tokens, a lane for each, with the first weights that are multiplied with it.
 
-        All of it ahead would wait behind, or hold up, a pipeline full of weights. This warp takes part in every stage,
-        also
-        where it has nothing to bring: else it could be a round of the pipeline ahead, and take one parity for another.
+        Loaded at once, all of it would wait behind, or hold up, a pipeline full of weights. This warp takes part in
+        every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and take
+        one parity for another.
         """
         config, pipeline = self.config, memory.pipeline
         here = pipeline.producer_state()
@@ -168,7 +169,7 @@ class SliceLoads:
 
 
 class StreamRoles:
-    """What the warps of a CTA do that streams weights: one loads them, one loads activations, others multiply, store.
+    """The roles of a CTA's warps that streams weights: one loads them, one loads activations, others multiply, store.
 
     Args:
         table_bytes: of shared memory for a table, which grouped products have.
@@ -185,7 +186,7 @@ class StreamRoles:
 
     @cute.jit
     def take(self, operands, memory, work, warp, lane):
-        """What each warp does for the rest of the launch."""
+        """Runs what each warp does for the rest of the launch."""
         config = self.config
         if warp < config.consumer_warps:
             self.multiply(operands, memory, work, warp, lane)
@@ -217,7 +218,8 @@ class StreamRoles:
                 cute.arch.griddepcontrol_launch_dependents()
 
     def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
-        """Asks for ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero points."""
+        """Starts loading ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero
+        points."""
         config = self.config
         address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
@@ -259,7 +261,7 @@ class StreamRoles:
 
     @cute.jit
     def multiply(self, operands, memory, work, warp, lane):
-        """A consumer warp: its k blocks of every chunk, then its part of the block's results."""
+        """Multiplies a consumer warp's k blocks of every chunk, then stages its part of the block's results."""
         config, pipeline, results = self.config, memory.pipeline, memory.results
         place = self.lane_places(memory, work, warp, lane)
         here, staged = pipeline.consumer_state(), results.producer_state()
@@ -355,7 +357,7 @@ class StreamRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        """Loads (scales, offsets) [tile] of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
@@ -377,7 +379,7 @@ class StreamRoles:
         return channel
 
     def add_group(self, acc, tile: int, block: int, chains, scales):
-        """Adds a group's products times its scales; with no scales as they are."""
+        """Adds a group's products times its scales; without scales as they are."""
         first = (tile * self.config.m_fragments + block) * 4
         for chain in chains:
             for i in range(4):
@@ -388,7 +390,7 @@ class StreamRoles:
 
 
 def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, channel):
-    """Stores a warp's results where the epilogue finds them: token by token, the block's rows side by side."""
+    """Stores a warp's results where the epilogue finds them: token by token, the block's rows contiguous."""
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
     for tile in range(config.n_tiles):
@@ -402,7 +404,7 @@ def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, chan
 
 
 class StreamScheduling(Protocol):
-    """Which blocks of weights a CTA streams, and where its rows of x are: a dense product's, or experts'.
+    """Which blocks of weights a CTA streams, and where its rows of x are, for a dense product or for experts.
 
     Attributes:
         loads: of activations.
@@ -426,7 +428,7 @@ class StreamScheduling(Protocol):
 
 
 class DenseStream:
-    """One product, cut before the launch: see `StreamScheduling`."""
+    """The blocks of one product, cut before the launch: see `StreamScheduling`."""
 
     table_bytes = 0
 

@@ -46,11 +46,11 @@ class OfWeight(OfFormat, nn.Module):
         raise NotImplementedError
 
     def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
-        """The format and buffers that a state dict's tensors come to; TypeError or ValueError if they do not fit."""
+        """The format and buffers for a state dict's tensors; TypeError or ValueError if they do not fit."""
         raise NotImplementedError
 
     def _needed(self) -> list[str]:
-        """What a state dict must hold besides a weight's tensors, or what is here stays."""
+        """The names that a state dict must hold besides a weight's tensors; without them what is there stays."""
         return []
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -106,12 +106,12 @@ def is_conv1d(module: object) -> bool:
 
 
 class QuantizedLinear(OfWeight):
-    """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
+    """An nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
     Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "activation_scale".
-    Loading one takes on the number of bits, group size and options of what is loaded; only N and K must be the layer's.
-    Tensors are copied, into those that are there where they fit. A weight that lacks a tensor or does not fit is
-    reported by `load_state_dict`, and the layer is then as it was. Saved "shifts" become floating zero points.
+    Loading one changes the number of bits, group size and options to those of what is loaded; only N and K must be the
+    layer's. Tensors are copied, into existing ones where they fit. `load_state_dict` reports a weight that lacks a
+    tensor or does not fit, and the layer is then as it was. Saved "shifts" become floating zero points.
 
     Args:
         weight: [out_features, in_features].
@@ -183,12 +183,12 @@ class QuantizedLinear(OfWeight):
 
     @property
     def activations(self) -> Activations | None:
-        """What x is rounded to; see the class."""
+        """The format that x is rounded to; see the class."""
         return self._activations
 
     @property
     def products(self) -> str:
-        """What reports say that it multiplies in."""
+        """The number format of its products, as reports say it."""
         return products_in(self._activations)
 
     @activations.setter
@@ -197,7 +197,7 @@ class QuantizedLinear(OfWeight):
         self._activations = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        """Computes [..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
         if x.requires_grad and torch.is_grad_enabled():
             return differentiable(lambda x: QuantizedLinear.forward(self, x), self._gradients, x)
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
@@ -237,7 +237,7 @@ class QuantizedLinear(OfWeight):
         )
 
     def fold(self, shifts: torch.Tensor | None) -> None:
-        """Takes shifts on as the weight's floating zero points; a state dict may have them apart."""
+        """Takes shifts as the weight's floating zero points; a state dict may have them apart."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 
@@ -283,7 +283,7 @@ class QuantizedLinear(OfWeight):
 
 
 def products_in(activations: Activations | None) -> str:
-    """What reports say that layers multiply in."""
+    """The number format of layers' products, as reports say it."""
     return "16-bit products" if activations is None else "FP8 products"
 
 

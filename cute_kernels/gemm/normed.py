@@ -1,4 +1,4 @@
-"""Rows and the RMSNorm of them that the next product takes."""
+"""Rows, and the RMSNorm of them that the next product reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class RowNorm:
     def of(
         self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The norm of x's rows by a launch of its own, which copies them first where they lie as it takes none.
+        """The norm of x's rows by a launch of its own; rows are copied first where the launch cannot read them as they
+        lie.
 
         order, input_scale: as of `cute_kernels.rms_norm`.
         """
@@ -53,8 +54,8 @@ def _is_normable(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DeferredParts:
-    """What is there of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight;
-    squares: fp32 [M, n / 64], sums of squares of 64 of a row each."""
+    """The parts of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight; squares:
+    fp32 [M, n / 64], sums of squares of 64 of a row each."""
 
     scaled: torch.Tensor
     squares: torch.Tensor
@@ -62,7 +63,8 @@ class DeferredParts:
 
 @dataclass(frozen=True, eq=False)
 class NormedRows:
-    """Rows, and the RMSNorm of them that the next product takes: of `quantized_linear_norm`, for `quantized_linear`.
+    """Rows, and the RMSNorm of them that the next product reads: returned by `quantized_linear_norm`, taken by
+    `quantized_linear`.
 
     Attributes:
         rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
@@ -87,7 +89,7 @@ class NormedRows:
         check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
 
     def normed(self) -> torch.Tensor:
-        """The norm of the rows, [..., n] in their dtype, by `rms_norm`: what any other consumer takes."""
+        """The norm of the rows, [..., n] in their dtype, by `rms_norm`: for any other consumer."""
         return RowNorm(self.norm, self.norm_eps, self.norm_offset).of(self.rows)
 
 
@@ -105,7 +107,7 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
 def left_to_next(
     rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
 ) -> NormedRows:
-    """Rows of a checked call, and what there is of their norm; not checked again, as every layer makes some."""
+    """Rows of a checked call with the parts of their norm; not checked again, as every layer makes some."""
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)

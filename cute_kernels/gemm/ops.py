@@ -1,4 +1,4 @@
-"""Calling a weight-only linear layer, and its registered operator."""
+"""Calls a weight-only linear layer, and registers its operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _through_operator(call: LinearCall) -> torch.Tensor:
 
 
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """A checked call by a function of rows [m, k] that are ready, and of a weight's fields."""
+    """Computes a checked call by a function of rows [m, k] that are ready, and of a weight's fields."""
     x, weight, residual = call.x, call.weight, call.residual
     n, k = weight.shape
     rows = x if call.norm is None else RowNorm(call.norm, call.eps, call.offset).of(x)
@@ -106,7 +106,7 @@ forgotten(_checked.clear)
 def weight_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> WeightTensors:
-    """A weight of plain tensors, as operators are given them.
+    """A weight of plain tensors, as operators take them.
 
     Raises:
         TypeError, ValueError: they are not those of one; the message names the field.
@@ -119,7 +119,7 @@ def weight_of(
 
 
 def plain(tensor: T) -> T:
-    """A tensor that is no parameter, which goes straight to launches."""
+    """A tensor that is no parameter, for which calls launch at once."""
     if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
         return tensor
     return tensor.detach()
@@ -129,7 +129,7 @@ SCALARS = frozenset({int, float, str})  # of operators' arguments that are no te
 
 
 def of_plain(work: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """``work`` of any tensors and other arguments, by position."""
+    """Calls ``work`` with any tensors and other arguments, by position."""
 
     def run(*given: Any) -> ResultT:
         with torch.no_grad():

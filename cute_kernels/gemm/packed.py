@@ -1,4 +1,4 @@
-"""What packed weights have in common: of a layer, and of experts."""
+"""The common part of packed weights: of a layer, and of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class kept(Generic[T]):  # as functools.cached_property, which takes a lock up to Python 3.11
-    """A property that is made once, of objects that do not change."""
+    """A property that is computed once, of objects that do not change."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make = make
@@ -33,7 +33,7 @@ class kept(Generic[T]):  # as functools.cached_property, which takes a lock up t
 
 
 class OfFormat:
-    """What a format and a shape, (N, K) without padding, say of weights, and of a layer that has them."""
+    """What follows from a format and a shape, (N, K) without padding, for weights and for a layer that has them."""
 
     shape: tuple[int, int]
 
@@ -98,7 +98,7 @@ class Packed(OfFormat):
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
-        """The same on another device; itself if it is there.
+        """The same on another device; itself if it is there already.
 
         Raises:
             TypeError, ValueError: there is no such device.

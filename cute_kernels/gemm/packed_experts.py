@@ -27,8 +27,8 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """What `PackedExperts` are but for what they hold; device_index -1 on a CPU. activations: what a call rounds x to
-    for its products with them, "fp8" or None."""
+    """What identifies `PackedExperts` apart from their contents; device_index -1 on a CPU. activations: the format that
+    a call rounds x to for its products with them, "fp8" or None."""
 
     num_experts: int
     n: int
@@ -44,8 +44,8 @@ class ExpertsForm(NamedTuple):
 class PackedExperts(Packed):
     """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one behind the other in each tensor.
 
-    ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales, which would be
-    another one for each expert, are not held.
+    ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales are not supported,
+    as each expert would have its own.
 
     Args:
         codes, scales, zeros: as in `PackedWeight` with a dimension E in front; zeros is None if all are symmetric.
@@ -88,7 +88,7 @@ class PackedExperts(Packed):
         return self.codes.shape[0]
 
     def __getitem__(self, expert: int) -> PackedWeight:
-        """An expert's weight, in the same memory; IndexError if there is no such one, TypeError for no int."""
+        """An expert's weight, in the same memory; IndexError if it does not exist, TypeError for no int."""
         if not isinstance(expert, int) or isinstance(expert, bool):
             raise TypeError(f"expert: got {expert!r}, want an int")
         if not -len(self) <= expert < len(self):
@@ -102,7 +102,7 @@ class PackedExperts(Packed):
 
     @cached_property
     def form(self) -> ExpertsForm:
-        """All that a plan for these weights relies on but where they are."""
+        """Everything that a plan for these weights relies on, except their addresses."""
         k_pad = padded_shape(self.shape, self.group_size)[1]
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 
@@ -132,7 +132,7 @@ class PackedExperts(Packed):
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedExperts:
-        """The weights of `state_dict`'s tensors, which are not copied.
+        """The weights of a `state_dict`'s tensors, which are not copied.
 
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -146,7 +146,7 @@ class PackedExperts(Packed):
 
 
 def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
-    """The experts of a layer as one, copied: what importers of checkpoints make one after the other.
+    """Stacks the experts of a layer into one, copied: importers of checkpoints make them one after the other.
 
     Args:
         weights: of one shape, format, dtype and device. Symmetric ones among others with zero points get the symmetric
@@ -177,7 +177,7 @@ def quantize_experts(
     halves_in_turn: bool = False,
     format: WeightFormat | str | None = None,
 ) -> PackedExperts:
-    """`quantize_weight` of every expert.
+    """Quantises every expert as `quantize_weight` does.
 
     Args:
         w: floating [E, N, K], finite.
@@ -218,7 +218,7 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
 
 
 def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
-    """All experts, asked for one at a time, so that no more than one of them is there twice."""
+    """Stacks all experts, requested one at a time, so that no more than one of them is in memory twice."""
     first = expert(0)
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))
     points = torch.empty_like(scales, dtype=torch.uint8) if zeros else None

@@ -1,4 +1,4 @@
-"""The plan of a linear layer's call: how x gets ready, a product, and what its result is made of."""
+"""The plan of a linear layer's call: how x is prepared, the product, and its result."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TensorOf = Callable[[LinearCall], torch.Tensor]
 
 
 class Inputs(NamedTuple):
-    """How a product comes by x.
+    """How a product gets x.
 
-    prepare: makes rows [m, k] that it takes, where x is none. factors: what its own kernel applies to x. numbers: what
-    the kernel is told of those.
+    prepare: makes rows [m, k] that it takes, where x has none. factors: applied to x by its own kernel. numbers: the
+    kernel's arguments about those.
     """
 
     product: Product
@@ -54,7 +54,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     copies_residual = residual is not None and not residual.is_contiguous()
 
     def launch(call: LinearCall) -> torch.Tensor:
-        """One flat function, as each layer of each decoding step of a model waits for it."""
+        """Launches in one flat function, as each layer of each decoding step of a model waits for it."""
         x, weight, bias, residual, _, _, _, out = call[:8]
         if prepare is not None:
             x = prepare(call)
@@ -92,7 +92,8 @@ def without_rows(call: LinearCall) -> torch.Tensor:
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
-    """How a checked call's product comes by x: by itself, else by one launch before it, else by torch's."""
+    """How a checked call's product gets x: by its own kernel, else by one launch before it, else by torch's
+    operators."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
     fused = _fused(call, problem, index)
     if fused is not None:
@@ -134,7 +135,7 @@ def _fused(call: LinearCall, problem: LinearProblem, index: int) -> Inputs | Non
 
 
 def _normed_of(call: LinearCall) -> TensorOf:
-    """What makes normed rows as the product takes them: one launch that does a layer's order and input scale too."""
+    """The launch that makes normed rows as the product takes them; it does a layer's order and input scale too."""
     given = [tensor for tensor in (call.weight.perm, call.weight.input_scale) if tensor is not None]
     fits = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in given)
 
@@ -163,12 +164,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether rows [..., k], one behind the other, are whole 16-byte pieces that start on 16 bytes."""
+    """Whether rows [..., k] are contiguous and whole 16-byte pieces that start on 16 bytes."""
     return not (x.shape[-1] * x.element_size() % ALIGNMENT or x.data_ptr() % ALIGNMENT)
 
 
 def _takes_apart(product: Product, x: torch.Tensor) -> bool:
-    """Whether the kernel takes rows that lie apart: at one distance, whole 16-byte pieces, none in another."""
+    """Whether the kernel takes rows with gaps: at one distance, whole 16-byte pieces, none overlapping."""
     stride = row_stride(x)
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False

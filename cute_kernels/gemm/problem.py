@@ -1,4 +1,4 @@
-"""What decides how products are computed. Plain Python, no GPU."""
+"""The problems that decide how products are computed. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layouts.weights.hopper import TILE_N
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """What decides how a product is computed.
+    """Everything that decides how a product is computed.
 
     Attributes:
         m: rows of x, at least 1.
@@ -41,13 +41,13 @@ class LinearProblem:
 
 
 def weight_fields(problem: object) -> dict[str, Any]:
-    """What a configuration has of a problem's weights, dense or of experts."""
+    """A configuration's fields from a problem's weights, dense or of experts."""
     return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """What decides how a grouped product is computed.
+    """Everything that decides how a grouped product is computed.
 
     Attributes:
         places: rows of the result, at least 1.
@@ -74,6 +74,6 @@ class GroupedProblem:
         return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, *own)
 
     def max_entries(self, capacity: int) -> int:
-        """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""
+        """The most entries of up to ``capacity`` rows, however rows are distributed among experts."""
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

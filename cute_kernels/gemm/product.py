@@ -1,4 +1,4 @@
-"""Products: compiled kernels with all of a launch that stays the same from call to call."""
+"""Products: compiled kernels with the part of a launch that stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, whatever kernels it takes: all but a call's numbers and addresses.
+    """A product, dense or of experts, by whatever kernels: everything but a call's numbers and addresses.
 
     Attributes:
         schedule: what it was made of.
@@ -61,7 +61,7 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """What launches calls that have these numbers in common, on the current stream of the current device.
+        """The function that launches calls with these numbers in common, on the current stream of the current device.
 
         activation: by name, or as such; one that is not standard is that of the problem. It takes x [m, k], on 16
         bytes, k a multiple of 8, and addresses by name.
@@ -115,7 +115,7 @@ def problem_of(
     batch_invariant: bool = False,
     activation: object = None,
 ) -> LinearProblem:
-    """A product of ``m`` rows on a CUDA device; activation: by name, or as such."""
+    """The problem of a product of ``m`` rows on a CUDA device. activation: by name, or as such."""
     return LinearProblem(
         m=m,
         n=n,
@@ -184,7 +184,7 @@ def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: 
 def tile_product(
     function: Callable[..., Any], declared: LaunchArguments, schedule: TileSchedule, device_index: int
 ) -> Product:
-    """The product of a compiled kernel of tiles, whose sizes its schedule has."""
+    """The product of a compiled kernel of tiles, with the sizes of its schedule."""
     words = schedule.workspace_words
     bind = of_kernel(function, declared, schedule.sizes, DENSE, device_index, words)
     return Product(schedule, device_index, bind)

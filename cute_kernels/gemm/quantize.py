@@ -1,6 +1,6 @@
-"""Making packed weights: round-to-nearest quantisation, and packing of codes that are there already.
+"""Makes packed weights: by round-to-nearest quantisation, or of codes that exist already.
 
-Both go through the weight by blocks of rows, so that what lies unpacked at a time is bounded whatever the weight.
+Both go through the weight by blocks of rows, so the unpacked part in memory is bounded whatever the weight.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def quantize_weight(
     device: torch.device | str | None = None,
     format: WeightFormat | str | None = None,
 ) -> PackedWeight:
-    """Round-to-nearest quantisation of a weight, by groups of inputs.
+    """Quantises a weight by rounding to nearest, by groups of inputs.
 
     The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
     -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
@@ -113,7 +113,7 @@ def chosen_format(
 
 
 def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> WeightFormat:
-    """The format that is asked for, for activations of ``dtype`` if that is said.
+    """The format that is asked for, for activations of ``dtype`` if that is given.
 
     Raises:
         TypeError, ValueError: there is none, or it does not take such activations.
@@ -136,7 +136,7 @@ def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_options(bits: object, group_size: object, zero_point: object, dtype: object) -> None:
-    """Raises TypeError or ValueError unless `quantize_weight` takes these for some weight."""
+    """Raises TypeError or ValueError unless `quantize_weight` takes these options for some weight."""
     check_format(bits, group_size, (1, 1))
     check_flag("zero_point", zero_point)
     if dtype is not None and dtype not in SCALE_DTYPES:
@@ -146,8 +146,8 @@ def check_options(bits: object, group_size: object, zero_point: object, dtype: o
 def _choose_scales(
     w: torch.Tensor, chosen: WeightFormat, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales [N, groups] for activations of ``dtype``, and uint8 zero points alike or None; a block of rows at a
-    time."""
+    """Scales [N, groups] for activations of ``dtype``, and uint8 zero points of the same shape or None; a block of rows
+    at a time."""
     n, k = w.shape
     found = []
     for first, last in row_blocks(-(-n // TILE_N), k):
@@ -179,7 +179,7 @@ def pack_codes(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The packed weight of given codes; what importers of checkpoints end in.
+    """Packs given codes into a weight; importers of checkpoints end here.
 
     Args:
         codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
@@ -218,7 +218,7 @@ def pack(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """`pack_codes` of any format, with zeros just where it has some; what making a weight ends in."""
+    """Packs codes of any format, with zeros exactly where it has some; every way to make a weight ends here."""
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1
@@ -253,7 +253,8 @@ def pack(
 
 
 def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
-    """W + shift for each group of inputs: a weight of integers with floating zero points; shifts: floating [N, G]."""
+    """Adds a shift for each group of inputs to W: a weight of integers with floating zero points. shifts: floating [N,
+    G]."""
     n, k = weight.shape
     groups, where = shifts.shape[1], weight.device
     scales = scales_of(weight, slice(groups))[:n]
@@ -271,7 +272,7 @@ def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
-    """One weight [2 N, K]: even rows are gate's and odd rows are up's, as the activation "swiglu" wants them.
+    """Makes one weight [2 N, K] with gate's rows in even and up's in odd places, as the activation "swiglu" takes them.
 
     For checkpoints that have the two apart. Codes are moved, never changed.
 
@@ -327,7 +328,7 @@ def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]
 
 
 def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
-    """Zero points of integers shaped as ``like``: the symmetric one where a weight has none."""
+    """Zero points of integers shaped as ``like``; the symmetric one where a weight has none."""
     if weight.zeros is not None:
         return weight.zeros
     return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)

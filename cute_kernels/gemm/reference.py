@@ -1,4 +1,4 @@
-"""What a weight-only linear layer means, in fp32 PyTorch; also what runs on CPU tensors."""
+"""The reference of a weight-only linear layer, in fp32 PyTorch; it also computes CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cute_kernels.gemm.weight import TILE_N, PackedWeight, row_blocks
 
 
 def prepare_input(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K], multiplied with input_scale (rounded to x's dtype) and brought into the packed order."""
+    """x [..., K], multiplied by input_scale (rounded to x's dtype) and put into the packed order."""
     if input_scale is not None:
         x = x * input_scale
     return x if perm is None else x.index_select(-1, perm)
@@ -28,7 +28,7 @@ def linear_reference(
     compute_dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """activation((x * input_scale) W^T + bias) + residual.
+    """Computes activation((x * input_scale) W^T + bias) + residual.
 
     W is rounded once to x's dtype, as the tensor cores read it; products, sums and everything after them are in
     ``compute_dtype``, and the result is rounded once to ``out_dtype`` (default x's).
@@ -60,6 +60,6 @@ def _at_once(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def _row_by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x) of rows [..., n], each in memory of its own: libraries look at alignment, too."""
+    """Applies function(x) to rows [..., n], each in memory of its own, as libraries take alignment into account."""
     rows = [function(row.clone()) for row in x.reshape(-1, 1, x.shape[-1])]
     return torch.cat(rows).view(*x.shape[:-1], -1) if rows else function(x)

@@ -1,7 +1,7 @@
-"""Which configuration serves a product, and how its weights are cut among CTAs. Plain Python, no GPU.
+"""Chooses the configuration of a product, and how its weights are cut among CTAs. Plain Python, no GPU.
 
-A memory-bound product reads every byte of its weights once, so its time is what they take at the memory's rate, plus
-what the schedule adds: SMs that are given more than others, activations that every group of CTAs reads again, partial
+A memory-bound product reads every byte of its weights once. So its time is what they take at the memory's rate, plus
+what the schedule adds: SMs with larger shares than others, activations that every group of CTAs reads again, partial
 results. The model adds up these terms; its rates are those of an H200 (docs/design/weight_only_linear.md).
 """
 
@@ -64,7 +64,7 @@ class StreamSchedule:
 
     @property
     def total(self) -> int:
-        """K blocks of a slice over all blocks: what the groups share."""
+        """K blocks of a slice over all blocks, which the groups divide among them."""
         return self.num_blocks * self.slice_k_blocks
 
     @property
@@ -81,7 +81,7 @@ class StreamSchedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch, by name, that it decides."""
+        """The numbers of a launch that it decides, by name."""
         names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts")
         return {name: getattr(self, name) for name in names}
 
@@ -122,7 +122,7 @@ def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSc
 
 
 def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
-    """Shared memory that the activations of a slice take."""
+    """Bytes of shared memory that the activations of a slice take."""
     return problem.m * (2 * slice_k + X_PAD)
 
 
@@ -164,13 +164,13 @@ def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
 
 
 def in_flight(config: LinearConfig) -> int:
-    """Bytes of codes that are asked for while a stage is consumed."""
+    """Bytes of codes that are in flight while a stage is consumed."""
     return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
 
 
 def base_config(problem: LinearProblem) -> LinearConfig:
-    """What follows from the format. Two tiles of a warp share what ldmatrix reads, and are twice as much to do between
-    two waits."""
+    """The fields that follow from the format. Two tiles of a warp share what ldmatrix reads, and are twice as much work
+    between two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
     return LinearConfig(
         **weight_fields(problem),
@@ -182,14 +182,14 @@ def base_config(problem: LinearProblem) -> LinearConfig:
 
 
 def most_x_bytes(base: LinearConfig) -> int:
-    """What activations may take beside a pipeline of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
+    """The most bytes of activations beside the shortest pipeline that has IN_FLIGHT_BYTES in flight, in whole KB."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
 def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
-    """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
+    """The configuration with room for activations, and as many stages of about STAGE_BYTES as fit."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     chunk_k_blocks = chunk // base.k_warps * base.k_warps
     config = changed(base, chunk_k_blocks=chunk_k_blocks, num_stages=2, x_bytes=x_bytes)

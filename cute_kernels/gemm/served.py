@@ -33,9 +33,9 @@ _ready: dict[LinearProblem, tuple[int, ...]] = {}
 
 
 def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
-    """Says that kernels of a product are ready for some numbers of rows, beside those of earlier calls.
+    """Notes that kernels of a product are ready for some numbers of rows, besides those of earlier calls.
 
-    problem: of one row. Plans that were made before stay: their kernels are there.
+    problem: of one row. Plans that were made before stay: their kernels are ready.
     """
     _ready[problem] = tuple(sorted({*_ready.get(problem, ()), *rows}))
 
@@ -46,8 +46,10 @@ def is_noted(problem: LinearProblem) -> bool:
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether nobody would wait in vain for a kernel that a product can do without: it is there, or may be compiled.
-    It may not where there is no compiler, nor for a server that has said for what it made kernels ready."""
+    """Whether an optional kernel of a product may be loaded: it is compiled, or may be compiled now.
+
+    It may not be compiled where there is no compiler, nor for a server that has noted which kernels it made ready.
+    """
     may_compile = compiler_version() is not None and not is_noted(problem)
     return may_compile or default_cache().has(spec, arch)
 

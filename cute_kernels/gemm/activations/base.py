@@ -1,4 +1,4 @@
-"""`ActivationFunction`, what every product asks about its activation, and the registry of activations."""
+"""`ActivationFunction`, the interface of activations, and their registry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY_NAME: dict[str, ActivationFunction] = {}  # those that were made, which torc
 
 @dataclass(frozen=True)
 class ActivationFunction(ABC):
-    """What a product applies to its fp32 sums, biases included: to each feature, or to a gate and an up.
+    """The function that a product applies to its fp32 sums, biases included: to each feature, or to a gate and an up.
 
     Subclasses are frozen dataclasses whose fields are numbers with usual values; equal ones are one activation, and one
     kernel.
@@ -67,7 +67,7 @@ class ActivationFunction(ABC):
 
 
 def register(kind: KindT) -> KindT:
-    """Makes a class of activations known by its kind; returns it.
+    """Registers a class of activations by its kind; returns it.
 
     Raises:
         ValueError: the kind is taken by another class, or is no identifier; the message names it.
@@ -87,7 +87,7 @@ def registered_names() -> tuple[str, ...]:
 
 
 def activation_named(given: object) -> ActivationFunction | None:
-    """The activation of a name, or given as such; None for None.
+    """The activation of a name, or the one that is given; None for None.
 
     Raises:
         ValueError: there is none of that name; the message says which there are.
@@ -115,25 +115,25 @@ def _parsed(name: str) -> ActivationFunction | None:
 
 
 def name_of(given: object) -> str | None:
-    """What operators have for an activation."""
+    """The name of an activation in operators' arguments."""
     found = activation_named(given)
     return None if found is None else found.name
 
 
 def number_of(given: object) -> int:
-    """What a launch gives for an activation; 0 for none."""
+    """The number of an activation in a launch's arguments; 0 for none."""
     found = activation_named(given)
     return 0 if found is None else found.number
 
 
 def config_of(given: object) -> ActivationFunction | None:
-    """What a configuration holds for an activation; None for those that are chosen by a number."""
+    """An activation as a configuration holds it; None for those that are chosen by a number."""
     found = activation_named(given)
     return None if found is None or found.number else found
 
 
 def symbol_of(own: ActivationFunction | None) -> str:
-    """The part of a kernel's name of what its configuration holds."""
+    """The activation's part of a kernel's name."""
     return "" if own is None else f"_{own.name.translate(_IN_SYMBOLS)}"
 
 

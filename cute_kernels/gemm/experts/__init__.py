@@ -50,7 +50,8 @@ def grouped_linear(
     out: torch.Tensor | None = None,
     activations: Activations | None = None,
 ) -> torch.Tensor:
-    """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
+    """Computes activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the
+    next.
 
     The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
     other offsets. Accumulators are in fp32, bias and activation too; the result is rounded once. Works under
@@ -98,7 +99,7 @@ def fused_moe(
     out: torch.Tensor | None = None,
     activations: Activations | None = None,
 ) -> torch.Tensor:
-    """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
+    """Computes the sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
     Experts without a gate have the activation of one operand, of up_e(x[t]) alone.
 

@@ -1,4 +1,4 @@
-"""What the kernels of this room are launched with: declared here, and nowhere else listed.
+"""The arguments that kernels of experts are launched with; they are listed nowhere else.
 
 What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all experts one behind the other; x [.., k].
 

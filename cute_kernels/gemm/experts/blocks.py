@@ -1,8 +1,8 @@
-"""Which mixtures of experts of other libraries mean what `QuantizedMoE` computes.
+"""Decides which mixtures of experts of other libraries mean what `QuantizedMoE` computes.
 
-A block is looked at in three ways, since none sees all: its parts and what its router asks for; the experts' own gated
-activation over the whole range of numbers; and tokens of several sizes and both signs through the whole block, which
-see what its forward does besides.
+A block is checked in three ways, since none sees everything. They are: its parts and its router's options; the experts'
+own gated activation over the whole range of numbers; and tokens of several sizes and both signs through the whole
+block, which show what else its forward does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a
 
 
 def is_moe_block(module: object) -> bool:
-    """Whether it is a module with the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
+    """Whether it is a module with exactly the parts that `QuantizedMoE.from_block` makes a layer of."""
     if not isinstance(module, nn.Module):
         return False
     children = dict(module.named_children())
@@ -48,7 +48,7 @@ def shared_of(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y and what the shared expert says of x."""
+    """Adds the shared expert's result for x to y."""
     z = module.get_submodule(shared)(x)
     if hasattr(module, SHARED_GATE):
         z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
@@ -56,9 +56,9 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 
 
 def refusal(block: nn.Module) -> str | None:
-    """Why a block with the parts of one (`is_moe_block`) cannot be served, or None if it can.
+    """Why a block with the right parts (`is_moe_block`) is not supported, or None if it is.
 
-    Of a block on the meta device its experts are tried in small, and its router by what it asks for.
+    For a block on the meta device, small copies of its experts are tried, and its router is judged by its options.
     """
     reason = _router_refusal(block) or experts_refusal(block.get_submodule("experts"))
     if reason is None and not any(tensor.is_meta for tensor in block.parameters()):
@@ -67,9 +67,9 @@ def refusal(block: nn.Module) -> str | None:
 
 
 def experts_refusal(experts: nn.Module) -> str | None:
-    """Why experts with the weights of some (`is_experts`) cannot be served, or None if they can.
+    """Why experts with known weights (`is_experts`) are not supported, or None if they are.
 
-    They are tried in small, with weights of their own: what is asked is what their code does.
+    Small copies with weights of their own are tried: the question is what their code does.
     """
     known = known_experts(experts)
     if known is None:
@@ -85,7 +85,7 @@ def experts_refusal(experts: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunction) -> str | None:
-    """Why tokens do not come out of experts as their sums, weighted as they are told, or None."""
+    """Why the experts' results for tokens are not their weighted sums, or None."""
     small, dtype = (_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER), experts.get_parameter(DOWN).dtype
     tried = copy.copy(experts)
     tried.__dict__ = dict(experts.__dict__)
@@ -117,7 +117,7 @@ def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunct
 
 
 def _router_refusal(block: nn.Module) -> str | None:
-    """Why the router does not choose experts by hidden states alone."""
+    """Why the router depends on more than hidden states, or None."""
     asked = inspect.signature(block.get_submodule("gate").forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     wanted = [each.name for each in asked if each.default is inspect.Parameter.empty and each.kind in kinds]
@@ -128,7 +128,7 @@ def _router_refusal(block: nn.Module) -> str | None:
 
 
 def _activation_refusal(experts: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
-    """Why the experts' own gated activation, where it is a function of its own, is not the one that they say."""
+    """Why the experts' own gated activation, if it is a separate function, is not the one that they name, or None."""
     apply: Any = getattr(experts, "_apply_gate", None)
     if apply is None or kind.biased or not kind.gated:  # whose activation is tried with the rest
         return None
@@ -162,7 +162,7 @@ def _said_of(activation: ActivationFunction) -> str:
 
 @torch.no_grad()
 def _probe_refusal(block: nn.Module) -> str | None:
-    """Why tokens do not come out of the block as they would of a `QuantizedMoE`, or None."""
+    """Why the block's results for tokens differ from those of a `QuantizedMoE`, or None."""
     known = known_experts(block.get_submodule("experts"))
     assert known is not None
     kind, activation = known
@@ -193,7 +193,7 @@ def _probe_refusal(block: nn.Module) -> str | None:
 def _agree(
     block: nn.Module, kind: Stored, activation: ActivationFunction, x: torch.Tensor, found: Any, router: Any
 ) -> bool:
-    """Whether what the block and its router made of x is what a `QuantizedMoE` would make of it, token by token."""
+    """Whether the results of the block and its router for x are those of a `QuantizedMoE`, token by token."""
     shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
     if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
         return False
@@ -214,7 +214,7 @@ def _routed(
     shares: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """fp32 [tokens, hidden]: what experts make of x, by the router's shares and ids."""
+    """fp32 [tokens, hidden]: the experts' results for x, by the router's weights and ids."""
     first, second, biases = kind.weights(experts)
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):

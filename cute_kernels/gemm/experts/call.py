@@ -1,4 +1,4 @@
-"""Calls of layers of experts as objects: what decides their plans, and what may be said against them."""
+"""Calls of layers of experts as objects: what decides their plans, and their checks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GroupedCall(NamedTuple):
 
 
 def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
-    """What a plan relies on. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
     x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out, activations = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
@@ -74,7 +74,7 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
 def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
     """Raises TypeError or ValueError, which name the argument, unless a product can be computed.
 
-    places: whether tensors have addresses, and with `cute_kernels.arguments.DEBUG` values, to look at.
+    places: whether tensors have addresses and, with `cute_kernels.arguments.DEBUG`, values to check.
     """
     x, weight = call.x, call.weight
     check_experts("weight", weight)
@@ -195,7 +195,7 @@ def check_tokens(x: torch.Tensor) -> None:
 
 
 def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:
-    """Raises ValueError unless the values are places and rows that there are; waits for a GPU."""
+    """Raises ValueError unless the values are places and rows that exist; waits for a GPU."""
     places = x_rows if rows is None else rows.shape[0]
     ends = expert_offsets.tolist()
     if ends[0] != 0 or ends[-1] > places or any(a > b for a, b in itertools.pairwise(ends)):

@@ -1,7 +1,7 @@
-"""Which layout serves a grouped product: all there are, over all kernels, and the fastest by the models of time.
+"""Chooses the layout of a grouped product: the fastest by the models of time, over all kernels.
 
-How rows fall to experts is known on the device only: a problem is its number of places, and the models assume rows that
-fall at random. Plain Python, no GPU.
+How many rows each expert has is known on the device only. So a problem is its number of places, and the models assume
+rows that are distributed at random. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GroupedLayout = GroupedSchedule | RangeLayout | GroupedTiles
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedLayout]:
-    """Every layout of any kernel that is worth a thought."""
+    """Every layout of any kernel that is worth considering."""
     if usual_rows(problem) <= MOST_ENTRIES * CAPACITY:
         yield from stream.schedules(problem)
         yield from ranges.layouts(problem)
@@ -41,7 +41,7 @@ def chosen(problem: GroupedProblem) -> GroupedLayout:
 def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
 ) -> list[RangeLayout] | None:
-    """How a layer's products find assignments as they are; layouts: what serves each of them among sorted ones.
+    """Layouts of a layer's products over unsorted assignments. layouts: those of the same products over sorted ones.
 
     None if there are too many assignments, or one of the products has to have them sorted.
     """
@@ -56,7 +56,7 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Work ranges that may serve a product of a layer in place of a layout, for a launch less.
+    """Work ranges that may replace a layout of a layer's product, to save a launch.
 
     The last product, whose results are added up anyway, may have a K in parts that has no room whole.
     """

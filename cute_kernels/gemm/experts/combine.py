@@ -1,7 +1,7 @@
-"""What a token's experts say, added up: one thread for four columns of a token, in the order of its assignments.
+"""Adds up the results of a token's experts: one thread for four columns of a token, in the order of its assignments.
 
 Results lie in the order of places, each token's apart. Adding them here, in a fixed order, costs one write and one read
-of them in L2; adding with atomics in the GEMM's epilogue would save that and depend on who comes first.
+of them in L2. Adding with atomics in the GEMM's epilogue would save that, but make results depend on the order of CTAs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.gemm.experts.config import COMBINE_BATCH, COMBINE_THREADS, COM
 
 @dataclass(frozen=True)
 class Terms:
-    """What is added up for a token: results of its assignments one after the other, of each all parts of K."""
+    """The terms of a token's sum: results of its assignments one after the other, of each all parts of K."""
 
     count: Int32
     part_bits: Int32
@@ -88,8 +88,8 @@ class CombineKernel:
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
-        """Asks for the places and the weights of up to COMBINE_BATCH of a token's terms from ``begin`` on; first: its
-        first assignment."""
+        """Starts loading the places and the weights of up to COMBINE_BATCH of a token's terms from ``begin`` on. first:
+        its first assignment."""
         share_bytes = 4 if self.config.shares == "fp32" else 2
         places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -117,7 +117,7 @@ class CombineKernel:
 
     @cute.jit
     def add_batch(self, sums, results, chosen, shares, column, n):
-        """Adds up to COMBINE_BATCH rows; all of them are asked for before the first is used."""
+        """Adds up to COMBINE_BATCH rows; all of them are loaded before the first is used."""
         values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
         values.fill(0.0)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -158,7 +158,7 @@ class CombineKernel:
         return 4 if self.config.source == "fp32" else 2
 
     def load_vector(self, source) -> list[Any]:
-        """Four neighbouring results, in one access."""
+        """Loads four neighbouring results, in one access."""
         words = ptx.load_global_words(source, 0, COMBINE_VECTOR * self.source_bytes // 4, constant=False)
         if self.config.source == "fp32":
             return [word.bitcast(Float32) for word in words]
@@ -172,14 +172,14 @@ class CombineKernel:
         return self.unpack()[0](ptx.load_relaxed_part(source + 2 * index, 2))
 
     def unpack(self):
-        """What takes the two halves of a word apart."""
+        """The function that splits a word into its two halves."""
         if self.config.source == "bf16":
             return ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float
         return ptx.half2_low_to_float, ptx.half2_high_to_float
 
     @cute.jit
     def store(self, sums, out, place, count):
-        """The first ``count`` of four columns, in one access where that is aligned."""
+        """Stores the first ``count`` of four columns, in one access where that is aligned."""
         if const_expr(self.config.dtype == "fp32"):
             if (count >= COMBINE_VECTOR) & ((out + place * 4) % 16 == 0):
                 ptx.store_global(out + place * 4, [sums[j] for j in range(COMBINE_VECTOR)])

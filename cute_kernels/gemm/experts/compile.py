@@ -1,4 +1,4 @@
-"""The kernels of this room that ship, and those of its layers."""
+"""The kernels of experts that ship, and those of their layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: 4 bits in groups of 128, bf16; others compile on demand.
+    """The specs that bundles hold and CI compiles: 4 bits in groups of 128, bf16; others compile on demand.
 
-    Of these all tiles, whatever numbers of tokens the model takes them for.
+    All tiles are among them, whatever numbers of tokens the model takes them for.
     """
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
@@ -44,7 +44,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
-    """All kernels that a product of a configuration launches, but for what brings rows in order."""
+    """All kernels that a product of a configuration launches, except the one that gathers rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [GemmSpec(LimbRowsConfig(config.dtype))] if makes_limbs else []
     return [*limbs, ExpertSpec(config)]
@@ -53,13 +53,13 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
 def layer_specs(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[choice.GroupedLayout]
 ) -> list[KernelSpec]:
-    """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
+    """All kernels of a layer's products with these layouts: of sorted assignments, and of unsorted ones."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
     return [*found, *(ExpertSpec(layout.config) for layout in choice.assigned(assignments, problems, layouts) or ())]
 
 
 def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[ExpertSpec]:
-    """The kernels of a batch-invariant layer's products of so many tokens' assignments as they are; none where they are
+    """The kernels of a batch-invariant layer's products over so many tokens' unsorted assignments; none where these are
     sorted."""
     found = [entry_tiles(problem, tokens) for problem in problems]
     return [ExpertSpec(layout.config) for layout in found if layout is not None] if None not in found else []

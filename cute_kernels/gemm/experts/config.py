@@ -1,4 +1,4 @@
-"""Every compile-time choice of the small kernels beside the GEMM, as data. No GPU types here."""
+"""Every compile-time choice of the small kernels around the GEMM, as data. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RoutingConfig:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """The kernel that adds up what a token's experts say.
+    """The kernel that adds up the results of a token's experts.
 
     Attributes:
         dtype: of the output, "bf16", "fp16" or "fp32".
@@ -90,7 +90,7 @@ class CombineConfig:
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """The kernel that lays rows of x in the order of their places.
+    """The kernel that gathers rows of x in the order of their places.
 
     Attributes:
         dtype: of x, "bf16" or "fp16".

@@ -1,11 +1,11 @@
-"""Rows of x in the order of their places: TMA on Hopper brings neighbouring rows only.
+"""Gathers rows of x in the order of their places, as TMA on Hopper loads neighbouring rows only.
 
 It costs a write and a read of the activations, a few percent of the products of many rows, which alone need it. The
 table of rows says where each comes from; places that no expert has are left as they are.
 
-Each row of x is copied to several places, in whatever order experts bring about. Were whole rows copied, all of x would
-come from memory for each expert that a token has, once there is more of it than L2 keeps. So launches go over all
-places with a slice of the columns before the next slice: a slice of x, of 4 MB with 8192 tokens, stays in L2 meanwhile.
+Each row of x is copied to several places, in an order that the experts decide. If whole rows were copied, and x were
+larger than L2, all of x would come from memory for each expert that a token has. So launches go over all places with a
+slice of the columns before the next slice: a slice of x, of 4 MB with 8192 tokens, stays in L2 meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GatherKernel:
             self.copy(x, out, place, piece, row_pieces, Int32(count), numbers)
 
     def load_numbers(self, rows, place, last) -> list[Any]:
-        """Numbers of a thread's rows, asked for before it is known how many places have one; none behind the last."""
+        """Loads numbers of a thread's rows, before it is known how many places have one; none behind the last."""
         places = [cutlass.min(place + i * self.config.thread_rows, last) for i in range(self.config.batch)]
         return [ptx.load_global_words(rows + Int64(one) * 4, 0, 1, constant=False)[0] for one in places]
 

@@ -1,13 +1,13 @@
 """Grouped weight-only GEMM, one launch: the rows of each expert times its weight, routing read on the device.
 
-The roles are those of :class:`cute_kernels.gemm.kernel.StreamRoles`; what differs is where things are. Before they
-begin one warp reads where the experts' rows begin, counts entries (:mod:`.work`) by a scan over its lanes, and writes
-those that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and
-results are stored in the order of the places, so that a second GEMM reads them as they lie.
+The roles are those of :class:`cute_kernels.gemm.kernel.StreamRoles`; places differ. Before the roles begin one warp
+reads where the experts' rows begin, and counts entries (:mod:`.work`) by a scan over its lanes. It writes the entries
+that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and results
+are stored in the order of the places, so that a second GEMM reads them as they lie.
 
-Activations of an entry stay while the CTA takes its blocks. Those of the next one come along with its first weights:
-into the other of two slots, or, where there is room for one only, when the last weights of the entry before have been
-used. The pipeline of weights goes on meanwhile.
+Activations of an entry stay while the CTA takes its blocks. Those of the next entry are loaded with its first weights
+into the other of two slots. Where there is room for one slot only, they are loaded once the last weights of the entry
+before have been used. The pipeline of weights goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from cute_kernels.gemm.work import operands_of
 
 
 class EntryLoads:
-    """An entry's rows of x by index, slice by slice: see `cute_kernels.gemm.kernel.StreamActivationLoads`."""
+    """Loads an entry's rows of x by index, slice by slice: see `cute_kernels.gemm.kernel.StreamActivationLoads`."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Brings an entry's slice of K along with the first weights that meet it, a lane for each row.
+        """Loads an entry's slice of K with the first weights that are multiplied with it, a lane for each row.
 
-        A run begins with the first k blocks of a block and goes on with whole ones: what is there of an entry are
-        always its k blocks up to ``reached``, but for the last block of the run, which may begin later and has no
-        successor.
+        A run begins with the first k blocks of a block and goes on with whole ones. So the loaded part of an entry is
+        always its k blocks up to ``reached``. Only the last block of the run may begin later, and it has no successor.
         """
         config, pipeline = self.config, memory.pipeline
         k_block_bytes = 2 * config.block_k
@@ -131,7 +130,8 @@ class ExpertStream:
 
     @cute.jit
     def begin(self, operands, shape, memory, group, slice_index, warp, lane):
-        """See `StreamScheduling`: a warp makes barriers while others count entries; all list those of the CTA."""
+        """Begins as `StreamScheduling` says: a warp initialises barriers while others count entries; all list those of
+        the CTA."""
         config = self.config
         if const_expr(config.use_pdl):
             if shape.waits != 0:
@@ -158,11 +158,12 @@ class ExpertStream:
 
     @property
     def thread_experts(self) -> int:
-        """Neighbouring experts whose entries a thread counts: all threads together those that there may be."""
+        """The number of neighbouring experts whose entries a thread counts; all threads together count those of all
+        experts."""
         return -(-MAX_EXPERTS // self.config.num_threads)
 
     def load_ends(self, operands, shape, thread) -> list[Any]:
-        """Where the first of a thread's experts begins, and where each of them ends."""
+        """Loads where the first of a thread's experts begins, and where each of them ends."""
         expert = thread * self.thread_experts
         # Behind the last expert the same end again, so no rows.
         places = [cutlass.min(expert + i, shape.num_experts) for i in range(self.thread_experts + 1)]

@@ -35,8 +35,8 @@ from cute_kernels.names import Activations
 class QuantizedExperts(OfWeight):
     """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
 
-    Loading takes on the number of bits, group size and zero points of what is loaded; the number of experts, N and K
-    must be the layer's. Tensors are copied into those that are there where they fit, which captured graphs then see.
+    Loading changes the number of bits, group size and zero points to those of what is loaded; the number of experts, N
+    and K must be the layer's. Tensors are copied into existing ones where they fit, so that captured graphs see them.
 
     Args:
         weight: [E, N, K].
@@ -59,8 +59,8 @@ class QuantizedExperts(OfWeight):
     def weight(self) -> PackedExperts:
         """The weights; they share the layer's tensors.
 
-        torch.compile sees new ones, which cost a compiled call nothing. Of those that are kept it would ask each time
-        whether they still are, and, as their tensors are no module's buffers to it, of what sizes.
+        torch.compile sees new objects, which cost a compiled call nothing. For objects that are kept it would check
+        each time whether they are the same, and what sizes their tensors have.
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
@@ -103,7 +103,7 @@ class QuantizedExperts(OfWeight):
 
 
 class OfExperts(nn.Module):
-    """A layer of two products of experts, and what these round activations to."""
+    """A layer of two products of experts, and the format that these round activations to."""
 
     gate_up: QuantizedExperts
     down: QuantizedExperts
@@ -125,15 +125,15 @@ class OfExperts(nn.Module):
 
     @property
     def products(self) -> str:
-        """What reports say that it multiplies in."""
+        """The number format of its products, as reports say it."""
         return products_in(self._activations)
 
 
 class QuantizedMoE(OfExperts):
-    """A mixture of experts with gated SiLU and quantised weights. For inference: its backward pass is an error.
+    """A mixture of experts with gated SiLU and quantised weights. It is for inference: its backward pass is an error.
 
-    The result is that of `cute_kernels.fused_moe` with what the router says, plus that of the shared expert, if there
-    is one, times sigmoid(shared_expert_gate(x)) if there is that.
+    The result is that of `cute_kernels.fused_moe` with the router's choice, plus that of the shared expert, if there is
+    one. The latter is multiplied by sigmoid(shared_expert_gate(x)) if there is such a gate.
 
     Args:
         gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
@@ -238,8 +238,8 @@ class QuantizedMoE(OfExperts):
 class QuantizedRoutedExperts(OfExperts):
     """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
 
-    For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would; and for
-    experts with biases, gpt-oss's.
+    It is for experts in blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, and for experts with
+    biases, as gpt-oss has.
 
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
@@ -337,7 +337,7 @@ def _quantized(
     device: torch.device | str | None,
     form: WeightFormat | str | None,
 ) -> tuple[PackedExperts, PackedExperts, tuple[torch.Tensor, torch.Tensor] | None, ActivationFunction]:
-    """gate_up, gates and ups in turn, down, both biases or None, and the activation of experts that are known."""
+    """(gate_up with alternating gates and ups, down, both biases or None, the activation) of experts that are known."""
     known = known_experts(experts)
     assert known is not None
     (kind, activation), weights = known, (bits, group_size, zero_point, dtype)
@@ -348,7 +348,8 @@ def _quantized(
 
 
 def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:
-    """The biases where the weights are, in the dtype of the activations; TypeError or ValueError if they do not fit."""
+    """The biases on the weights' device, in the dtype of the activations; TypeError or ValueError if they do not
+    fit."""
     if bias is None:
         return None
     check_tensors(bias=bias)

@@ -1,4 +1,4 @@
-"""Calling products and layers of experts, and their registered operators."""
+"""Calls products and layers of experts, and registers their operators."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ grouped_operator = Operator(
 def experts_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> PackedExperts:
-    """Experts of an operator's tensors, whose call was checked."""
+    """Packed experts from an operator's tensors, whose call was checked."""
     check_presence(zeros, form)
     made = object.__new__(PackedExperts)
     made.__dict__.update(codes=codes, scales=scales, zeros=zeros, format=form, shape=shape)

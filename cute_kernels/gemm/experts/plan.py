@@ -1,9 +1,9 @@
-"""The plans of calls of experts: what is decided once for calls of a kind, and the launches of each of them.
+"""The plans of calls of experts: what is decided once for calls of a kind, and the launches of each call.
 
-A layer is routing, the rows in the order of their places where the products want them so, two products, and the sum
-over a token's experts. What lies between them is one piece of memory: hidden activations first, for they are the one
-tensor that a kernel takes as such; the compiled functions look at its columns only, so all else may lie behind its last
-row. Nothing here waits for the device.
+A layer is routing, the rows in the order of their places where the products need it, two products, and the sum over a
+token's experts. What lies between them is one piece of memory. Hidden activations come first, as the one tensor that a
+kernel takes as such. The compiled functions check its columns only, so all else may lie behind its last row. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ PART_BYTES = 128  # where each part of the scratch memory starts
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where things lie in the memory of a layer: a tensor [rows, columns] of x's dtype; the rest in bytes from it.
+    """The offsets in the memory of a layer: a tensor [rows, columns] of x's dtype; the rest in bytes from it.
 
     Attributes:
         hidden: the tensor, whose first rows are the hidden activations of all places.
@@ -216,7 +216,7 @@ def make_moe_plan(
     route = None if few else sorting(gate_up, id_bits, count, None if first.gathers else dtype, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
-        """Few and flat calls, as each layer of each decoding step of a model waits for it."""
+        """Launches by few and flat calls, as each layer of each decoding step of a model waits for it."""
         x, gate_up, down, shares, ids = call.x, call.gate_up, call.down, call.topk_weights, call.topk_ids
         if x.requires_grad:
             x = x.detach()
@@ -291,9 +291,9 @@ def sorting(
 def assigned_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
-    """Both products where they find assignments as they are; None if there are too many, or one does not.
+    """Both products over unsorted assignments; None if there are too many, or if one product cannot.
 
-    No launch of the first lets another begin before it has waited for the ids, so the second need not.
+    No launch of the first lets the next begin before it has waited for the ids, so the second need not wait.
     """
     count, kinds = tokens * topk, ((gate_up, False, activation), (down,))
     layouts = assigned(count, [problem_of(count, *kind) for kind in kinds], [layout_of(count, *kind) for kind in kinds])
@@ -311,7 +311,8 @@ def entry_products(
 
 
 def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: ExpertsForm) -> Products:
-    """A token's assignments have a row of x together, and each a row of hidden activations."""
+    """The products over unsorted assignments: neighbouring ones share a row of x, and each has a row of hidden
+    activations."""
     words = id_bits // 32
     ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
     first, second = (
@@ -334,7 +335,7 @@ def sorted_products(
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Products whose launches follow each other, the first that of the routing."""
+    """Products whose launches follow each other; the first follows the routing."""
     if first.waits is not None and second.waits is not None:
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

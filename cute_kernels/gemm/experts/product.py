@@ -1,4 +1,4 @@
-"""Products of experts: compiled kernels with all of a launch that stays the same from call to call."""
+"""Products of experts: compiled kernels with the part of a launch that stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class GroupedProduct(Product):
 def layout_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedLayout:
-    """How a grouped product on a CUDA device is laid out."""
+    """The layout of a grouped product on a CUDA device."""
     problem = problem_of(places, form, batch_invariant, activation)
     return chosen(problem) if form.activations is None else make_fp8_tiles(problem)
 
@@ -90,7 +90,7 @@ def layout_of(
 def problem_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedProblem:
-    """A grouped product on a CUDA device, as layouts are chosen for it; activation: by name, or as such."""
+    """The problem of a grouped product on a CUDA device. activation: by name, or as such."""
     return GroupedProblem(
         places=places,
         num_experts=form.num_experts,
@@ -147,7 +147,7 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
 
 
 def _in_turn(launches: list[Bind]) -> Bind:
-    """A product of several launches that take the same."""
+    """A product of several launches with the same arguments."""
     if len(launches) == 1:
         return launches[0]
 
@@ -164,7 +164,7 @@ def _in_turn(launches: list[Bind]) -> Bind:
 
 
 def _of_limbs(multiply: Bind, limbs: LimbRows | Fp8Rows, num_experts: int) -> Bind:
-    """A product that has a launch before it make limbs, or bytes of E4M3, of all places."""
+    """A product with a launch before it that makes limbs, or bytes of E4M3, of all places."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_limbs = multiply(numbers)
@@ -198,12 +198,13 @@ class LimbRows:
 
     @cached_property
     def pitch(self) -> int:
-        """Scales from a group to the next: a tile's come from a multiple of 16 bytes on, whatever rows it has."""
+        """Scales from a group to the next: a tile's begin at a multiple of 16 bytes, whatever rows it has."""
         return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + LIMB_TILE_M + X_SCALE_ALIGNMENT
 
     @cached_property
     def new_limbs(self) -> Blank:
-        """Both limbs take the bytes of an element of x; the product has as many rows as what it is given."""
+        """Memory for limbs. Both limbs take the bytes of an element of x, and the product has as many rows as it
+        has."""
         return blank((self.places, self.groups * LIMB_GROUP), TORCH_DTYPES[self.dtype])
 
     @cached_property
@@ -224,7 +225,7 @@ class LimbRows:
 
 
 def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
-    """What makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
+    """The launch that makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
     function = LIMB_ROWS.bound(load(GemmSpec(LimbRowsConfig(dtype)), arch), {})
     return LimbRows(function, dtype, places, groups)
 
@@ -233,7 +234,7 @@ def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
 
 
 class AssignedIds(NamedTuple):
-    """The ids of a few assignments' experts, as a product is given them.
+    """The ids of a few assignments' experts, as a product takes them.
 
     count: of all; id_words: of 32 bits, of an id; row_assignments: neighbours that have a row of x together; waits: as
     of `GroupedProduct`.
@@ -286,5 +287,5 @@ def combine_function(
 @per_gpu
 @lru_cache(maxsize=64)
 def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
-    """The kernel that lays rows in the order of their places, by arguments' names."""
+    """The kernel that gathers rows in the order of their places, by arguments' names."""
     return GATHER.bound(load(ExpertSpec(GatherConfig(dtype)), arch_of(device_index)), {})

@@ -1,4 +1,4 @@
-"""What layers of experts mean, in fp32 PyTorch; also what runs on CPU tensors."""
+"""The reference of layers of experts, in fp32 PyTorch; it also computes CPU tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def grouped_linear_reference(
     batch_invariant: bool = False,
     activations: str | None = None,
 ) -> torch.Tensor:
-    """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
+    """Computes activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every
+    expert e.
 
     Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
 
@@ -55,7 +56,7 @@ def grouped_linear_reference(
 
 
 def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Assignments sorted by expert, those of one expert in their order; nothing waits for a device.
+    """Sorts assignments by expert, those of one expert in their order; nothing waits for a device.
 
     Args:
         topk_ids: integers [tokens, topk]; an assignment to an id outside 0 to num_experts - 1 goes nowhere.
@@ -79,7 +80,8 @@ def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 def combine_reference(
     results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sum over j of weights[t, j] * results[places[t, j]] in fp32, in order; assignments at place -1 are left out."""
+    """Computes the sum over j of weights[t, j] * results[places[t, j]] in fp32, in order; assignments at place -1 are
+    left out."""
     tokens, topk = places.shape
     out = torch.zeros(tokens, results.shape[1], dtype=torch.float32, device=results.device)
     for j in range(topk):
@@ -103,9 +105,9 @@ def fused_moe_reference(
     batch_invariant: bool = False,
     activations: str | None = None,
 ) -> torch.Tensor:
-    """Sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
+    """Computes the sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
-    What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
+    The hidden activations are rounded to x's dtype, as the tensor cores read them; all else is in fp32.
 
     Args:
         x, gate_up, down, topk_ids, topk_weights, activation, gate_up_bias, down_bias, out_dtype, batch_invariant,

@@ -26,7 +26,7 @@ class RoutingKernel:
         self.config = config
 
     def launch(self, given, stream):
-        """One CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
+        """Launches one CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
         tokens, topk = extents(given.topk_ids)
         sorted_as = given.offsets, given.rows, given.places
         self.kernel(ptx.address(given.topk_ids), *sorted_as, tokens * topk, topk, given.num_experts).launch(
@@ -102,7 +102,8 @@ class RoutingKernel:
 
     @cute.jit
     def take(self, mine, expert, num_experts, lane):
-        """Counts a step's assignments in the warp's counters; how many there were before each of its kind."""
+        """Counts a step's assignments in the warp's counters. Returns how many assignments to the same expert came
+        before each."""
         peers = Uint32(cute.arch.match_sync(0xFFFFFFFF, expert))
         before = Int32(0)
         known = expert < num_experts
@@ -117,7 +118,7 @@ class RoutingKernel:
 
     @cute.jit
     def sum_warps(self, counts, total, num_warps):
-        """Turns an expert's counts into how many there are in the warps before; and their sum."""
+        """Turns an expert's counts into sums over the warps before; returns the total."""
         before = Int32(0)
         stride = 4 * MAX_EXPERTS
         for warp in cutlass.range(num_warps, unroll=4):
@@ -128,7 +129,7 @@ class RoutingKernel:
 
     @cute.jit
     def sum_experts(self, totals, offsets, num_experts, lane):
-        """One warp turns totals into the first place of each expert; a lane has neighbouring experts."""
+        """Turns totals into the first place of each expert; one warp, whose lanes have neighbouring experts."""
         expert = lane * EXPERTS_PER_LANE
         acc = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
         acc[0] = Int32(0)

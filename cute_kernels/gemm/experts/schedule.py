@@ -1,7 +1,7 @@
-"""How a grouped product is laid out, decided by upper bounds alone: which rows go where is known on the device only.
+"""Lays out a grouped product by upper bounds alone: which rows go where is known on the device only.
 
-The cut of a launch with so many entries (:mod:`.work`) is that of a dense product whose blocks are those of all
-entries, so what is proved for :class:`cute_kernels.gemm.schedule.StreamSchedule` holds.
+A launch with so many entries (:mod:`.work`) is cut like a dense product with the blocks of all entries, so what is
+proved for :class:`cute_kernels.gemm.schedule.StreamSchedule` holds.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class GroupedSchedule:
 
     @property
     def max_parts(self) -> int:
-        """Partial results of a block, at most; most are those of the fewest k blocks, one entry's."""
+        """The most partial results of a block. Blocks have most where k blocks are fewest, with one entry."""
         base = max(1, self.num_blocks * self.slice_k_blocks // self.num_groups)
         return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch, by name, that it decides, but for its first entry."""
+        """The numbers of a launch that it decides, by name, except its first entry."""
         names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "x_slots", "max_entries", "max_parts", "slack")
         return {"entry_shift": self.entry_rows.bit_length() - 1, **{name: getattr(self, name) for name in names}}
 
@@ -100,7 +100,7 @@ def make_schedule(problem: GroupedProblem) -> GroupedSchedule:
 
 
 def usual_rows(problem: GroupedProblem) -> float:
-    """Rows that few experts have more of, if rows fall to them at random: mean and two standard deviations."""
+    """Rows that few experts exceed, if rows are distributed at random: mean and two standard deviations."""
     mean = problem.places / problem.num_experts
     return min(problem.places, mean + 2 * math.sqrt(mean))
 
@@ -115,9 +115,9 @@ def usual_entries(mean: float, capacity: int) -> float:
 
 
 def most_rows(problem: GroupedProblem) -> int:
-    """Rows that hardly any expert has more of, if rows fall to them at random, as a power of two.
+    """Rows that hardly any expert exceeds, if rows are distributed at random, as a power of two.
 
-    Where those are fewer than the columns of an MMA, activations leave the room of the others to a longer pipeline.
+    Where those are fewer than the columns of an MMA, the room of the other rows goes to a longer pipeline.
     """
     mean = problem.places / problem.num_experts
     rows = math.ceil(min(problem.places, mean + MOST_DEVIATIONS * math.sqrt(mean)))
@@ -146,14 +146,14 @@ def schedules(problem: GroupedProblem) -> Iterator[GroupedSchedule]:
 
 
 def with_table(config: LinearConfig) -> LinearConfig:
-    """A configuration with room for the entries of a CTA beside all else."""
+    """The configuration with room for a table of the entries of a CTA."""
     while config.smem_bytes + TABLE_BYTES > config.limits.shared_bytes:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
 def may_take_turns(schedule: GroupedSchedule) -> bool:
-    """Whether two slots for activations are enough without asking if one is free.
+    """Whether two slots for activations can be filled in turn without waiting until one is free.
 
     The entry before the last has been multiplied when the weights of the last one, between the two, are more than the
     pipeline holds: a stage is filled when its last contents have been used.

@@ -15,10 +15,10 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclass(frozen=True, eq=False)
 class ExpertSpec(KernelSpec):
-    """One kernel of experts' products, or of what stands around them.
+    """One kernel of experts' products, or of the steps around them.
 
-    It takes what `kernel` says, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that says no other is a
-    dense product's, and its work tiles are those of all experts.
+    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that names no other
+    kernel is a dense product's, and its work tiles are those of all experts.
     """
 
     config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
@@ -31,7 +31,7 @@ class ExpertSpec(KernelSpec):
 
     @property
     def kernel(self) -> Kernel:
-        """What the configuration is compiled as."""
+        """The kernel that the configuration is compiled as."""
         room, config = "cute_kernels.gemm.experts", self.config
         kernel = config.kernel()
         if kernel == STREAM_KERNEL:

@@ -1,4 +1,4 @@
-"""How modules of experts of other libraries hold their weights, and what they say of their activation."""
+"""How modules of experts of other libraries store their weights, and which activation they name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGE = (30.0, 500.0, 1e4)  # numbers beyond published clamps, on which activat
 
 
 class ExpertWeights(NamedTuple):
-    """[E, N, K] of both products, which may be views, and the biases of both, [E, N], if there are some."""
+    """[E, N, K] of both products, which may be views, and the biases of both, [E, N], if there are any."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -63,7 +63,7 @@ class Stored:
         return found
 
     def weights(self, experts: nn.Module) -> ExpertWeights:
-        """The weights of a module, all gates and ups where they are."""
+        """The weights of a module, with gates and ups in its own order."""
         first, second = (experts.get_parameter(name).detach() for name in (self.first, DOWN))
         if self.transposed:
             first, second = first.mT, second.mT
@@ -73,7 +73,7 @@ class Stored:
         return ExpertWeights(first, second, biases)
 
     def operands(self, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What an activation takes of the first product's results [..., N]."""
+        """The activation's operands, from the first product's results [..., N]."""
         if not self.gated:
             return (sums,)
         return (sums[..., ::2], sums[..., 1::2]) if self.in_turn else sums.chunk(2, dim=-1)
@@ -89,7 +89,7 @@ WANTED = (
 
 
 def stored_as(module: object) -> Stored | None:
-    """How a module holds experts' weights, and no others; None if it holds none, or in another way."""
+    """How a module stores experts' weights, and nothing else; None if it has none, or stores them in another way."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return None
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
@@ -99,12 +99,12 @@ def stored_as(module: object) -> Stored | None:
 
 
 def is_experts(module: object) -> bool:
-    """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
+    """Whether it is a module with exactly the weights that `QuantizedRoutedExperts.from_experts` takes."""
     return isinstance(module, nn.Module) and known_experts(module) is not None
 
 
 def known_experts(module: nn.Module) -> tuple[Stored, ActivationFunction] | None:
-    """How a module holds experts' weights, and what its attributes say of its activation; None if either is unknown.
+    """How a module stores experts' weights, and the activation that its attributes name; None if either is unknown.
 
     `experts_refusal` tries that activation.
     """
@@ -114,7 +114,8 @@ def known_experts(module: nn.Module) -> tuple[Stored, ActivationFunction] | None
 
 
 def _activation_of(experts: nn.Module, kind: Stored) -> ActivationFunction | None:
-    """A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with one, gpt-oss's."""
+    """The activation that attributes name. A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with
+    one it is gpt-oss's."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:

@@ -1,13 +1,14 @@
-"""Which part of the active experts' weights a CTA takes, as the device finds it out from the routing.
+"""Finds the part of the active experts' weights that a CTA takes, on the device from the routing.
 
-The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none. The k blocks of all
-entries, one after the other, are what :class:`cute_kernels.gemm.work.Work` cuts into equal work ranges: an entry's
-blocks of output features are numbered behind those of the entry before it. So every CTA reads equally many bytes
-whichever experts are active, and nothing has to be known on the host but upper bounds. :mod:`.schedule` says the same
-in plain Python.
+The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none.
+:class:`cute_kernels.gemm.work.Work` cuts the k blocks of all entries, one after the other, into equal work ranges. An
+entry's blocks of output features are numbered behind those of the entry before it. So every CTA reads equally many
+bytes whichever experts are active, and the host needs upper bounds alone. :mod:`.schedule` says the same in plain
+Python.
 
-Partial results are few without slices of K: a CTA leaves at most one, of the block that its run ends in. It has the
-place of the CTA's number in the workspace, however many blocks there are; the parts of a block are then neighbours.
+There are few partial results without slices of K: a CTA publishes at most one, of the block that its run ends in. It
+has the place of the CTA's number in the workspace, however many blocks there are; the parts of a block are then
+neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cute_kernels.gemm.work import StreamSizes, Work
 
 
 def reciprocal(divisor):
-    """What `quotient` divides by ``divisor`` with: 2**31 over it, rounded up."""
+    """The number by which `quotient` replaces a division by ``divisor``: 2**31 over it, rounded up."""
     return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
 
 
@@ -75,7 +76,7 @@ class EntrySizes(StreamSizes):
         return cutlass.max(self.base, 1)
 
     def entries_of(self, rows):
-        """Entries of an expert with so many rows."""
+        """The number of entries of an expert with so many rows."""
         return (rows + (self.m - 1)) >> self.entry_shift
 
     def block_of(self, k_block):

@@ -1,4 +1,4 @@
-"""What a kernel that prepares rows of x is compiled for. No GPU types."""
+"""The configuration of a kernel that prepares rows of x. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def room_for(k: int) -> int | None:
 
 
 def parts_of(m: int, k: int, num_sms: int) -> int:
-    """CTAs of a row: few rows are shared out so that every SM has one or two, of a vector a thread at least."""
+    """The number of CTAs of a row. Few rows are divided so that every SM has one or two parts, of at least a vector a
+    thread."""
     vectors = -(-k // VECTOR)
     return max(1, min(2 * num_sms // m, -(-vectors // THREADS)))

@@ -1,8 +1,8 @@
-"""Rows of x, scaled and in another order, on the GPU.
+"""Scales and permutes rows of x on the GPU.
 
-A CTA makes a part of a row. Where the order changes, all of the row comes into shared memory first, for inputs of two
-bytes, here and there, are what shared memory is good at. Order and factors are the weight's: a thread asks for its
-first ones before it waits for the launch before (programmatic dependent launch).
+A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
+scattered inputs of two bytes. Order and factors are the weight's: a thread loads its first ones before it waits for the
+launch before (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads a vector's order and factors; of one behind the row's end, the last one's."""
+        """Loads a vector's order and factors; behind the row's end, those of the last one."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)
@@ -94,11 +94,11 @@ class InputRowsKernel:
         return self.pairs(halves)
 
     def pairs(self, halves) -> list[Any]:
-        """Packed pairs of words that have an element in their lower halves."""
+        """Packs pairs from words that have an element in their lower halves."""
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]
 
     def scale(self, words, scales) -> list[Any]:
-        """Each element times its factor, rounded: what a product in x's dtype gives."""
+        """Multiplies each element by its factor, rounded as a product in x's dtype is."""
         factors = self.pairs(scales) if self.config.room else scales[:WORDS]
         low, high = self.halves
         return [

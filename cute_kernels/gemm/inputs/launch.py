@@ -1,4 +1,4 @@
-"""Launching what prepares rows of x."""
+"""Launches the kernel that prepares rows of x."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class InputRows:
-    """What makes the rows that a product takes, kept for calls that differ in contents and places of memory alone.
+    """The launch that makes the rows that a product takes, kept for calls that differ in contents and addresses alone.
 
     Attributes:
         send: the compiled kernel, its tensors by name.
@@ -36,7 +36,7 @@ class InputRows:
     new: Blank
 
     def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-        """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
+        """Makes x [..., k] contiguous rows [m, k], each input times its scale, in the order of perm."""
         rows = GPU.empty(*self.new)
         self.send(
             out=rows,
@@ -62,7 +62,8 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
-    """What makes rows of ``size`` [m, k] that lie so far apart. room, scaled: as of `InputRowsConfig`."""
+    """The launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
+    `InputRowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
     spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
     return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
@@ -71,7 +72,8 @@ def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """x [m, k] of 16 bits on a GPU, its rows one behind the other: a copy if they are not.
 
-    torch's copy lets the next launch begin when it has ended; an own one (programmatic dependent launch) before.
+    torch's copy lets the next launch begin when it has ended; our own (programmatic dependent launch) lets it begin
+    earlier.
     """
     if x.is_contiguous():
         return x

@@ -1,4 +1,4 @@
-"""What a launch of several products is launched with: declared here, and nowhere else listed.
+"""The arguments that a launch of several products takes; they are listed nowhere else.
 
 Of each product (`PRODUCTS`), addresses on 16 bytes: codes, scales of a weight [n, k]; norm: the weight of the RMSNorm
 of its rows, bf16 [k], or 0; out bf16 [m, n], [m, n / 2] of swiglu, or 0 of a product whose results nobody else wants.

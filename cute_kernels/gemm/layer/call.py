@@ -91,8 +91,8 @@ forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
-    """Whether one launch serves a call, for callers who go another way otherwise; of a call that `layer` would refuse,
-    False. May compile the kernel."""
+    """Whether one launch computes a call, for callers who would otherwise do without `layer`. False for a call that
+    `layer` would refuse. May compile the kernel."""
     if not is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
         return False
     key = _key(call)
@@ -143,7 +143,7 @@ def check_layer(call: LayerCall) -> LayerCall:
 
 
 def check_beside(name: str, weight: Weight, o: Weight) -> None:
-    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+    """Raises TypeError or ValueError unless a weight is on o's device, for rows of its dtype."""
     if weight.codes.device != o.codes.device:
         raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
     if weight.dtype != o.dtype:
@@ -154,8 +154,8 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 
 
 def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
-    """The kernels of so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room for
-    more."""
+    """The configurations for so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room
+    for more inputs."""
     found = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 
@@ -163,7 +163,7 @@ def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The best kernel of so many rows of up to ``most_k`` inputs that is there or can be compiled; None if there is
+    """The best kernel for so many rows of up to ``most_k`` inputs that is compiled or may be compiled; None if there is
     none."""
     if not is_supported(device):
         return None
@@ -175,17 +175,17 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch is taken for so many rows, of layers that it serves."""
+    """Whether one launch is used for so many rows, in layers that it supports."""
     return rows in FASTER_ROWS
 
 
 def serves_shape(n: int, k: int) -> bool:
-    """Whether the launch takes weights [n, k]."""
+    """Whether the launch supports weights [n, k]."""
     return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
 
 
 def is_served(weight: Weight) -> bool:
-    """Whether the launch takes a weight."""
+    """Whether the launch supports a weight."""
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
     return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
 
@@ -219,7 +219,7 @@ def exchange_words(device_index: int) -> int:
 
 
 def results_of(call: LayerCall) -> int:
-    """Results of a row that CTAs wait for."""
+    """Words for the results of a row that CTAs wait for."""
     hidden = call.o.shape[0]
     return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
 

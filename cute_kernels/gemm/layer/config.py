@@ -1,4 +1,4 @@
-"""What a launch of several products is compiled for. No GPU types."""
+"""The configuration of a launch of several products. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class LayerProductsConfig:
 
     @property
     def part_bytes(self) -> int:
-        """A consumer warp's sums of a work tile."""
+        """Bytes of a consumer warp's accumulators of a work tile."""
         return self.rows * TILE_N * 4
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the pipeline stages."""
+        """Bytes of shared memory besides the pipeline stages."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
         return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128

@@ -1,11 +1,11 @@
-"""Results on their way from CTA to CTA: they announce themselves, as words that are no longer EMPTY.
+"""Exchanges results between CTAs: a result is there when its word is no longer EMPTY.
 
-A counter of stored work tiles would want a fence before it. That waits for answers of memory, behind all weights that
-are under way: 4 us. A result that is seen needs none, as a pair of bf16 is one word.
+A counter of stored work tiles would need a fence before it. The fence waits for answers of memory, behind all weights
+that are in flight: 4 us. A result that is visible needs none, as a pair of bf16 is one word.
 
-There are two sets of words, used by launches in turn. A launch makes the words of the other set EMPTY again, which the
-launch before it has used, and which has ended by then. Before the sets: the number of work tiles drawn, CTAs that have
-left, which set is next, and how many words of the other one were used.
+There are two sets of words, used by launches in turn. A launch resets to EMPTY the words of the other set, which the
+launch before it used, and which has ended by then. Before the sets lie the number of work tiles drawn, the CTAs that
+have left, which set is next, and how many words of the other one were used.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def exchange_of(sizes: Sizes) -> Exchange:
 
 
 def draw(sizes: Sizes):
-    """The number of the CTA's next work tile, at least num_tiles where there is no more; one lane."""
+    """Draws the number of the CTA's next work tile, at least num_tiles where there are no more; one lane."""
     return ptx.atomic_add(sizes.exchange + TICKETS, Int32(1)) + 1
 
 
 @cute.jit
 def empty_other(sizes: Sizes, exchange: Exchange, lane):
-    """Makes the other set EMPTY, with a warp of every CTA."""
+    """Resets the other set to EMPTY, with a warp of every CTA."""
     first = Int32(cute.arch.block_idx()[0]) * 32 + lane
     for i in cutlass.range(first, exchange.used // 4, sizes.num_ctas * 32, unroll=1):
         reset(exchange.other + Int64(i) * 16)
@@ -62,7 +62,8 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """One lane of each CTA, when it has stored all its tiles. The last one leaves all for the next launch."""
+    """Counts the CTA as gone when it has stored all its tiles; one lane. The last one resets the counters for the next
+    launch."""
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
         reset(sizes.exchange + LEFT, 1)
@@ -83,7 +84,7 @@ def load_results(words, addresses: list[Any], there: list[Any], places: tuple[in
 
 @cute.jit
 def load_result(address):
-    """A word at an address of each lane, once all of a warp are there."""
+    """Loads a word at an address of each lane, once all words of a warp have arrived."""
     words = cute.make_rmem_tensor(1, Uint32)
     Poll([Published(address, words=1)], together=True).load(words)
     return words[0]

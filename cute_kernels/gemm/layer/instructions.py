@@ -22,25 +22,25 @@ def multiply_bytes(sums: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint3
 
 @effect
 def store_shared_longs(address: Int32, offset: int, values: Sequence[Int64]) -> Asm[None]:
-    """Two words of 64 bits to shared memory."""
+    """Stores two words of 64 bits to shared memory."""
     return Asm(f"st.shared.v2.b64 [$0 + {offset}], {{$1, $2}};")
 
 
 @effect
 def load_shared_longs(address: Int32, offset: int) -> Asm[list[Int64]]:
-    """Two words of 64 bits of shared memory."""
+    """Loads two words of 64 bits from shared memory."""
     return Asm(f"ld.shared.v2.b64 {{$0, $1}}, [$2 + {offset}];", count=2)
 
 
 @effect
 def store_relaxed(address: Int64, word: Uint32) -> Asm[None]:
-    """One word to global memory, for whoever polls it by `ptx.load_relaxed`."""
+    """Stores one word to global memory, for threads that poll it by `ptx.load_relaxed`."""
     return Asm("st.relaxed.gpu.global.u32 [$0], $1;")
 
 
 @effect
 def fence() -> Asm[None]:
-    """What the thread has stored is seen by the GPU before what it does next."""
+    """Makes what the thread has stored visible to the GPU before what it does next."""
     return Asm("fence.acq_rel.gpu;")
 
 

@@ -1,4 +1,4 @@
-"""Loader warps: weights of one work tile after the other into pipeline stages, whatever has been computed by then."""
+"""Loader warps: they load weights of one work tile after the other into pipeline stages, however far the MMAs are."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
 
 
 class Loader:
-    """What the loader warps do; the first of them draws work tiles."""
+    """The loader warps; the first of them draws work tiles."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
-        """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        """Loads all work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
         base, slot, running, drawn = Int32(0), memory.tiles.consumer_state(), Int32(1), Int32(drawn)
         while running != 0:
             if rank == 0:
@@ -58,8 +58,9 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Every CTA draws one number of the last product or behind it, who draws the last one makes the counter EMPTY.
-        Then, and not before, may the next launch begin, whose CTAs draw at once."""
+        """Ends the CTA's draws. Every CTA draws one number of the last product or behind it, and the one that draws the
+        last number resets the counter to EMPTY. Then, and not before, the next launch may begin, whose CTAs draw at
+        once."""
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)
         instructions.fence()
@@ -67,10 +68,11 @@ class Loader:
 
     @cute.jit
     def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
-        """Asks for a loader warp's stages of a work tile, as there is room. Returns how many the tile has, and the
-        number of the next one, in lane 0 of the first loader warp.
+        """Loads a loader warp's stages of a work tile, as room becomes free. Returns how many stages the tile has, and
+        the number of the next one, in lane 0 of the first loader warp.
 
-        That is drawn with one of the last stages, not before: who draws early keeps tiles that others would have begun.
+        The next number is drawn with one of the last stages, not before: a CTA that draws early keeps tiles that others
+        could have begun.
         """
         config, loaders, weights = self.config, self.config.loader_warps, memory.weights
         product = memory.product(number)
@@ -103,9 +105,10 @@ class Loader:
 
     @cute.jit
     def following(self, sizes: Sizes, tile):
-        """The number of the CTA's work tile behind one; one lane.
+        """The number of the CTA's next work tile; one lane.
 
-        Nobody waits for those of the last product: they are dealt out, as many to each CTA, or one more.
+        Tiles of the last product are waited for by no CTA. They are distributed evenly: as many to each CTA, or one
+        more.
         """
         number = tile + sizes.num_ctas
         if tile < sizes.waited_for:
@@ -132,6 +135,6 @@ class Loader:
 
 
 def uniform(address: Int64) -> Int64:
-    """An address that is alike in all lanes, as the compiler knows then."""
+    """An address marked for the compiler as the same in all lanes."""
     low, high = (cute.arch.shuffle_sync(Int32(part), 0) for part in (address, address >> 32))
     return (Int64(high) << 32) | Int64(Uint32(low))

@@ -1,4 +1,4 @@
-"""Numbers of a launch of several products, and the shared memory of a CTA."""
+"""The numbers of a launch of several products, and the shared memory of a CTA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINE_BYTES = 128
 
 @dataclass(frozen=True)
 class Product:
-    """One of a launch's products; run-time numbers. Addresses that there are none of are 0.
+    """One of a launch's products; run-time numbers. Absent addresses are 0.
 
     begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
     the first product's results are added. place: bytes from the beginning of a set to its results, where others wait
@@ -148,7 +148,7 @@ def write_table(memory: LayerMemory, products) -> None:
 
 @cute.jit
 def receive(memory: LayerMemory, slot, lane):
-    """The number of the CTA's next work tile, of every warp; slot: state of `LayerMemory.tiles`."""
+    """Receives the number of the CTA's next work tile; every warp. slot: state of `LayerMemory.tiles`."""
     memory.tiles.consumer_wait(slot)
     tile = Int32(ptx.load_shared(memory.slots + slot.stage * 4, 0))
     cute.arch.sync_warp()
@@ -170,8 +170,8 @@ def turn(warp, base, warps: int):
 
 @cute.jit
 def ask_early(sizes: Sizes, product: Product):
-    """Asks for a CTA's part of a product's first weights into L2; one lane. What is there cannot be stale, so it may be
-    asked for before the launch before has ended."""
+    """Prefetches a CTA's part of a product's first weights into L2; one lane. Weights cannot be stale, so this may be
+    done before the launch before has ended."""
     codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
     for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
         part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES

@@ -1,9 +1,9 @@
 """Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
 
-A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. A stage's memory
-is always the same warp's, so nobody takes a use of it for the next but one by its parity. Which stages of a work tile
-a warp has depends on the one that the tile begins with. Its sums are those of a rank that does not: what they add up to
-is the same whichever CTA has the tile.
+A warp's products are exact in int32 for each 128 inputs; scales are applied on the way to fp32 accumulators. A stage's
+memory always belongs to the same warp, so its parity is never ambiguous. Which stages of a work tile a warp has depends
+on the one that the tile begins with. Accumulators belong to a rank that does not: their sum is the same whichever CTA
+has the tile.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Multiplier:
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
-        """Leaves a rank's sums to the store warp: [row][feature]."""
+        """Publishes a rank's accumulators to the store warp: [row][feature]."""
         start = memory.parts + (buffer * self.config.consumer_warps + rank) * self.config.part_bytes
         start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4
         for block in cutlass.range_constexpr(self.config.row_blocks):

@@ -30,7 +30,7 @@ def may_serve(weights: list[tuple[str, int, int]]) -> bool:
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
-    """Whether nobody waits for a compiler who has said what he will ask for: a server that has noted the product."""
+    """Whether the kernel may be loaded: not where a server has noted the product, which would wait for the compiler."""
     if not serves_rows(rows):
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):

@@ -1,4 +1,4 @@
-"""Rows of a product as limbs where MMAs read them: made once a CTA, by its consumer warps.
+"""Makes limbs of a product's rows where MMAs read them, once a CTA, by its consumer warps.
 
 Eight lanes take 128 inputs of a row; their limbs are those of :mod:`..linear.wgmma.limb_rows`. In memory a group of 128
 inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
@@ -31,7 +31,7 @@ CONSUMER_BARRIER = 1
 
 
 class Rows:
-    """What the consumer warps do with rows of x."""
+    """The rows of x as the consumer warps make limbs of them."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
@@ -39,7 +39,7 @@ class Rows:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Limbs of a product's rows, as they come. Nobody still reads those of the product before."""
+        """Makes limbs of a product's rows as these arrive. No warp still reads those of the product before."""
         self.meet()
         total = product.k // GROUP * sizes.m
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
@@ -90,7 +90,7 @@ class Rows:
     def make_group(
         self, sizes: Sizes, memory: LayerMemory, product: Product, row, group, words, weights, number: int, lane
     ):
-        """Limbs of a lane's inputs of a pass."""
+        """Makes limbs of a lane's inputs of a pass."""
         if product.norm != 0:
             values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
             scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
@@ -117,7 +117,7 @@ class Rows:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """(bits of what a code's byte times a limb counts, words of a lane's high limbs, then of its low ones)."""
+        """(bits of the unit of a code's byte times a limb, words of a lane's high limbs, then of its low ones)."""
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]
@@ -125,7 +125,7 @@ class Rows:
         return scale, rows.limbs(rows.fixed(words, factor))
 
     def store(self, memory: LayerMemory, row, group, lane, limbs) -> None:
-        """Puts a lane's limbs of a step where MMAs read them."""
+        """Stores a lane's limbs of a step where MMAs read them."""
         half_bytes, step = self.config.columns * COLUMN_BYTES, lane % GROUP_LANES
         start = memory.limbs + (group * 2 + step // HALF_STEPS) * half_bytes + step % HALF_STEPS * 4
         start = start + row * (2 * COLUMN_BYTES)

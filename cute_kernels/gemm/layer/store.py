@@ -1,4 +1,5 @@
-"""The store warp: adds up what the consumer warps have of a work tile, a feature a lane, and stores it."""
+"""The store warp: it adds up the consumer warps' accumulators of a work tile, a feature a lane, and stores the
+results."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Storer:
 
     @cute.jit
     def load_added(self, sums, sizes: Sizes, product: Product, exchange: Exchange, number, feature):
-        """What is added to a lane's feature: the residual, or the first product's result."""
+        """Loads what is added to a lane's feature: the residual, or the first product's result."""
         for row in cutlass.range_constexpr(self.config.rows):
             if row < sizes.m:
                 place = (Int64(row) * product.n + feature) * 2
@@ -74,7 +75,7 @@ class Storer:
 
     @cute.jit
     def make_factors(self, factors, sizes: Sizes, memory: LayerMemory, product: Product, lane):
-        """What is left of a norm of rows: one number for each."""
+        """Makes the factor of each row that completes a deferred norm."""
         factors.fill(1.0)
         if product.norm != 0:
             inverse = ptx.reciprocal(numbers.to_float(product.k))
@@ -87,7 +88,7 @@ class Storer:
                 factors[row] = numbers.reciprocal_root(total * inverse + sizes.eps)
 
     def add(self, sums, factors, memory: LayerMemory, buffer, lane) -> None:
-        """The consumer warps' sums in order, times the rows' factors, and the residual."""
+        """Adds the consumer warps' accumulators in order, applies the rows' factors, and adds the residual."""
         start = memory.parts + buffer * (self.config.consumer_warps * self.config.part_bytes) + lane * 4
         for row in range(self.config.rows):
             parts = [
@@ -98,7 +99,7 @@ class Storer:
 
     @cute.jit
     def store(self, sums, sizes: Sizes, product: Product, exchange: Exchange, waited_for, feature, lane):
-        """Stores a work tile's results, two of a lane's and its neighbours' at a time, for whoever wants them."""
+        """Stores a work tile's results, two of a lane's and its neighbours' at a time, where they are read."""
         for row in cutlass.range_constexpr(self.config.rows):
             value = sums[row]
             other = cute.arch.shuffle_sync_bfly(value, 1)

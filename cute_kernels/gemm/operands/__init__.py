@@ -1,1 +1,1 @@
-"""What MMAs multiply besides 16-bit numbers: operands, each with what it means and how it is made."""
+"""Operands of MMAs besides 16-bit numbers: what each means and how it is made."""

@@ -26,7 +26,7 @@ LEAST = 2.0**-110  # a largest input that counts: codes of smaller ones are 0, a
 def quantize_activations(
     x: torch.Tensor, group_size: int = 0, *, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows of x in E4M3 and their scales: x is about ``codes.float() * scales``, each over its group.
+    """Quantises rows of x to E4M3 with scales: x is about ``codes.float() * scales``, each scale over its group.
 
     A scale is a group's largest magnitude / 448 in fp32; codes are rounded to nearest, ties to even, and saturate at
     448. A group of zeros has codes 0 and a small scale. One with infinities or NaN has a scale that is NaN, and so
@@ -109,13 +109,13 @@ _operator = Operator(
 
 
 def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor, group_size: int = 0) -> torch.Tensor:
-    """Returns fp32 [..., K], what codes and scales of `quantize_activations` with this group_size stand for."""
+    """fp32 [..., K], the numbers that codes and scales of `quantize_activations` with this group_size stand for."""
     size = group_size if group_size and scales.shape[-1] > 1 else codes.shape[-1]
     return codes.float() * scales.repeat_interleave(size, dim=-1)[..., : codes.shape[-1]]
 
 
 def fp8_rows(x: torch.Tensor, form: WeightFormat, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns rows of x in fp32 as products with weights of a format have them, rounded to E4M3."""
+    """Rows of x in fp32, rounded to E4M3 as products with weights of a format round them."""
     group = x_group(form)
     return dequantize_activations(*_quantized(x, group, scale), group)
 
@@ -131,7 +131,7 @@ def fp8_reference(
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """Returns `linear_reference` of x [m, K] in E4M3 and of a weight that is not rounded.
+    """The `linear_reference` of x [m, K] in E4M3 and of a weight that is not rounded.
 
     x comes as the weight takes it: in its order, times its input scale. scale: of all of x, or None.
     """

@@ -1,4 +1,4 @@
-"""What kernels of FP8 products are compiled for. No GPU types."""
+"""The configurations of FP8 products. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
 
 
 def x_group(form: WeightFormat) -> int:
-    """Inputs of a row of x that share a scale where weights are of a format; 0 for all of K."""
+    """The inputs of a row of x that share a scale, for weights of a format; 0 for all of K."""
     return X_GROUP if form.group_size else 0
 
 
@@ -83,7 +83,8 @@ def whole_k(k_pad: int) -> int:
 
 @dataclass(frozen=True)
 class Fp8Wgmma(Mainloop):
-    """wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32: `.fp8_mainloop`."""
+    """The mainloop of wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32:
+    `.fp8_mainloop`."""
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
@@ -100,7 +101,7 @@ class Fp8Wgmma(Mainloop):
         return config.block_k // X_GROUP  # rows of 128 bytes
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
+        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -112,8 +113,8 @@ class Fp8Wgmma(Mainloop):
 
 @dataclass(frozen=True)
 class Fp8TailWgmma(Fp8Wgmma):
-    """As `Fp8Wgmma`, of K that ends in half a k block: the last one begins half of one earlier, and x has zeros for
-    what it has in common with the one before: `.fp8_tail`."""
+    """The mainloop of `Fp8Wgmma` for K that ends in half a k block. The last k block begins half a block earlier, and x
+    has zeros for the inputs that the one before has as well: `.fp8_tail`."""
 
     name: ClassVar[str] = "e4m3tail"
 

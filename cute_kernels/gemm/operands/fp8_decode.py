@@ -1,4 +1,4 @@
-"""Codes of weights to E4M3, exactly: the A operand of FP8 products. No GPU types.
+"""Decodes codes of weights to E4M3, exactly: the A operand of FP8 products. There are no GPU types here.
 
 A thread's codes of a k16 step, in the blob of `layouts.weights.hopper`, are those of its rows g and g + 8 for inputs
 2t, 2t + 8, 2t + 1 and 2t + 9, which is the order in which x lies for these products (`.fp8_rows`).
@@ -29,7 +29,7 @@ ZERO_CODE = 0x88888888  # less a code below 8: the sign, and what is missing to 
 
 
 class E4m3Decoder(ABC):
-    """Codes of one kind to E4M3.
+    """Decodes codes of one kind to E4M3.
 
     Attributes:
         unit: what 1 in a decoded weight counts.
@@ -42,21 +42,21 @@ class E4m3Decoder(ABC):
 
     @abstractmethod
     def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
-        """Two registers of the A operand, of rows g and g + 8 of a k16 step, whose codes a thread has in ``words``."""
+        """Two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in ``words``."""
 
     def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:
         return self.math.prmt(a, b, self.math.word(selector))
 
 
 class E4m3Codes(E4m3Decoder):
-    """Codes that are E4M3: two instructions for 8 of them."""
+    """Codes that are E4M3: 8 of them take two instructions."""
 
     def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
         return [self.permuted(words[0], words[1], selector) for selector in (EVEN, ODD)]
 
 
 class E2m1Codes(E4m3Decoder):
-    """Magnitudes looked up in a table of eight bytes, then signs: nine instructions for 8 codes."""
+    """Codes whose magnitudes are looked up in a table of eight bytes, then signed: 8 of them take nine instructions."""
 
     def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
         word, math = words[0], self.math
@@ -69,8 +69,8 @@ class E2m1Codes(E4m3Decoder):
 
 
 class Int4Codes(E4m3Decoder):
-    """Codes less 8 as E4M3's smallest numbers, multiples of 2**-9: their sign, and their magnitude as it is. Twelve
-    instructions for 8 codes."""
+    """Codes less 8 as E4M3's smallest numbers, multiples of 2**-9: their sign, and their magnitude as it is. 8 codes
+    take twelve instructions."""
 
     unit: ClassVar[float] = 512.0
 
@@ -89,5 +89,5 @@ _DECODERS: dict[str, type[E4m3Decoder]] = {"e4m3": E4m3Codes, "e2m1": E2m1Codes,
 
 
 def e4m3_decoder(form: WeightFormat, math: PackedMath) -> E4m3Decoder:
-    """What makes E4M3 numbers of a format's codes; of one that `fp8_config.fp8_problem` has nothing against."""
+    """The decoder of a format's codes to E4M3, for formats that `fp8_config.fp8_problem` accepts."""
     return _DECODERS[form.codes_name](math)

@@ -1,4 +1,4 @@
-"""Launching what makes rows of x in E4M3, for whoever asks for them and for products."""
+"""Launches the kernel that makes rows of x in E4M3, for callers and for products."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """What makes rows of E4M3, kept for calls that differ in contents and places of memory alone.
+    """The launch that makes rows of E4M3, kept for calls that differ in contents and addresses alone.
 
     Attributes:
         send: the compiled kernel.
@@ -54,8 +54,8 @@ class Fp8Rows:
     def make(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes; scale: of all of
-        x; end, rows: addresses, see `FP8_ROWS`."""
+        """Makes (codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes. scale: of
+        all of x. end, rows: addresses, see `FP8_ROWS`."""
         codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
         given = 0 if scale is None else scale.data_ptr()
         self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())
@@ -63,7 +63,7 @@ class Fp8Rows:
 
 
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
-    """What has a scale, as `Fp8RowsConfig` says it."""
+    """What a scale covers, as `Fp8RowsConfig` says it."""
     return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
 
 

@@ -1,11 +1,12 @@
-"""MMAs of E4M3 with W, decoded, in registers; x in E4M3 in shared memory; sums at two levels.
+"""MMAs of E4M3 with decoded W in registers, x in E4M3 in shared memory, and sums at two levels.
 
-The tensor cores add products of E4M3 in some 14 bits. So the sums of a group of inputs, 128 at most, begin at zero, and
-are added in fp32, times the weight's scale, and once a k block times that of x's row: an instruction for each, besides
-which another warpgroup's MMAs run. Scales that hold for all of K meet the fp32 sums at the end.
+The tensor cores add products of E4M3 with some 14 bits. So the sums of a group of inputs, 128 at most, begin at zero.
+They are added in fp32, times the weight's scale, and once a k block times the scale of x's row: an instruction for
+each, which overlaps with another warpgroup's MMAs. Scales that hold for all of K are applied to the fp32 sums at the
+end.
 
-That sums of 128 inputs are promoted to fp32 is known from DeepGEMM; that a codebook of four bits is a byte permutation,
-from FlashInfer's and CUTLASS's mixed products.
+Promoting sums of 128 inputs to fp32 is known from DeepGEMM, decoding a codebook of four bits by a byte permutation from
+FlashInfer's and CUTLASS's mixed products.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Group:
 
 
 class Fp8Mainloop(StageByStage):
-    """One value of the mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
+    """One mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
 
     x_scale_shift: as of `LimbReader`; None where tiles begin at any multiple of 8 rows.
     """
@@ -77,7 +78,7 @@ class Fp8Mainloop(StageByStage):
                 started = following if ahead else self.start(following, x, after, tile_m)
 
     def groups(self, memory, stage, place) -> list[Group]:
-        """What of a k block has scales of its own."""
+        """The parts of a k block that have scales of their own."""
         count, tiles = max(self.config.k_block_groups, 1), range(self.config.n_tiles)
         steps, found = X_GROUP // MMA_K // count, []
         for tile in tiles:
@@ -97,7 +98,7 @@ class Fp8Mainloop(StageByStage):
         return found
 
     def start(self, operands, x, group: Group, tile_m: int) -> list[Any]:
-        """Starts the products of a group: its sums of a thread."""
+        """Issues the MMAs of a group. Returns a thread's sums of it."""
         ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)

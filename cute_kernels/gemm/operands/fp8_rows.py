@@ -1,8 +1,8 @@
-"""Rows of x in E4M3 on the GPU, in the order of their places, with fp32 scales.
+"""Makes rows of x in E4M3 on the GPU, in the order of their places, with fp32 scales.
 
-A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs lie in turn,
-for which two lanes exchange a word: so a thread's codes of a weight meet them (`.fp8_decode`). With a scale for each
-row a CTA looks at all of the row first, and reads it again from cache.
+A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs alternate, for
+which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`.fp8_decode`). With a scale
+for each row a CTA reads all of the row first, and reads it again from cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
 
 
 class RowCodes:
-    """How a lane makes codes of its 8 inputs of a row, wherever they go."""
+    """Makes codes of a lane's 8 inputs of a row, wherever they are stored."""
 
     def __init__(self, config: Fp8RowsConfig):
         self.config, self.inputs = config, RowLimbs(config.dtype)
@@ -44,7 +44,7 @@ class RowCodes:
         return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """(what inputs are multiplied with, bits of the scale) of the bits of the largest one."""
+        """(the factor of inputs, bits of the scale) from the bits of the largest one."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         factor = cutlass.select_(finite, self.quotient(MOST, most), Float32(0.0))
@@ -135,8 +135,8 @@ class Fp8RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """The piece of a row that a lane makes codes of: one behind its end, so zeros, in the first half of a last
-        group that begins early."""
+        """The piece of a row that a lane makes codes of. It is behind the row's end, so zeros, in the first half of a
+        last group that begins early."""
         if not self.config.half_last:
             return piece
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)

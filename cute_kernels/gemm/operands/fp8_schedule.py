@@ -1,4 +1,4 @@
-"""Which tiles serve an FP8 product: a model of time from arithmetic, not fitted to any measurement yet.
+"""Chooses the tiles of an FP8 product by a model of time from arithmetic, not fitted to any measurement yet.
 
 docs/design/fp8_gemm.md has its numbers. Plain Python, no GPU.
 """
@@ -61,7 +61,7 @@ def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Times a k block of a CTA's tile: the longest of MMAs, issue slots, memory and what comes from L2."""
+    """Clocks of a k block of a CTA's tile: the longest of MMAs, issue slots, memory and loads from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)
@@ -71,7 +71,7 @@ def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Microseconds: rounds of whole tiles, then of those that are cut along K."""
+    """Expected microseconds: rounds of whole tiles, then of those that are cut along K."""
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     k_block = k_block_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + WORK_TILE_CLOCKS)

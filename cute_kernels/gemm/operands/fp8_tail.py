@@ -1,8 +1,8 @@
 """FP8 products of K that ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
 
-The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.fp8_rows`), and
-weights bring nothing of their own: whatever of a row is NaN there makes all of its results NaN anyway. So the mainloop
-knows of no tail, nothing is read behind a row's end, and weights keep the padding that 16-bit products have.
+The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.fp8_rows`), and the
+weights add nothing: a NaN among them makes all results of its row NaN anyway. So the mainloop knows of no tail, nothing
+is read behind a row's end, and weights keep the padding of 16-bit products.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from layouts.weights.hopper import TILE_BYTES
 
 
 class TailWeightLoads(WeightLoads):
-    """Codes and scales of k blocks that are counted by halves: a tile has one less than ``shape.k_blocks`` twice."""
+    """Loads codes and scales of k blocks that are counted by halves: a tile has one less than ``shape.k_blocks``
+    twice."""
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Asks for a k block of a block: of each tile a run of codes, and one of scales."""
+        """Starts loading a k block of a block: of each tile a run of codes, and one of scales."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES
@@ -46,7 +47,7 @@ class TailWeightLoads(WeightLoads):
 
 
 class Fp8TailKernel:
-    """The parts of a `WgmmaKernel` and its launch, but for its loads of weights: `TailWeightLoads`."""
+    """The parts of a `WgmmaKernel` and its launch, except its loads of weights: `TailWeightLoads`."""
 
     launch, kernel = WgmmaKernel.launch, WgmmaKernel.kernel
 

@@ -1,7 +1,7 @@
-"""Which expert a row of work is of, among assignments as a router leaves them: for layers of no more than a few warps'.
+"""Finds the expert of a row of work among unsorted assignments, for layers of no more than a few warps' assignments.
 
-Sorting assignments by expert is a launch of its own, which takes longer than a decoding step's few assignments would
-take in every warp: each lane has one or two, and those of the same expert find each other. Assignment 32 i + l is the
+Sorting assignments by expert is a launch of its own. For a decoding step's few assignments it takes longer than finding
+them in every warp: each lane has one or two, and those of the same expert find each other. Assignment 32 i + l is the
 ``i``-th of lane l, and bit l of the ``i``-th word of a set of assignments. Places are the assignments' own numbers.
 """
 
@@ -46,7 +46,7 @@ class AssignedEntry:
 
 @dataclass(frozen=True)
 class AssignmentFinder:
-    """The entries of all assignments, by the first of each; all lanes of a warp have one, and ask together.
+    """The entries of all assignments, by the first of each. All lanes of a warp have one, and call it together.
 
     Attributes, each for every assignment of a lane:
         experts: of it.
@@ -116,7 +116,7 @@ def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
 def peers_by_votes(first, second, num_experts):
     """`peers_of` of two assignments a lane, one word after the other: votes on each bit of a number up to num_experts.
 
-    What matches lanes compares one number of each with the same one of the others.
+    The instruction that matches lanes compares one number of each with the same one of the others.
     """
     words = [Uint32(ALL_LANES) for _ in range(4)]
     low, high, low_of_second, high_of_second = words
@@ -135,7 +135,7 @@ def peers_by_votes(first, second, num_experts):
 
 
 def count_bits(words: Sequence[Any]):
-    """How many assignments there are in words."""
+    """Counts the assignments in words."""
     return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 
@@ -159,7 +159,7 @@ def load_expert(ids, number, count, id_words, num_experts):
 
 @cute.jit
 def load_id(ids, number, count, id_words):
-    """The lower and the upper word of an assignment's id, as they come from memory; of none an id of no expert."""
+    """The lower and the upper word of an assignment's id, as loaded; an id of no expert if there is no assignment."""
     low, high = Uint32(NO_ID), Uint32(0)
     if number < count:
         address = ids + Int64(number * id_words) * 4

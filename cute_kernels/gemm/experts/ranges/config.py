@@ -24,10 +24,10 @@ ROW_BITS = 16  # of the factor that is a division of an assignment's number: exa
 
 @dataclass(frozen=True)
 class EntryLimbs(Activations):
-    """Consumer warps make limbs of an expert's rows of x, which stay in shared memory; products are those of bytes.
+    """Consumer warps make limbs of an expert's rows of x, which stay in shared memory; products are MMAs of bytes.
 
     The four warps that have the same ``k_warps``-th share of k blocks are a warpgroup. It takes whole pipeline stages,
-    in turn with the others. One warp copies, weights alone.
+    in turn with the others. One warp loads only weights.
 
     Attributes:
         expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
@@ -51,7 +51,7 @@ class EntryLimbs(Activations):
         return ROW_WARPS
 
     def k_block_limb_bytes(self, config: RangeConfig) -> int:
-        """Limbs of a k block of as many rows as there is room for."""
+        """Bytes of limbs of a k block of as many rows as there is room for."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
@@ -59,7 +59,7 @@ class EntryLimbs(Activations):
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:
-        """Limbs of a k block and their scales."""
+        """Bytes of limbs of a k block and of their scales."""
         return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
 
     def room_k_blocks(self, config: RangeConfig) -> int:

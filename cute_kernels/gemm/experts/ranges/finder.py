@@ -1,8 +1,8 @@
-"""Which expert a row of work is of, for warps that each keep all experts' offsets in registers.
+"""Finds the expert of a row of work, in warps that each keep all experts' offsets in registers.
 
-The first weights are what a launch waits for, and until they are asked for each instruction is a new one, which comes
-from memory itself. So nobody makes a table for others, and nobody waits for one: every warp reads the offsets, four
-experts a lane at a time, counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+A launch waits for its first weights. Until they are requested each instruction is a new one, which is fetched from
+memory itself. So no warp makes a table for others, and none waits for one. Every warp reads the offsets, four experts a
+lane at a time, counts entries by a scan over its lanes, and finds an entry's expert by a vote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ExpertFinder:
-    """The entries of all experts; all lanes of a warp have one, and ask together.
+    """The entries of all experts. All lanes of a warp have one, and call it together.
 
     Attributes:
         places: [round][expert + 1]: where the places of each of a lane's experts begin, and those of the last one end.
@@ -89,8 +89,8 @@ class ExpertFinder:
 def sums_before(count, lane):
     """(sum over the lanes before, sum over all lanes) of numbers that are not negative.
 
-    A vote for each of their bits, of which there are one or two: each instruction is a new one, and a scan would have
-    five trips through the shuffling k block.
+    It takes a vote for each of their bits, of which there are one or two. Each instruction is a new one, and a scan
+    would have five rounds of shuffles.
     """
     before, total = Int32(0), Int32(0)
     earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
@@ -106,7 +106,8 @@ def sums_before(count, lane):
 
 @cute.jit
 def load_places(offsets, num_experts, rounds: int, lane):
-    """Where a lane's experts' places begin and the last one's end, [round][expert + 1]; 0 of experts there are not.
+    """Loads where a lane's experts' places begin and the last one's end, [round][expert + 1]; 0 of experts that do not
+    exist.
 
     offsets: address, on 16 bytes, of int32 [num_experts + 1], of at most ``rounds`` times `ROUND_EXPERTS` experts, a
     multiple of `LANE_EXPERTS`.

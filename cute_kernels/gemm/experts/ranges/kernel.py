@@ -1,14 +1,14 @@
 """Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
 
-What `cute_kernels.gemm.experts.kernel` computes, with its roles: a warp copies weights into a pipeline, warps multiply,
-warps store. But where that one decodes codes to bf16 and multiplies them by mma.sync, which takes as long for a k block
-as the memory does, so that what has come before the first product is caught up with by nobody, bytes of codes take a
-third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). An expert's few rows are turned into limbs by the
-consumer warps of each CTA that has a block of it: no launch makes limbs, and no warp brings activations.
+It computes what `cute_kernels.gemm.experts.kernel` computes, with its roles: a warp copies weights into a pipeline,
+warps multiply, warps store. That kernel decodes codes to bf16 and multiplies them by mma.sync. A k block then takes as
+long as the memory does, so the time before the first MMA is never made up for. Bytes of codes take a third of the
+instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an expert turn
+its few rows into limbs: no launch makes limbs, and no warp loads activations.
 
-And from the start to the first copy there are few instructions, as each of them comes from memory itself when other
-kernels ran before. Blocks of output features of all entries are dealt out whole, in equal work ranges, so there are no
-partial results; each warp finds its CTA's run by itself (:mod:`.finder`).
+There are few instructions from the start to the first copy, as each of them is fetched from memory itself when other
+kernels ran before. Blocks of output features of all entries are distributed whole, in equal work ranges, so there are
+no partial results. Each warp finds its CTA's run by itself (:mod:`.finder`).
 
 The four warps that take the same pipeline stages are a warpgroup. Warpgroups take them in turn, and their accumulators
 of a block meet in the staging buffer.
@@ -46,13 +46,13 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
 def room_of(config: RangeConfig) -> RowsRoom:
-    """How limbs of a configuration are made."""
+    """The room for a configuration's limbs, and how they are made."""
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
 
 
 @dataclass(frozen=True)
 class EntrySource(Source):
-    """x, and which of its rows are an entry's."""
+    """The source of limbs: x, and which of its rows are an entry's."""
 
     index: Int32  # of the lane's row
 
@@ -78,7 +78,7 @@ class LimbLane(StreamLane):
 
 
 class RangeRoles:
-    """What the warps of a CTA do: one loads weights, warps make limbs and multiply, warps store."""
+    """The roles of a CTA's warps: one loads weights, warps make limbs and multiply, warps store."""
 
     def __init__(self, config: RangeConfig, routing: Routing):
         self.config, self.routing = config, routing
@@ -118,12 +118,12 @@ class RangeRoles:
             self.store_blocks(operands, memory, work_range, finder, tid, lane)
 
     def with_producer(self, warps: int) -> int:
-        """Threads of so many warps and of the copying one."""
+        """The number of threads of so many warps and of the producer warp."""
         return (warps + self.config.producer_warps) * WARP_THREADS
 
     @cute.jit
     def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
-        """Brings the weights of all blocks; one warp."""
+        """Loads the weights of all blocks; one warp."""
         config, shape, pipeline = self.config, work_range.shape, memory.pipeline
         here = pipeline.producer_state()
         for index in cutlass.range(work_range.count, unroll=1):
@@ -154,7 +154,7 @@ class RangeRoles:
         ]
 
     def copy_k_blocks(self, memory, begins, k_block, here) -> None:
-        """Asks for the chunk of a block from a k block on; one lane."""
+        """Starts loading the chunk of a block from a k block on; one lane."""
         config = self.config
         address = memory.pipeline.producer_expect(here, config.chunk_k_blocks * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
@@ -169,7 +169,7 @@ class RangeRoles:
                 )
 
     def x_start(self, shape, memory, slot) -> Any:
-        """Where the limbs of a slot are, bytes behind the first."""
+        """The offset of the limbs of a slot, in bytes behind the first."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:
@@ -178,10 +178,10 @@ class RangeRoles:
 
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
-        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first; known: of
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first. known: of
         `Routing.find`.
 
-        Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
+        No warp still reads what lay there, as all have met since. If there is only one slot, all meet before as well.
         """
         row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
@@ -213,7 +213,7 @@ class RangeRoles:
 
     @cute.jit
     def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
-        """A consumer warp: its k blocks of every block, then its part of the block's results."""
+        """Multiplies its k blocks of every block, then its part of the block's results; a consumer warp."""
         config, shape, results = self.config, work_range.shape, memory.results
         place = self.limb_lane(shape, memory, warp, lane)
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
@@ -244,7 +244,7 @@ class RangeRoles:
 
     @cute.jit
     def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
-        """Adds a block's products to ``acc``; of its chunks a warpgroup takes every ``k_warps``-th.
+        """Adds a block's products to ``acc``; a warpgroup takes every ``k_warps``-th of its chunks.
 
         start: bytes to its limbs; state and result: (the pipeline's, chunks until the next one that is this warp's).
         """
@@ -275,7 +275,7 @@ class RangeRoles:
         self.products.multiply_parts(acc, parts, place.masks, config.tile_m)
 
     def load_k_block(self, base, k_block: int, tile: int, place: LimbLane) -> tuple[Any, Any]:
-        """(codes, scales) of a tile of the ``k_block``-th k block of a chunk."""
+        """Loads (codes, scales) of a tile of the ``k_block``-th k block of a chunk."""
         config = self.config
         number = tile * config.chunk_k_blocks + k_block
         offset = number * config.k_block_bytes
@@ -291,7 +291,7 @@ class RangeRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
-        """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
+        """Loads (scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
         config, address = self.config, place.x_scales + scale_offset(x_offset)
         k_block_bytes = config.activations.k_block_scale_bytes(config)
         pairs = [
@@ -304,7 +304,7 @@ class RangeRoles:
 
     @cute.jit
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
-        """A epilogue warp: results of all blocks, four neighbouring ones of a row a thread."""
+        """Stores results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
         config, shape = self.config, work_range.shape
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()

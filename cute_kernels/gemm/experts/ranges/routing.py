@@ -1,4 +1,4 @@
-"""How warps find which rows of x an expert multiplies: of assignments sorted by expert, or as a router leaves them."""
+"""Finds the rows of x that an expert multiplies: over assignments sorted by expert, or over unsorted ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_kernels.gemm.work import operands_of
 
 
 def range_sizes(config: RangeConfig, given, places) -> Any:
-    """The fields of a `RangeSizes`, of a launch's arguments. places: rows of the result."""
+    """The fields of a `RangeSizes`, from a launch's arguments. places: rows of the result."""
     num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
     blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
     of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
@@ -28,7 +28,8 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
 
 
 class Routing(Protocol):
-    """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
+    """How warps find the rows of x that an expert multiplies. Numbers count entries, and for each of them parts of
+    K."""
 
     def sizes(self, given) -> RangeSizes:
         """The sizes of a launch, on the host."""
@@ -39,15 +40,15 @@ class Routing(Protocol):
         ...
 
     def load(self, operands, shape, lane) -> Any:
-        """What a lane knows of the routing, for `find`."""
+        """Loads what a lane needs of the routing, for `find`."""
         ...
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        """The finder of entries, and what a lane knows of the rows of x, for `entry_row`."""
         ...
 
     def with_parts(self, shape, entries) -> Any:
-        """What blocks are of, of so many entries."""
+        """The number of entries times parts, for so many entries."""
         ...
 
     def entry_of(self, shape, number) -> Any:
@@ -55,7 +56,7 @@ class Routing(Protocol):
         ...
 
     def first_k_block(self, shape, number) -> Any:
-        """The first k block that a number of `with_parts` is multiplied with."""
+        """The first k block that belongs to a number of `with_parts`."""
         ...
 
     def tile_k_blocks(self, shape) -> Any:
@@ -63,7 +64,7 @@ class Routing(Protocol):
         ...
 
     def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, of a number of `with_parts`."""
+        """The row of the results of a place, for a number of `with_parts`."""
         ...
 
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
@@ -84,20 +85,20 @@ class SortedRouting:
         return operands_of(RangeOperands, given, residual=Int64(0))
 
     def load(self, operands, shape, lane) -> Any:
-        """What a lane knows of the routing, for `find`.
+        """Loads what a lane needs of the routing, for `find`.
 
-        Of few places the row of each, which is not known to be of use before offsets have come.
+        For few places it loads the row of each before the offsets say whether it is needed.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        """The finder of entries, and what a lane knows of the rows of x, for `entry_row`."""
         places, row = known
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
     def with_parts(self, shape, entries) -> Any:
-        """What blocks are of: entries, here with all of K."""
+        """The number of entries, as each has all of K here."""
         return entries
 
     def entry_of(self, shape, number) -> Any:
@@ -105,7 +106,7 @@ class SortedRouting:
         return number
 
     def first_k_block(self, shape, number) -> Any:
-        """The first k block of K that a number of `with_parts` is multiplied with."""
+        """The first k block of K, for any number of `with_parts`."""
         return Int32(0)
 
     def tile_k_blocks(self, shape) -> Any:
@@ -113,7 +114,7 @@ class SortedRouting:
         return shape.k_blocks
 
     def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, of a number of `with_parts`."""
+        """The row of the results of a place, for a number of `with_parts`."""
         return place
 
     @cute.jit
@@ -135,8 +136,8 @@ class SortedRouting:
 
 
 class AssignedRouting:
-    """Assignments as a router leaves them, which warps find by :mod:`.assignments`: see `Routing`. A layer of few
-    assignments needs no launch that sorts them."""
+    """Unsorted assignments, which warps find by :mod:`.assignments`: see `Routing`. A layer of few assignments needs no
+    launch that sorts them."""
 
     def __init__(self, config: RangeConfig):
         self.config = config

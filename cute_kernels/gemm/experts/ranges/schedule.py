@@ -1,4 +1,4 @@
-"""How a grouped product by work ranges of whole blocks is laid out. Plain Python, no GPU."""
+"""The layout of a grouped product by work ranges of whole blocks. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPARE_BYTES = 1024  # of shared memory, for alignment
 
 
 class RangeShape(NamedTuple):
-    """How the warpgroups of a CTA share out a block; fields as in `RangeConfig`."""
+    """How the warpgroups of a CTA divide a block; fields as in `RangeConfig`."""
 
     n_tiles: int
     k_warps: int
@@ -70,7 +70,7 @@ class RangeLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch, by name, that it decides."""
+        """The numbers of a launch that it decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas", "x_slots")}
 
     @property
@@ -85,12 +85,12 @@ class RangeLayout:
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
-    """Whether such a product is what serves a problem: experts usually have one entry of rows, or none."""
+    """Whether experts of a problem usually have at most one entry of rows, which such a product is for."""
     return usual_rows(problem) <= ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
-    """The fastest layout by the model, of a problem with `has_few_rows`."""
+    """The fastest layout by the model, for a problem with `has_few_rows`."""
     return _fastest(problem, layouts(problem))
 
 
@@ -120,7 +120,7 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
 
 
 def row_factor(assignments: int) -> int:
-    """What `AssignedSizes.row` multiplies by, where so many neighbouring assignments have a row of x together."""
+    """The factor of `AssignedSizes.row`, where so many neighbouring assignments share a row of x."""
     return -(-(1 << ROW_BITS) // assignments)
 
 
@@ -137,7 +137,7 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
 
 def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
-    """All that are possible, in so many parts of K."""
+    """All layouts that are possible, in so many parts of K."""
     for shape in SHAPES:
         layout = make_layout(problem, shape, parts)
         if layout is not None and counts(problem, layout) <= MOST_DIVIDED:

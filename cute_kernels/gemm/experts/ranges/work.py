@@ -1,4 +1,4 @@
-"""What a launch of work ranges of whole blocks is given, and which blocks a CTA has; :mod:`.schedule` is the host's
+"""The arguments of a launch of work ranges of whole blocks, and the blocks of a CTA; :mod:`.schedule` is the host's
 part."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RangeSizes:
 
 @dataclass(frozen=True)
 class AssignedSizes(RangeSizes):
-    """Sizes of a launch among assignments as they are, of which ``places`` is the number."""
+    """Sizes of a launch over unsorted assignments; ``places`` is their number."""
 
     id_words: Int32  # of 32 bits, of an expert's id
     row_factor: Int32  # 2**ROW_BITS over the assignments of a row of x, rounded up
@@ -46,7 +46,7 @@ class AssignedSizes(RangeSizes):
         return (place * self.row_factor) >> ROW_BITS
 
     def part(self, number) -> Any:
-        """The part of K of a ``number`` of those that entries and parts are counted by."""
+        """The part of K of a ``number``, which counts entries and parts."""
         return number - ((number >> self.part_bits) << self.part_bits)
 
 
@@ -66,7 +66,7 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features, ``count`` from the ``first`` on, those of all entries counted through."""
+    """A CTA's blocks of output features, ``count`` from the ``first`` on, numbered over all entries."""
 
     shape: RangeSizes
     first: Int32

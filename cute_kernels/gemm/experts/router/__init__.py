@@ -28,8 +28,8 @@ def route(
 
     Nothing waits for the device, and `cute_kernels.fused_moe` takes both results as they are. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient. Up to 64 tokens of
-    bf16 or fp16 are one launch on Hopper, and each gets the same bits whatever others there are; with more of them last
-    bits may differ.
+    bf16 or fp16 are one launch on Hopper, and a token's bits do not depend on the others. With more tokens last bits
+    may differ.
 
     Args:
         hidden: bf16, fp16 or fp32 [T, K]; T may be 0.

@@ -1,4 +1,4 @@
-"""What the kernels of routers are launched with: declared here, and nowhere else listed.
+"""The arguments that kernels of routers are launched with; they are listed nowhere else.
 
 experts, top_k, renormalize, groups, kept_groups, scale
                      as `Routing` has them; scoring: the number of the name in `SCORINGS`

@@ -88,7 +88,7 @@ class RouterKernel:
 
     @cute.jit
     def ask(self, choice, thread):
-        """Has the bias and the correction brought near, a line of 128 bytes at least for each thread."""
+        """Prefetches the bias and the correction, a line of at least 128 bytes for each thread."""
         index = thread * WARP_THREADS
         if index < choice.experts:
             if choice.bias != 0:
@@ -98,7 +98,7 @@ class RouterKernel:
 
     @cute.jit
     def multiply(self, operands, choice, partial, block, warp, lane):
-        """Leaves a warp's part of its expert's product with each token in shared memory, fp32 [warp][token]."""
+        """Stores a warp's part of its expert's product with each token in shared memory, fp32 [warp][token]."""
         config = self.config
         slot = warp & ((Int32(1) << operands.expert_shift) - 1)
         expert = cutlass.min((block << operands.expert_shift) + slot, choice.experts - 1)
@@ -134,8 +134,8 @@ class RouterKernel:
 
     @cute.jit
     def add(self, operands, sums, words, begin, piece):
-        """Adds the products of a piece of the weight with that of each token of a tile. Behind the last token there is
-        the last one again, whose sums nobody reads."""
+        """Adds the products of a piece of the weight with that of each token of a tile. Behind the last token the last
+        one is repeated, and its sums are ignored."""
         pieces = []
         for t in cutlass.range_constexpr(self.config.tile_tokens):
             token = cutlass.min(begin + t, operands.tokens - 1)
@@ -174,7 +174,7 @@ class RouterKernel:
 
     @cute.jit
     def choose(self, operands, choice, token, lane):
-        """Chooses a token's experts, once its logits are there."""
+        """Chooses a token's experts, once its logits have arrived."""
         first = operands.workspace + Int64(token * choice.experts) * 4
         places = [first + Int64(self.selection.expert(i, lane)) * 4 for i in range(self.selection.count)]
         there = [self.selection.expert(i, lane) < choice.experts for i in range(self.selection.count)]
@@ -191,7 +191,8 @@ class RouterKernel:
 
 
 class SelectKernel:
-    """Experts of tokens whose logits a product before has left: a warp for each; :class:`RouterConfig` says which."""
+    """Chooses experts of tokens whose logits an earlier product has stored: a warp for each; :class:`RouterConfig` says
+    which."""
 
     def __init__(self, config: RouterConfig):
         self.config = config

@@ -27,7 +27,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter's own tensor: what a router's weight is, which is as plain as any."""
+    """A parameter's own tensor, which stands for the router's weight."""
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 

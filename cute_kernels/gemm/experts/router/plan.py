@@ -1,4 +1,4 @@
-"""The plans of calls of routers: which kernel serves them, and the launches of each of them."""
+"""The plans of calls of routers: their kernels, and the launches of each."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def without_tokens(call: RouteCall) -> Routed:
 
 @as_kernels
 def by_torch(call: RouteCall) -> Routed:
-    """What torch makes of a checked call, on any device."""
+    """The result of a checked call by torch's operators, on any device."""
     return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
 
 
@@ -100,20 +100,20 @@ def is_served(call: RouteCall) -> bool:
 
 
 def takes_product(call: RouteCall) -> bool:
-    """Whether the kernel takes hidden states and the router's weight; else torch multiplies them."""
+    """Whether the kernel takes hidden states and the router's weight; otherwise torch multiplies them."""
     hidden, weight = call.hidden, call.weight
     is_known = weight.dtype in (hidden.dtype, torch.float32)
     return is_known and not hidden.shape[1] % VECTOR and not weight.data_ptr() % ALIGNMENT
 
 
 def expert_shift_of(experts: int, num_sms: int) -> int:
-    """The logarithm of the experts of a CTA: the fewest that leave no more CTAs than SMs, or as many as warps."""
+    """log2 of the experts of a CTA: the fewest that leave no more CTAs than SMs, or as many as warps."""
     most = WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
 
 def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
-    """The kernel that serves a checked call; multiplies: whether it has the product in it."""
+    """The configuration of the kernel for a checked call. multiplies: whether the kernel includes the product."""
     dtype, lanes = DTYPES[call.hidden.dtype], lane_experts_of(len(call.weight))
     if not multiplies:
         return RouterConfig(dtype, LOGITS, lanes)
@@ -122,7 +122,7 @@ def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
 
 
 def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
-    """The kernel that serves a call, with all that stays the same from call to call; its tensors by name."""
+    """The kernel of a call, bound to all that stays the same from call to call; its tensors by name."""
     config, (tokens, _), experts = config_of(call, multiplies), call.hidden.shape, len(call.weight)
     routing = call.routing
     fixed: dict[str, object] = {

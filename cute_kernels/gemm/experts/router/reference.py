@@ -1,4 +1,4 @@
-"""What a router means, in fp32 PyTorch; also what runs on CPU tensors, and where no kernel serves a call."""
+"""The reference of a router, in fp32 PyTorch; it also computes CPU tensors, and calls that no kernel supports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def route_reference(
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, weights) as `cute_kernels.gemm.experts.route` says, on any device; nothing waits for it."""
+    """Computes (ids, weights) as `cute_kernels.gemm.experts.route` does, on any device; nothing waits for it."""
     logits = functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
     return select_reference(logits, routing, correction)
 
@@ -46,7 +46,7 @@ def scores_of(logits: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """-inf for the experts of the groups that a token does not keep."""
+    """Scores with -inf for the experts of the groups that a token does not keep."""
     grouped = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
     best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(dim=-1)
     left = torch.ones_like(best, dtype=torch.bool).scatter_(1, _first(best, routing.kept_groups), False)
@@ -54,5 +54,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [T, count]: where the greatest of each row are, NaN above all, the lower index first among equal ones."""
+    """int64 [T, count]: the indices of the greatest of each row, NaN above all, the lower index first among equal
+    ones."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

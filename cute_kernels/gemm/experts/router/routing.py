@@ -58,7 +58,7 @@ class Routing:
 
     @property
     def fields(self) -> tuple[int, Scoring, bool, float, int, int]:
-        """What it is made of again."""
+        """The fields that it can be made of again."""
         return self.top_k, self.scoring, self.renormalize, self.scale, self.groups, self.kept_groups
 
     def check_experts(self, experts: int) -> None:

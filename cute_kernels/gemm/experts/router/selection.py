@@ -1,8 +1,8 @@
 """A token's experts, chosen by a warp: lane l has experts l, l + 32, l + 64 ... in its registers.
 
-Experts are ranked by keys: integers that order as the numbers do that they are made of, NaN above all of them. A warp
-finds the greatest of its keys by redux.sync, which fp32 numbers have not, and of equal ones the lowest index; there is
-a round of it for each expert that is chosen. Lane j keeps the j-th.
+Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. A warp finds the greatest
+of its keys by redux.sync, which does not take fp32, and of equal ones the lowest index. There is a round of it for each
+expert that is chosen. Lane j keeps the j-th.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL_LANES = lanes.neighbours(WARP_THREADS)
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a `Routing` a launch is told; run-time values, as the arguments of :mod:`.arguments`."""
+    """The part of a `Routing` that a launch is given; run-time values, as the arguments of :mod:`.arguments`."""
 
     bias: Int64
     correction: Int64
@@ -81,7 +81,7 @@ class Selection:
 
     @cute.jit
     def load_number(self, address, index, wide):
-        """An element of a bias or correction, which are older than the kernel before this one."""
+        """Loads an element of a bias or correction, which are older than the kernel before this one."""
         value = Float32(0.0)
         if wide != 0:
             value = numbers.from_bits(numbers.load_global_part(address + Int64(index) * 4, 0, 4))
@@ -95,7 +95,7 @@ class Selection:
 
     @cute.jit
     def choose(self, choice, logits, token, lane):
-        """Stores a token's ids and weights; logits: the lane's, of any value where there is no expert."""
+        """Stores a token's ids and weights. logits: the lane's, of any value where there is no expert."""
         scores = cute.make_rmem_tensor(self.count, Float32)
         keys = cute.make_rmem_tensor(self.count, Int32)
         self.score(choice, scores, logits, lane)
@@ -144,7 +144,7 @@ class Selection:
 
     @cute.jit
     def take(self, keys, scores, lane):
-        """(index, score) of the first of the warp's experts, which is taken out."""
+        """Takes out the first of the warp's experts: (index, score)."""
         index, _ = self.first(keys, lane)
         value = Float32(0.0)
         for i in cutlass.range_constexpr(self.count):

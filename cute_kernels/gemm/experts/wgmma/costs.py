@@ -1,4 +1,4 @@
-"""What the mainloops of grouped tiles take, as `cute_kernels.gemm.wgmma.costs` has it of dense ones.
+"""The time of the mainloops of grouped tiles, as `cute_kernels.gemm.wgmma.costs` has that of dense ones.
 
 Clocks are an H200's, fitted to measured times of experts (tests/facts/moe.json). Plain Python, no GPU.
 """
@@ -36,7 +36,7 @@ class MainloopCost(Protocol):
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
+    """Whether weights are of the format whose scaled decoding the tables in tests/facts/moe.json measure."""
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 

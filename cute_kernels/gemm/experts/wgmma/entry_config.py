@@ -1,9 +1,9 @@
-"""Tiles of few rows an expert that give the bits of all other tiles. Plain Python, no GPU.
+"""Tiles of few rows an expert with the same bits as all other tiles. Plain Python, no GPU.
 
-A batch-invariant layer adds up each result in one chain of k16 steps, whatever its rows. With one token the tiles that
-many rows want leave half of the SMs without work, and sorting and gathering are two launches of their own. So a work
-tile here is 64 output features of one *entry*, one or two rows of an expert, among assignments as a router leaves
-them: twice to eight times as many work tiles, and three launches for five.
+A batch-invariant layer adds up each result in one chain of k16 steps, whatever its rows. With one token, the tiles that
+many rows need leave half of the SMs without work, and sorting and gathering are two more launches. So a work tile here
+is 64 output features of one *entry*, one or two rows of an expert, among unsorted assignments. That makes twice to
+eight times as many work tiles, and three launches instead of five.
 """
 
 from __future__ import annotations
@@ -74,6 +74,6 @@ def entry_rows(config: WgmmaConfig) -> int:
 
 
 def ring_config(config: EntryConfig) -> WgmmaConfig[RegisterWgmma]:
-    """What one warpgroup does, as a configuration of its own."""
+    """The work of one warpgroup, as a configuration of its own."""
     mainloop = RegisterWgmma(config.mainloop.group_steps, config.mainloop.in_flight)
     return replace(config, warpgroups=1, num_stages=config.num_stages // RINGS, mainloop=mainloop)

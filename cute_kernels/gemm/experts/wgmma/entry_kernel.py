@@ -1,14 +1,14 @@
 """Grouped weight-only GEMM of few rows an expert, bit for bit that of all tiles of decoded weights.
 
-The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. What
-differs is how the work is dealt out. A work tile is 64 output features of one entry, and each of a CTA's two
-warpgroups has work tiles, stages and producer warps of its own: one decodes while the other waits, and where a launch
-has a work tile for each SM only, none waits for a second one. Entries are found among assignments as they are
+The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The
+distribution of the work differs. A work tile is 64 output features of one entry, and each of a CTA's two warpgroups has
+work tiles, stages and producer warps of its own. One decodes while the other waits. Where a launch has only one work
+tile for each SM, no warpgroup waits for the other. Entries are found among unsorted assignments
 (:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
 
-Rows of an entry lie anywhere, and a B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are
-swizzled by the row's number in its group. The first of a group lies as it does in x, so a bulk copy brings it. Each row
-of an entry is the first of a group of its own; the seven others are columns of the product that nobody stores.
+Rows of an entry lie anywhere. A B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are swizzled
+by the row's number in its group. The first row of a group lies as it does in x, so a bulk copy loads it. Each row of an
+entry is therefore the first of a group of its own; the seven others are columns of the product that are never stored.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EntryPlaces:
 
 
 class EntryLoads:
-    """Rows of an entry through the pipeline, from wherever they lie: bulk copies by one producer warp."""
+    """Loads rows of an entry through the pipeline, from wherever they lie: bulk copies by one producer warp."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -110,7 +110,7 @@ class EntryLoads:
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler, lane):
-        """Brings the rows of every k block. They may be what the launch before makes."""
+        """Loads the rows of every k block. They may be what the launch before makes."""
         pipeline = memory.pipeline
         cute.arch.griddepcontrol_wait()
         here = pipeline.producer_state()
@@ -128,13 +128,13 @@ class EntryLoads:
                 here = pipeline.next(here)
 
     def sources(self, operands, shape, entry, lane) -> list[Any]:
-        """Addresses of as many rows of x as an entry may have; of those that it does not have another one."""
+        """Addresses of as many rows of x as an entry may have; missing rows have another row's."""
         own = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
         rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
     def copy_row(self, source, memory, here, k_block, row: int) -> None:
-        """Asks for a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
+        """Starts loading a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
         config = self.config
         target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
@@ -267,7 +267,7 @@ class EntryKernel:
 
     @cute.jit
     def take(self, operands, shape, memory, finder, cta, num_ctas, warp, lane):
-        """What each warp does: of a ring two load and four multiply."""
+        """Runs what each warp does: of a ring two load and four multiply."""
         config = self.config
         if warp >= config.consumer_warps:
             cute.arch.setmaxregister_decrease(config.producer_registers)

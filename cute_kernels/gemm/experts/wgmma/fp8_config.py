@@ -1,4 +1,4 @@
-"""What kernels of experts' FP8 products are compiled for where dense ones are not the same. No GPU types."""
+"""The configurations of experts' FP8 products where they differ from dense ones. There are no GPU types here."""
 
 from __future__ import annotations
 

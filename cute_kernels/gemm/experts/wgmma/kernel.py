@@ -1,8 +1,8 @@
 """Grouped weight-only GEMM for many rows an expert: persistent over the tiles of all experts, by warpgroup MMAs.
 
-The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`; what differs is where things are: `ExpertPlaces`.
-Rows of x lie in the order of the places, so a tile's are neighbours and TMA loads them from whatever row the expert's
-begin at. What it loads beyond the expert's last row are other columns of the product, which nobody stores.
+The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`; places differ: `ExpertPlaces`. Rows of x lie in the
+order of the places, so a tile's are neighbours and TMA loads them from whatever row the expert's begin at. Rows that it
+loads beyond the expert's last one are columns of the product that are never stored.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ExpertPlaces:
 
 
 def x_scale_shift(work_tile):
-    """How many scales of x lie between the last multiple of 16 bytes and a work tile's first one."""
+    """The number of scales of x between the last multiple of 16 bytes and a work tile's first one."""
     return work_tile.token & (X_SCALE_ALIGNMENT - 1)
 
 
 class ExpertTiles:
     """The tiles of all experts: `cute_kernels.gemm.wgmma.kernel.TileScheduling`.
 
-    Nobody knows which weights are the first before the table is there.
+    Which weights are the first is not known before the table is there.
     """
 
     is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES
@@ -62,7 +62,7 @@ class ExpertTiles:
         self.x_scale_shift: Shift | None = x_scale_shift
 
     def sizes(self, given) -> GroupedTileSizes:
-        """An expert's tiles are counted on the device."""
+        """The sizes of a launch; an expert's tiles are counted on the device."""
         dense = dense_sizes(self.config, given, whole=Int32(0), splits=Int32(1))
         blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
         divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
@@ -73,9 +73,10 @@ class ExpertTiles:
 
     @cute.jit
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane):
-        """Makes barriers and the table of tiles, then lets the next launch begin. Returns the CTA's tile scheduler.
+        """Initialises barriers and the table of tiles, then lets the next launch begin. Returns the CTA's tile
+        scheduler.
 
-        Where x comes in limbs the warp that loads them waits for the launch before, else all do.
+        Where x is in limbs, the warp that loads them waits for the launch before; otherwise all warps do.
         """
         config = self.config
         if const_expr(not config.mainloop.scaled_rows):

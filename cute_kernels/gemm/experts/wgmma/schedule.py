@@ -1,7 +1,7 @@
-"""Which tile serves a grouped product of many rows an expert. Plain Python, no GPU.
+"""Chooses the tile of a grouped product of many rows an expert. Plain Python, no GPU.
 
-How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
-on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
+How many rows each expert has is known on the device only. So the host weighs tiles by how many of them an expert takes
+on average if rows are distributed at random: small tiles waste the tensor cores, large ones their last rows. The time
 of a tile is that of `.costs`.
 """
 
@@ -55,7 +55,7 @@ SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
 
 class TileShape(NamedTuple):
-    """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
+    """A tile to choose from; the fields are those of `WgmmaConfig`."""
 
     tile_m: int
     n_tiles: int
@@ -111,7 +111,7 @@ class GroupedTiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch, by name, that it decides."""
+        """The numbers of a launch that it decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas")}
 
     @property
@@ -145,7 +145,7 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 @lru_cache(maxsize=4096)
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
-    """The fastest layout of products in FP8 by the model, whose numbers are arithmetic so far.
+    """The fastest layout of products in FP8 by the model, whose numbers are computed and not measured yet.
 
     Raises ValueError: K, with padding, is less than a k block.
     """
@@ -162,8 +162,8 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     """Configurations that are possible.
 
-    Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither accumulators of limbs, nor
-    those that scales meet group by group.
+    Batch-invariant ones add up each result in the same k16 steps of decoded weights. They have neither accumulators of
+    limbs nor accumulators that are scaled group by group.
     """
     shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
     configs = (tile_config(problem, shape) for shape in shapes)
@@ -171,7 +171,7 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
 
 
 def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
-    """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
+    """A tile's configuration, with as many stages as fit beside the table of tiles; None if fewer than two do."""
     config = WgmmaConfig(
         **weight_fields(problem),
         store=StagedStore(activation=problem.activation),
@@ -191,9 +191,10 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """How many tiles of ``tile_m`` rows an expert takes of which 1, 2, .. ``parts`` parts have rows.
+    """The number of tiles of ``tile_m`` rows that an expert takes, by how many of their ``parts`` parts have rows.
 
-    Means over experts whose rows are normally distributed, as they nearly are if rows fall to experts at random.
+    They are means over experts whose rows are normally distributed, as they nearly are if rows are distributed at
+    random.
     """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
@@ -208,7 +209,7 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
-    """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
+    """Clocks of a tile of which ``tile_m`` rows are computed, in an expert of so many tiles."""
     config = layout.config
     cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
@@ -240,7 +241,7 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
 
 
 def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
-    """The layout of a batch-invariant product of so many tokens' assignments as they are.
+    """The layout of a batch-invariant product over so many tokens' unsorted assignments.
 
     None if there are too many of them, experts usually have more rows than an entry, or K or N are not whole.
     """

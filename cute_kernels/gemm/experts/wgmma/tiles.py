@@ -1,10 +1,10 @@
-"""Which tiles of which experts a CTA computes, as the device finds them from the routing.
+"""Finds which tiles of which experts a CTA computes, on the device from the routing.
 
-An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter; with each of its blocks of output
-features such a tile is a work tile. Work tiles of all experts are counted through, and every CTA takes each
+An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter. Such a tile with one of the expert's
+blocks of output features is a work tile. Work tiles of all experts are numbered, and every CTA takes each
 ``stride``-th. Before the roles begin some warps write to shared memory how many work tiles there are before each expert
-and where its places begin. To find a work tile a warp looks through that table in two steps, a lane for 16 experts,
-then a lane for each.
+and where its places begin. To find a work tile a warp searches that table in two steps, a lane for 16 experts, then a
+lane for each.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class GroupedTileScheduler:
 
 
 def band_width(left) -> Divisor:
-    """Tiles of tokens of a band, before whose end so many are left, at least one; divides numbers below 2**28."""
+    """The number of tiles of tokens of a band with so many tiles left before its end, at least one; it divides numbers
+    below 2**28."""
     multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
     for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
@@ -134,15 +135,15 @@ def band_width(left) -> Divisor:
 
 
 def tiles_of(rows, tile_m: int):
-    """Tiles of ``tile_m`` places that so many rows take."""
+    """The number of tiles of ``tile_m`` places for so many rows."""
     reach = rows + (tile_m - 1)
     return reach >> (tile_m.bit_length() - 1) if tile_m.bit_count() == 1 else reach // tile_m
 
 
 @cute.jit
 def fill_table(table, offsets, shape, warp, lane, tile_m: int):
-    """`TABLE_WARPS` warps write the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place), two a
-    lane.
+    """Writes the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place), by `TABLE_WARPS` warps, two
+    entries a lane.
 
     offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
     its first weights are asked for, so it is made in few steps: each warp counts its own experts' work tiles, then adds
