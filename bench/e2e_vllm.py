@@ -230,6 +230,7 @@ def text(data: dict[str, Any]) -> str:
 
 
 MARK = "<!-- bench:e2e -->"
+MARK_LATEST = "<!-- bench:e2e-latest -->"
 MARK_STEP = "<!-- bench:e2e-step -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",

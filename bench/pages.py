@@ -103,7 +103,7 @@ def _cost(caches: Sequence[perplexity.Cache]) -> str:
 
 def _served() -> str:
     """The models that were served and their gains, in words."""
-    models = _steps_of_vllm(), _steps_of_vllm("qwen3-30b-a3b")
+    models = _steps_of_vllm(LATEST), _steps_of_vllm("e2e_vllm", "qwen3-30b-a3b")
     times = [
         [steps[batch, plugin, "fp8"]["tpot_ms"] for plugin in ("off", "on")] for steps in models for batch in (1, 32)
     ]
@@ -111,20 +111,24 @@ def _served() -> str:
     return f"Llama-3-8B and Qwen3-30B-A3B with 4-bit weights {number(gains[0], 2)} to {number(gains[-1], 2)}"
 
 
-def _steps_of_vllm(model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
-    """Cases of a model by requests, plug-in and cache."""
-    rows = (row for row in load("e2e_vllm")["rows"] if (row["model"], row["weights"]) == (model, weights))
+LATEST = "e2e_vllm33"  # of the version that is the reference
+
+
+def _steps_of_vllm(record: str, model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
+    """Cases of a record's model by requests, plug-in and cache."""
+    rows = (row for row in load(record)["rows"] if (row["model"], row["weights"]) == (model, weights))
     return {(row["batch"], row["plugin"], row["kv_format"] or row["kv"]): row for row in rows}
 
 
 SERVED = (
-    ("Llama-3-8B, W4, the same command line", "llama3-8b", "w4", "fp8", (1, 32)),
-    ("Llama-3-8B, W4, INT4 cache", "llama3-8b", "w4", "int4_g4", (1, 32)),
-    ("Llama-3-8B, 16-bit weights, INT8 cache", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
-    ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", "llama2-70b-shard8", "w4", "int4_g4", (64,)),
-    ("Qwen3-30B-A3B, W4, the same command line", "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
+    ("Llama-3-8B, W4, the same command line", LATEST, "llama3-8b", "w4", "fp8", (1, 32)),
+    ("Llama-3-8B, W4, K INT8 and V INT4", LATEST, "llama3-8b", "w4", "int8_token_head,int4_g4", (1, 32)),
+    ("Llama-3-8B, W4, INT4 cache", "e2e_vllm", "llama3-8b", "w4", "int4_g4", (1, 32)),
+    ("Llama-3-8B, 16-bit weights, INT8 cache", "e2e_vllm", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
+    ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", "e2e_vllm", "llama2-70b-shard8", "w4", "int4_g4", (64,)),
+    ("Qwen3-30B-A3B, W4, the same command line", "e2e_vllm", "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
 )
-"""What the README shows of vLLM: words, model, weights, cache with the plug-in, requests."""
+"""What the README shows of vLLM: words, record, model, weights, cache with the plug-in, requests."""
 
 
 def decode() -> str:
@@ -278,8 +282,8 @@ def engines() -> str:
     """Whole models: a served one with and without the plug-in, and `generate` with and without `accelerate`."""
     generated = load("e2e_transformers_ahead")
     lines = []
-    for label, model, weights, kv, batches in SERVED:
-        steps = _steps_of_vllm(model, weights)
+    for label, record, model, weights, kv, batches in SERVED:
+        steps = _steps_of_vllm(record, model, weights)
         for batch in batches:
             before, after = steps[batch, "off", "fp8"]["tpot_ms"], steps[batch, "on", kv]["tpot_ms"]
             cells = [number(before, 2), f"**{number(after, 2)}**", number(before / after, 2)]
@@ -301,9 +305,10 @@ def engines() -> str:
         "weights and FP8, its fastest cache, in the same run on the same H200 "
         "([details](docs/tasks/vllm.md#what-it-brings))"
         f"{', and transformers with 16-bit weights and SDPA' if is_warm else ''}. "
-        f"{perplexity.beside(load('e2e_vllm'))} [Accuracy](docs/accuracy.md) has more."
+        f"{perplexity.beside({'rows': [*load(LATEST)['rows'], *load('e2e_vllm')['rows']]})} "
+        "[Accuracy](docs/accuracy.md) has more."
     )
-    return f"{table(head, lines)}\n{about} {origin(generated)}.\n"
+    return f"{table(head, lines)}\n{about} {origin(generated)}; vLLM 0.33: {origin(load(LATEST))}.\n"
 
 
 PARTS: dict[str, Callable[[], str]] = {

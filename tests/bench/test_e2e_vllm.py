@@ -217,11 +217,12 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("page", "name", "mark", "make"),
     [
+        ("tasks", "e2e_vllm33", e2e_vllm.MARK_LATEST, e2e_vllm.markdown),
         ("tasks", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
         ("reference", "e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
         ("reference", "vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
     ],
-    ids=["H200", "step", "rows"],
+    ids=["0.33", "0.26", "step", "rows"],
 )
 def test_the_page_has_the_records_table(page: str, name: str, mark: str, make: Callable[[Any], str]):
     text = (ROOT / f"docs/{page}/vllm.md").read_text()

@@ -229,7 +229,10 @@ class TileEpilogue:
         """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
 
         Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
+        Of an activation without a gate nothing is emitted: its branch is never taken.
         """
+        if not self.activate.gated:
+            return
         pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
         g, t = store.lane // 4, store.lane % 4
         odd = g % 2 == 1

@@ -75,7 +75,8 @@ INTERFACES = {
         ),
         mla_gives_lse=False,
     ),
-    **{(0, minor): Interface(CHECKED) for minor in (30, 31, 32, 33)},
+    **{(0, minor): Interface(CHECKED) for minor in (30, 31, 32)},
+    (0, 33): Interface("Llama served on an H200, interface tests"),
 }
 """By (major, minor)."""
 
