@@ -57,9 +57,8 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
         raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
     problem = fp8_problem(form)
     if problem is not None:
-        raise ValueError(
-            f"activations: got {FP8!r} for weights in {spelling(form)}, want None (16-bit products), or {problem}"
-        )
+        wanted = f"None (16-bit products), or {problem}"
+        raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {wanted}")
     return True
 
 
@@ -74,10 +73,8 @@ def whole_k(k_pad: int) -> int:
     Raises ValueError: the weight has less than a k block.
     """
     if k_pad < X_GROUP:
-        raise ValueError(
-            f"activations: got {FP8!r} for a weight of {k_pad} inputs with padding, want None (16-bit products), or at "
-            f"least {X_GROUP}"
-        )
+        wanted = f"None (16-bit products), or at least {X_GROUP}"
+        raise ValueError(f"activations: got {FP8!r} for a weight of {k_pad} inputs with padding, want {wanted}")
     return -(-k_pad // X_GROUP) * X_GROUP
 
 

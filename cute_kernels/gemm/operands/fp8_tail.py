@@ -14,7 +14,6 @@ from cute_kernels.device import ptx
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import LOADER, TileRoles, TileScheduling, Waits, WgmmaKernel
 from cute_kernels.gemm.wgmma.loads import WeightLoads, product
-from layouts.weights.hopper import TILE_BYTES
 
 
 class TailWeightLoads(WeightLoads):
@@ -25,25 +24,17 @@ class TailWeightLoads(WeightLoads):
         """Starts loading a k block of a block: of each tile a run of codes, and one of scales."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
-        tile_bytes = config.k_block_tiles * TILE_BYTES
-        group_bytes = config.k_block_groups * config.format.group_scale_bytes
         halves = 2 * shape.k_blocks - 1
         first = cutlass.min(2 * k_block, halves - 2)
+        parts = [(memory.codes, operands.codes, config.code_stage_bytes)]
+        if config.group_size:
+            parts.append((memory.scales, operands.scales, config.scale_stage_bytes))
         for i in range(config.block_tiles):
             half = product(self.places.weight_tile(shape, work_tile, i), halves) + first
-            ptx.bulk_copy_to_shared(
-                memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
-                operands.codes + half * (tile_bytes // 2),
-                Int32(tile_bytes),
-                address,
-            )
-            if config.group_size:
-                ptx.bulk_copy_to_shared(
-                    memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
-                    operands.scales + half * (group_bytes // 2),
-                    Int32(group_bytes),
-                    address,
-                )
+            for target, source, stage_bytes in parts:
+                size = stage_bytes // config.block_tiles
+                to = target + stage * stage_bytes + i * size
+                ptx.bulk_copy_to_shared(to, source + half * (size // 2), Int32(size), address)
 
 
 class Fp8TailKernel:
@@ -54,9 +45,7 @@ class Fp8TailKernel:
     def __init__(self, config: WgmmaConfig, scheduling: TileScheduling | None = None, waits: Waits = LOADER):
         tiles = WgmmaKernel(config, scheduling, waits=waits)
         self.config, self.operands, self.scheduling = config, tiles.operands, tiles.scheduling
-        self.activations, self.consumers = tiles.activations, tiles.consumers
-        places, table, dense = self.scheduling.places, self.scheduling.table_bytes, self.scheduling.is_dense
-        weights = TailWeightLoads(config, places, asks_first=self.scheduling.asks_first)
-        self.roles = TileRoles(
-            config, places, weights, self.activations, self.consumers, table, dense=dense, waits=waits
-        )
+        self.activations, self.consumers, own = tiles.activations, tiles.consumers, tiles.scheduling
+        weights = TailWeightLoads(config, own.places, asks_first=own.asks_first)
+        parts = config, own.places, weights, self.activations, self.consumers, own.table_bytes
+        self.roles = TileRoles(*parts, dense=own.is_dense, waits=waits)
