@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import (
-    check_apart,
     check_contiguous,
     check_flag,
     check_place,
@@ -22,7 +22,9 @@ from cute_kernels.arguments import (
     check_tensors,
     check_vector,
 )
+from cute_kernels.attention.call import make_extend_call
 from cute_kernels.attention.decode import decode_attention
+from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend_checks import check_out, check_query
 from cute_kernels.attention.extend_schedule import decode_sms
@@ -119,9 +121,11 @@ def mixed_attention(
         check_out(out, q)
         check_place("out", out, q.device)
         check_contiguous("out", out)
-        if arguments.DEBUG or not q.is_cuda:  # each part's own is checked with it
-            lengths = {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-            check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **lengths, **options})
+    if 0 < num_decodes < len(seq_lens) and (arguments.DEBUG or q.is_cpu) and not is_compiling():
+        # Each part checks its own, which is too late for what the first has written.
+        given = {name: value for name, value in options.items() if name != "transform"}
+        whole = {"cu_seqlens_q": cu_seqlens_q, "kv_format": kv_format, "sm_margin": sm_margin or 0, "out": out}
+        check_device_values(make_extend_call(q, k_cache, v_cache, seq_lens, **whole, **given))
     of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
@@ -168,8 +172,8 @@ def mixed_attention(
         if margin is None and q.is_cuda:
             margin = _margin_of(q, k_cache, seq_lens.shape[0], num_decodes, kv_format, options, of_extend)
         if margin is None or not q.is_cuda:
+            extend(margin or 0)  # first: it refuses all that the other does
             decode()
-            extend(margin or 0)
         else:
             side_by_side(q.device, decode, lambda: extend(margin))
     return out if lse is None else (out, lse)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import check_apart, check_place, check_shape, check_tensors
@@ -17,7 +18,7 @@ from cute_kernels.attention.checks import check_alike, check_blocks, check_tail
 from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
-from cute_kernels.kv_cache.call import AppendCall, check_cache, check_kinds
+from cute_kernels.kv_cache.call import AppendCall, check_append, check_cache, check_kinds
 from cute_kernels.kv_cache.compile import FillSpec
 from cute_kernels.kv_cache.config import FillConfig
 from cute_kernels.runtime.cache import load
@@ -53,6 +54,9 @@ def append(
     fill = _checked(given, k_tail, tail_slots)
     dim = 1 if given.cache_layout == "NHD" else 2
     first = given._replace(k_cache=fill.k_new.unsqueeze(dim), k_format=WAITING.name)
+    if not is_compiling() and (arguments.DEBUG or given.k.is_cpu):  # before the first launch writes
+        check_append(first)
+        _check_slots(fill)
     q_out = ops.append(first[: len(call)], None if extras is None else first.extras)
     route(cuda=launch, cpu=reference, operator=_operator, k=fill.k_new, k_cache=fill.k_cache)(*fill)
     return q_out

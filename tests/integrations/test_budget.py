@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +171,8 @@ def test_a_paged_cache_of_several_formats_is_each_layers_own(tmp_path):
 @pytest.mark.parametrize("layer", ["0", -2, 2, True, 0.5, None])
 def test_a_format_for_a_layer_that_there_is_not_is_refused(layer):
     """It would be passed over, and the layer that was meant have the others' format."""
-    formats, message = {layer: "bf16", -1: "int4"}, f"kv_format: got a format for layer {layer!r}, want"
+    formats: Any = {layer: "bf16", -1: "int4"}
+    message = f"kv_format: got a format for layer {layer!r}, want"
     with pytest.raises(ValueError, match=f"{message} 0 to 1, or -1: all others"):
         KVCache(2, 4, 16, 2, 64, kv_format=formats)
     with pytest.raises(ValueError, match=message):

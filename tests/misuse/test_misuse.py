@@ -21,6 +21,7 @@ from tests.misuse.calls import CALLS, Call
 from tests.misuse.mistakes import mistakes, wrong_kinds
 
 FORM = re.compile(r"^[\w.]+: .*\b(got|is)\b.*\bwant", re.DOTALL)
+WRITTEN = ("out", "residual_out", "q_out", "k_cache", "v_cache", "cache", "k_tail", "q_shift")
 UNUSED = {("flash_mla_sparse", "block_table"), ("flash_mla_sparse", "cache_seqlens")}  # by this call, so not looked at
 UNUSED.add(("given_codes", "second"))  # which may be a number, too
 TESTED_APART = {"OutOfPagesError", "UnsupportedGPUError", "QuantizedMoE", "__version__", "merge_over_ranks"}
@@ -66,12 +67,18 @@ def test_what_can_be_no_such_argument_is_refused_by_its_name(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_other_mistakes_are_taken_or_refused_in_one_form(name):
+def test_other_mistakes_are_taken_or_refused_in_one_form_and_nothing_is_written_then(name):
     call = CALLS[name]()
+    results = [tensor for key in WRITTEN if isinstance(tensor := call[1].get(key), torch.Tensor)]
+    before = [tensor.clone() for tensor in results]
     for argument, value in call[1].items():
         for wrong in mistakes(value):
             said = refusal(call, argument, wrong)
             assert said is None or FORM.match(said), f"{argument}: {shown(wrong)}: {said}"
+            for tensor, kept in zip(results, before, strict=True):
+                same = said is None or torch.equal(tensor.view(torch.uint8), kept.view(torch.uint8))
+                assert same, f"{argument}: {shown(wrong)}: written, and then {said}"
+                tensor.copy_(kept)
 
 
 def test_every_public_function_is_among_the_calls():
