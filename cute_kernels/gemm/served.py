@@ -60,7 +60,7 @@ def forget_ready() -> None:
 
 
 def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
-    """The schedule of a product; of kernels that are ready, where the product was noted."""
+    """The schedule of a product; where the product was noted, one of the kernels that are ready."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
@@ -82,7 +82,7 @@ def _configs(one: LinearProblem, rows: tuple[int, ...]) -> tuple[tuple[Config, i
 
 
 def takes_any_rows(config: Config) -> bool:
-    """Whether a configuration serves more rows than those that it was chosen for: tiles side by side."""
+    """Whether a configuration takes more rows than those that it was chosen for, as independent tiles do."""
     return isinstance(config, WgmmaConfig) and config.cluster == 1 and isinstance(config.mainloop, RegisterWgmma)
 
 

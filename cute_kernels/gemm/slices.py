@@ -1,5 +1,5 @@
-"""Parts of packed weights that begin anywhere: tensor parallelism wants them where shares are no whole tiles or groups.
-And rows in another order, which a layer behind wants that has its inputs in act-order.
+"""Parts of packed weights that begin anywhere, for tensor parallelism whose shares are no whole tiles or groups; and
+weights with permuted rows, for a next layer that has its inputs in act-order.
 
 `PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. These unpack and pack again, a block
 of rows at a time; codes, scales and zero points keep their values, so a part is exactly that part of the weight.
@@ -48,11 +48,11 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
-    """A weight [N, K] whose row i is row order[i] of this one: its layer's results come in another order.
+    """A weight [N, K] whose row i is row order[i] of this one: its layer's results are permuted.
 
-    A layer that reads them and has its inputs in act-order then wants nothing put in order: reorder_outputs(gate,
-    down.perm), the same of up, and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are
-    moved, never changed; the codes of all rows are unpacked at a time, N K bytes.
+    A next layer in act-order then needs no permutation of its inputs: reorder_outputs(gate, down.perm), the same of up,
+    and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are moved, never changed; the
+    codes of all rows are unpacked at a time, N K bytes.
 
     Args:
         weight: `PackedWeight`.
@@ -122,7 +122,7 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def _has_groups(form: WeightFormat, size: int) -> bool:
-    """Whether a format is there with groups of so many inputs."""
+    """Whether there is a format with groups of so many inputs."""
     with contextlib.suppress(ValueError):
         return bool(form.with_group_size(size))
     return False

@@ -1,4 +1,4 @@
-"""One kernel of this room, as the runtime sees it."""
+"""A kernel of weight-only products, as the runtime sees it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclass(frozen=True, eq=False)
 class GemmSpec(KernelSpec):
-    """One kernel of weight-only products, or of what stands before them.
+    """One kernel of weight-only products, or of a step before them.
 
-    It takes what `kernel` says: x as a torch tensor, then addresses and numbers. It runs on torch's current stream.
+    It takes the arguments of `kernel`: x as a torch tensor, then addresses and numbers. It runs on torch's current
+    stream.
     """
 
     config: (
@@ -30,7 +31,7 @@ class GemmSpec(KernelSpec):
 
     @property
     def kernel(self) -> Kernel:
-        """What the configuration is compiled as."""
+        """The kernel that the configuration is compiled as."""
         return self.config.kernel()
 
     def policies(self) -> tuple[object, ...]:

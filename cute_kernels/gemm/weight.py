@@ -45,12 +45,13 @@ BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32
 
 @lru_cache(maxsize=1024)
 def _unpacking(n: int, k: int, bits: int) -> Transform:
-    """What brings codes of a weight [n, k] in order; working it out takes longer than a small weight's codes do."""
+    """The transform that puts codes of a weight [n, k] in order; computing it takes longer than applying it to a small
+    weight."""
     return hopper.transform(n, k, bits).inverse()
 
 
 def symmetric_zero(bits: int) -> int:
-    """The code that stands for 0 in a weight without zero points: 8 or 128."""
+    """The code for 0 in a weight without zero points: 8 or 128."""
     return 1 << (bits - 1)
 
 
@@ -87,7 +88,7 @@ def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 class WeightForm(NamedTuple):
-    """What a `PackedWeight` is but for what it holds.
+    """What identifies a `PackedWeight` apart from its contents.
 
     perm, input_scale: bytes of each past a multiple of 16, None for none. device_index: -1 on a CPU.
     """
@@ -111,7 +112,7 @@ class WeightForm(NamedTuple):
 
 
 class WeightTensors(NamedTuple):
-    """The fields of a `PackedWeight`, known to be those of one: what a layer makes of its tensors in each call."""
+    """The fields of a `PackedWeight` that were checked before: a layer makes one of its tensors in each call."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -224,7 +225,7 @@ class PackedWeight(Packed):
 
     @kept
     def form(self) -> WeightForm:
-        """All that a plan for this weight relies on but where most of its tensors are."""
+        """Everything that a plan for this weight relies on, except the addresses of most of its tensors."""
         fields = self.codes, self.scales, self.zeros, self.format, self.shape, self.perm, self.input_scale
         return WeightTensors(*fields).form
 
@@ -351,7 +352,7 @@ class PackedWeight(Packed):
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedWeight:
-        """The weight of `state_dict`'s tensors, which are not copied.
+        """The weight of a `state_dict`'s tensors, which are not copied.
 
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -364,7 +365,7 @@ class PackedWeight(Packed):
 def checked_state(
     tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """What `format_of_numbers` has of the "format" of a state dict, of tensors of these names beside it.
+    """The result of `format_of_numbers` for the "format" of a state dict with tensors of these names.
 
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -387,7 +388,7 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
-    """What state dicts say of a weight beside its tensors, int64; more: what stands behind the format."""
+    """The int64 numbers that describe a weight in a state dict. more: numbers behind the format."""
     own = weight_format.numbers
     key = *more, *weight_format.key.encode()
     numbers = (FORMAT_VERSION, *shape, *own, *more) if own else (KEY_VERSION, *shape, *key)
@@ -397,7 +398,7 @@ def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: i
 def format_of_numbers(
     found: torch.Tensor, has_zeros: bool, more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """(format, shape, what is more) of `format_numbers`.
+    """(format, shape, further numbers) from `format_numbers`.
 
     Raises:
         ValueError: they are not such numbers, or name no format.
@@ -435,7 +436,7 @@ def check_weight_format(weight_format: object) -> None:
 
 
 def check_presence(zeros: object, weight_format: WeightFormat) -> None:
-    """Raises ValueError unless there are zero points just where the format has some."""
+    """Raises ValueError unless there are zero points exactly where the format has some."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
         raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {spelling(weight_format)}")
@@ -461,7 +462,7 @@ def per_row(group_size: SizeT) -> SizeT | None:
 
 
 def check_start(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless a tensor on a GPU starts where kernels copy from."""
+    """Raises ValueError unless a tensor on a GPU starts at an address that kernels copy from."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return
     if tensor.is_cuda or GPU.takes_cpu:
@@ -469,7 +470,7 @@ def check_start(name: str, tensor: torch.Tensor) -> None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor can be looked at now, at the price of waiting for a GPU."""
+    """Whether the numbers of a tensor can be read now, which may wait for a GPU."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,4 +1,4 @@
-"""Which part of the weights a CTA takes, as the device computes it; :mod:`.schedule` says the same in plain Python."""
+"""Finds the part of the weights that a CTA takes, on the device; :mod:`.schedule` says the same in plain Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Operands:
 
 
 def operands_of(kind: Any, given, **others) -> Any:
-    """The operands, of a ``kind`` of dataclass, of a launch's arguments, and of ``others`` that these do not have."""
+    """The operands, of a ``kind`` of dataclass, from a launch's arguments, and from ``others`` that these do not
+    have."""
     if "x" not in others:
         others["x"] = ptx.address(given.x)
     names = (own.name for own in fields(kind) if own.name not in others)
@@ -38,7 +39,7 @@ def operands_of(kind: Any, given, **others) -> Any:
 
 
 def scale_number(config, decoder: CodeDecoder, word):
-    """fp32 of a stored scale, zero-extended, of a configuration's format."""
+    """The fp32 number of a stored scale, zero-extended, of a configuration's format."""
     if config.format.scale_bytes == 4:
         return word.bitcast(Float32)
     word = decoder.scale_word(word)
@@ -46,7 +47,8 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
-    """Scales of the second level of rows ``row`` and ``row`` + 8 of a tile whose stored scales end at an address."""
+    """Loads scales of the second level of rows ``row`` and ``row`` + 8 of a tile whose stored scales end at an
+    address."""
     size, bits = form.scale_bytes, 8 * form.scale_bytes
     first = end - form.more_groups * form.group_scale_bytes + Int64(row) * size
     words = [Uint32(0), Uint32(0)]
@@ -107,8 +109,8 @@ class Segment:
 class Work:
     """A CTA's part: the ``slice_index``-th slice of k blocks [first, first + count) of all blocks; run-time integers.
 
-    Its blocks are taken from the last to the first: so what it shares with the next group is ready long before that
-    group, which takes it last, adds it up.
+    Its blocks are taken from the last to the first. So the part that it shares with the next group is ready long before
+    that group, which takes it last, adds it up.
     """
 
     shape: StreamSizes
@@ -153,7 +155,7 @@ class Work:
         return self.shape.m
 
     def x_start(self, segment, slot_bytes):
-        """Where a segment's activations begin, bytes behind the first."""
+        """The offset of a segment's activations, in bytes behind the first."""
         return 0
 
     def tile(self, segment, index: int, n_tiles: int):
@@ -188,11 +190,10 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """(first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment want
-        first.
+        """(first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment are the
+        first to need.
 
-        The first segment brings those of its k blocks, the second one the rest of the slice: any further ones are
-        whole.
+        The first segment loads those of its k blocks, the second one the rest of the slice: any further ones are whole.
         """
         seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
         first = cutlass.max(k_block, seen) * k_block_bytes

@@ -60,8 +60,8 @@ def mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q K^T * softmax_scale) V for the newest tokens of each request: K is the cached tokens, V their first
-    512 columns.
+    """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request: K is the cached tokens, V their
+    first 512 columns.
 
     Query i of request b stands at position seq_lens[b] - q_len + i: the queries are the last tokens, and they are in
     the cache already. All heads see the same tokens.
@@ -179,5 +179,5 @@ def sparse_mla_decode(
 
 
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
-    """The kernels' lse, +inf where a query sees nothing, with -inf there; every other number stays, NaN too."""
+    """The kernels' lse with -inf where a query sees nothing, in place of +inf; every other number stays, NaN too."""
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)

@@ -1,4 +1,4 @@
-"""What MLA decode's kernels are launched with: declared here, and nowhere else listed.
+"""The arguments that MLA decode's kernels are launched with; they are listed nowhere else.
 
 Both kinds of decode (`ROWS`): q bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len,
 num_heads, 512] in q's dtype; lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0;

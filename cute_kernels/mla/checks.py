@@ -1,7 +1,7 @@
-"""What the arguments of MLA decode may look like; errors name the argument, what came and what is wanted.
+"""Checks of the arguments of MLA decode; errors name the argument, what came and what is wanted.
 
-`dense_problem` and `sparse_problem` look at shapes, dtypes, strides and devices, never at values, so nothing waits for
-a GPU; `check_dense_values` and `check_sparse_values`, for debug mode and the CPU, do wait.
+`dense_problem` and `sparse_problem` check shapes, dtypes, strides and devices, never values, so nothing waits for a
+GPU. `check_dense_values` and `check_sparse_values`, for debug mode and the CPU, do wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dense_problem(
     kv_format: object,
     causal: bool = True,
 ) -> DenseProblem:
-    """Arguments as `cute_kernels.mla.mla_decode` has them; raises TypeError or ValueError."""
+    """The problem of a call with the arguments of `cute_kernels.mla.mla_decode`; raises TypeError or ValueError."""
     form = form_of(kv_format)
     tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
     check_tensors(**tensors)
@@ -79,7 +79,7 @@ def sparse_problem(
     kv_format: object,
     **optional: torch.Tensor | None,
 ) -> SparseProblem:
-    """Arguments as `cute_kernels.mla.sparse_mla_decode` has them; raises TypeError or ValueError.
+    """The problem of a call with the arguments of `cute_kernels.mla.sparse_mla_decode`; raises TypeError or ValueError.
 
     optional: any of `SparseExtras`.
     """
@@ -192,7 +192,7 @@ def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
 
 
 def check_alignment(problem: DenseProblem | SparseProblem, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError for what the kernels' 16-byte accesses could not reach: caches, q and out."""
+    """Raises ValueError for tensors that the kernels' 16-byte accesses cannot reach: caches, q and out."""
     for name, tensor in tensors.items():
         if tensor is not None:
             check_aligned(name, tensor, ALIGNMENT)

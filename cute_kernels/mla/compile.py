@@ -45,7 +45,7 @@ class MlaSpec(_MlaFamily):
 
 @dataclass(frozen=True, eq=False)
 class CombineSpec(_MlaFamily):
-    """Adding up parts: the function takes :data:`.arguments.COMBINE`, on torch's current stream."""
+    """The kernel that adds up parts: the function takes :data:`.arguments.COMBINE`, on torch's current stream."""
 
     config: CombineConfig
 
@@ -63,7 +63,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def combine_specs(dtype: str) -> list[CombineSpec]:
-    """Whatever launches with results of "bf16" or "fp16" may add up their parts by."""
+    """All specs by which launches with results of "bf16" or "fp16" may add up their parts."""
     forms = PARTIALS if dtype == FewHeadsConfig.layout.dtype else (SCALED_PARTIALS,)
     return [CombineSpec(CombineConfig(dtype, slots, form)) for form in forms for slots in COMBINE_SLOTS]
 

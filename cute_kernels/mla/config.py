@@ -68,7 +68,7 @@ SERVED_DECODE: dict[tuple[str, str], dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class PartialForm:
-    """What a part of a row leaves for the kernel that adds up the parts.
+    """The form in which a part of a row is stored for the kernel that adds up the parts.
 
     Attributes:
         value_bytes: of a value: 4, fp32, or 2, fp16, of which the greatest of a row's half is between 2**14 and 2**15.
@@ -124,7 +124,7 @@ class MlaConfig:
 
     @property
     def crossover(self) -> bool:
-        """Whether two CTAs with different heads of a row bring half of its tokens each."""
+        """Whether two CTAs with different heads of a row load half of its tokens each."""
         return self.tiles.load.pair
 
     @property
@@ -142,8 +142,9 @@ class MlaConfig:
 
     @property
     def partials(self) -> str:
-        """Which of `PARTIALS` a part of a row leaves. 64 heads of fp32 are written and read for as long as two blocks;
-        but where the same half has scaled codes and RoPE columns as they are, one power of 2 is not enough for both."""
+        """The one of `PARTIALS` in which a part of a row is stored. Writing and reading 64 heads in fp32 takes as long
+        as two blocks. But where the same half has scaled codes and RoPE columns as they are, one power of 2 is not
+        enough for both."""
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
 
@@ -159,13 +160,13 @@ class MlaConfig:
 
     @property
     def value_columns(self) -> int:
-        """N of a product of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas
-        refuses a product whose accumulators are as many."""
+        """N of an MMA of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas refuses
+        an MMA with as many accumulators."""
         return V_HEAD_DIM // 2 if self.producer_warps == PRODUCER_WARPS[0] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:
-        """Groups of tokens that a producer warp fetches of a block."""
+        """Groups of tokens that a producer warp loads of a block."""
         return BLOCK_TOKENS // GROUP_TOKENS // self.producer_warps // self.cluster
 
     @property
@@ -175,17 +176,17 @@ class MlaConfig:
 
     @property
     def delays_pv(self) -> bool:
-        """Whether the right half of the values is a block behind."""
+        """Whether the right half of the values is delayed by a block."""
         return isinstance(self.tiles, SplitTiles)
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Slabs of the parts of a tile that are filled and given back by themselves."""
+        """Slabs of the parts of a tile that are filled and released by themselves."""
         return self.layout.parts if self.delays_pv else (tuple(range(self.layout.num_slabs)),)
 
     @property
     def tile_parts(self) -> int:
-        """How many such parts a tile has."""
+        """The number of such parts of a tile."""
         return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Index, part: int) -> Index:
@@ -194,12 +195,12 @@ class MlaConfig:
 
     @property
     def held_steps(self) -> int:
-        """16 columns each, of the queries, that order "delayed_pv" keeps in registers."""
+        """Steps of 16 columns of the queries that order "delayed_pv" keeps in registers."""
         return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
     def empty_arrivals(self) -> int:
-        """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
+        """The number of arrivals that release a tile, or a part of one."""
         return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
@@ -230,17 +231,18 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """Blocks ahead of which a producer warp has the entries: what it prefetches, or will load next."""
+        """Blocks ahead of which a producer warp has the entries: those that it prefetches, or will load next."""
         return max(self.tiles.load.prefetch, 2)
 
     @property
     def entry_blocks(self) -> int:
-        """Blocks whose entries are in shared memory: from the next one to the one that is asked for, a power of 2."""
+        """Blocks whose entries are in shared memory: from the next one to the one that is being loaded, a power of
+        2."""
         return 1 << self.entry_lead.bit_length()
 
     @property
     def entry_bytes(self) -> int:
-        """Shared memory of entries: of those that gather, and of those that help them."""
+        """Shared memory of entries: of the warps that gather, and of those that help them."""
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
@@ -294,7 +296,7 @@ class CombineConfig:
 
     @property
     def batch(self) -> int:
-        """Parts that a thread asks for at once."""
+        """Parts that a thread loads at once."""
         return 4 if self.slots == COMBINE_SLOTS[0] else 8
 
     @property
@@ -312,13 +314,12 @@ def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = Fal
 
 
 def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
-    """Whether a tensor map brings the tokens of calls: whole contexts of 16-bit tokens, every 64 side by side."""
+    """Whether a tensor map can load the tokens of calls: whole contexts of 16-bit tokens, every 64 contiguous."""
     return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Whether the tensor cores are what calls with so many heads a row wait for: 16-bit tokens that several CTAs
-    read."""
+    """Whether the tensor cores limit calls with so many heads a row: 16-bit tokens that several CTAs read."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 
@@ -332,10 +333,10 @@ def served_config(
     eager: bool = False,
     cooperative: bool = False,
 ) -> MlaConfig:
-    """The variant that calls are served by.
+    """The variant that calls use.
 
     head_dim: default the format's only or wider one. crossover: `fits_crossover`. mma_bound: `is_mma_bound`. tma_tiles:
-    `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and tiles are what is waited for,
+    `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and waiting for tiles limits them,
     see `.schedule`. cooperative: whether CTAs combine the parts of rows themselves.
     """
     tiles: Tiles

@@ -12,7 +12,7 @@ from cute_kernels.device import ptx
 
 @dataclass(frozen=True)
 class ElementType:
-    """One of them.
+    """One kind of 16-bit numbers.
 
     Attributes:
         type: of tensors.

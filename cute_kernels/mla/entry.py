@@ -1,4 +1,4 @@
-"""The host side of both decode kernels: what a launch is given, as the kernels take it."""
+"""The host side of both decode kernels: it turns a launch's arguments into what the kernels take."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cute_kernels.mla.work import MlaSizes, Results
 
 
 class DecodeEntry:
-    """kernel: what is launched, `MlaKernel` or `FewHeadsKernel`."""
+    """The host side of a kernel. kernel: `MlaKernel` or `FewHeadsKernel`."""
 
     def __init__(self, kernel: MlaKernel | FewHeadsKernel):
         self.kernel, self.config = kernel, kernel.config
 
     def launch(self, given, stream):
-        """``given`` has the arguments of :func:`.arguments.arguments_of`.
+        """Launches the kernel; ``given`` has the arguments of :func:`.arguments.arguments_of`.
 
-        Launches over (queries x blocks of heads, parts) if tokens are chosen for each query, over (requests x blocks of
-        all their queries' heads, parts) if they are a request's; in work ranges of equal size over all rows if
-        num_parts is 0: see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
+        The grid is (queries x blocks of heads, parts) if tokens are chosen for each query, and (requests x blocks of
+        all their queries' heads, parts) if they are a request's. If num_parts is 0 it is work ranges of equal size over
+        all rows, see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
         """
         batch, q_len, num_heads = extents(given.q)[:3]
         # Who asks for the greatest scores gets running maxima that are.

@@ -1,4 +1,4 @@
-"""What a token of a multi-head latent attention cache holds, and where it lies in a page. A format is one object.
+"""The contents of a token of a multi-head latent attention cache, and its place in a page. A format is one object.
 
 The bytes of a token are described, packed and proved by :mod:`layouts.kv.mla`; here they meet tensors: a cache is
 [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
@@ -38,7 +38,7 @@ class MlaFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether tokens are numbers as they are."""
+        """Whether tokens are plain numbers, without codes and scales."""
         return self.q_dtype in self.cache_dtypes
 
     @property
@@ -63,7 +63,7 @@ class MlaFormat:
         return self.token(head_dim).row_bytes
 
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Floating [..., head_dim] to tokens [..., row] of the format's first dtype.
+        """Converts floating [..., head_dim] to tokens [..., row] of the format's first dtype.
 
         For a format with split pages they are those of pages of one token.
         """
@@ -71,7 +71,7 @@ class MlaFormat:
         return rows.view(self.cache_dtypes[0])
 
     def fetch(self, cache: torch.Tensor, slots: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantised tokens [*slots.shape, head_dim] of a cache [num_pages, page_size, row].
+        """Fetches dequantised tokens [*slots.shape, head_dim] of a cache [num_pages, page_size, row].
 
         slots: int64, page * page_size + offset, inside the cache.
         """
@@ -82,7 +82,7 @@ class MlaFormat:
         return self.token(head_dim).dequantize(rows, dtype)
 
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes tokens [n, row] as `quantize` gives them to slots int64 [n], inside the cache."""
+        """Writes tokens [n, row] as `quantize` returns them to slots int64 [n], inside the cache."""
         pages, offsets = slots // cache.shape[1], slots % cache.shape[1]
         if self.is_dense:
             cache[pages, offsets] = rows
@@ -93,7 +93,7 @@ class MlaFormat:
             first += part.shape[2]
 
     def _parts(self, cache: torch.Tensor) -> list[torch.Tensor]:
-        """Views uint8 [num_pages, page_size, bytes] of what lies together of a token, in the token's order."""
+        """Views uint8 [num_pages, page_size, bytes] of the contiguous parts of a token, in the token's order."""
         cache = cache.view(torch.uint8)
         if not self.split_pages:
             return [cache]

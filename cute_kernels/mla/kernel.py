@@ -51,7 +51,7 @@ def make_load(config: MlaConfig) -> CopyLoad | Fp8Load | SplitFp8Load | TmaTileL
 
 
 def make_consumers(config: MlaConfig) -> PersistentConsumers | PartConsumers:
-    """What multiplies, in the order that the configuration says."""
+    """The consumers, in the order that the configuration names."""
     if isinstance(config.tiles, CooperativeTiles):
         return PartConsumers(Stepped(config, NoNextQueries()))
     if isinstance(config.tiles, SplitTiles):

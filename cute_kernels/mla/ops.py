@@ -1,6 +1,7 @@
-"""Calling MLA decode: launch in eager mode, reference on the CPU, registered operators under torch.compile.
+"""Calls MLA decode: launch in eager mode, reference on the CPU, registered operators under torch.compile.
 
-What decides a call (its problem) is kept for the next one like it, so that a repeated call is checked by one look-up.
+The problem of a call, which decides it, is kept for the next call like it, so that a repeated call is checked by one
+look-up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class DenseCall(NamedTuple):
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     def problem(self) -> DenseProblem:
-        """What decides how the call is served; TypeError or ValueError for what may not be."""
+        """What decides the call's plan; TypeError or ValueError for arguments that are not supported."""
         return checks.dense_problem(**self.tensors, kv_format=self.kv_format, causal=self.causal)
 
 
@@ -119,17 +120,18 @@ class SparseCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """What is read, by name; None for what is not given."""
+        """The tensors that are read, by name; None for those that are not given."""
         return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
 
     def problem(self) -> SparseProblem:
-        """What decides how the call is served; TypeError or ValueError for what may not be."""
+        """What decides the call's plan; TypeError or ValueError for arguments that are not supported."""
         named: dict[str, Any] = self.tensors
         return checks.sparse_problem(**named, kv_format=self.kv_format)
 
 
 def sparse(call: SparseCall) -> SparseResults:
-    """(out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors are.
+    """Computes (out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors
+    are.
 
     The greatest scores, fp32 [batch, q_len, num_heads], are empty unless asked for.
     """
@@ -166,7 +168,7 @@ def _sparse_checked(call: SparseCall) -> CheckedSparse:
 
 
 def _sparse_plan(checked: CheckedSparse) -> Plan[[SparseCall], SparseResults] | None:
-    """Returns the plan of a checked sparse call; None where nothing is launched."""
+    """The plan of a checked sparse call; None where nothing is launched."""
     from cute_kernels.mla.plan import chosen, sparse_plan  # the kernels' side
 
     problem = checked.problem
@@ -239,7 +241,7 @@ def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None, 
 
 
 def _nothing(problem: DenseProblem | SparseProblem, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result where no query can see anything, which no kernel is launched for."""
+    """The result where no query can see anything, for which no kernel is launched."""
     if out is None:
         out = torch.empty(problem.out_shape, dtype=problem.q_dtype, device=problem.device)
     lse = torch.full(problem.out_shape[:3], torch.inf, dtype=torch.float32, device=problem.device)
@@ -265,7 +267,7 @@ def _sparse_on_meta(q, cache, indices, kv_format, softmax_scale, *others):
 
 
 def _sparse_call(*given: Any) -> SparseCall:
-    """The operator's arguments as a call."""
+    """The call of the operator's arguments."""
     return SparseCall(*given[:5], extras=SparseExtras(*given[5:-1]), with_max=given[-1])
 
 

@@ -1,4 +1,4 @@
-"""Launching the CUDA kernels of the family on tensors that have been checked."""
+"""Launches the CUDA kernels of MLA decode on tensors that have been checked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NO_CACHE: Tokens = {EXTRA + each.name: int(each.name == "page_size") for each in
 
 @dataclass(frozen=True)
 class MlaPlan:
-    """What of a launch stays the same from call to call.
+    """The part of a launch that stays the same from call to call.
 
     Attributes:
         send: the compiled kernel; takes the arguments of a launch that are not the same for all of them by name.
@@ -69,7 +69,7 @@ class MlaPlan:
         sink: torch.Tensor | None = None,
         max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) on the current stream of q's device, which is the current one."""
+        """Launches on the current stream of q's device, which is the current one. Returns (out, lse)."""
         shape = q.shape[:3]
         if out is None:
             out = torch.empty((*shape, V_HEAD_DIM), dtype=q.dtype, device=q.device)
@@ -91,7 +91,7 @@ class MlaPlan:
 
 
 def dense_plan(problem: DenseProblem) -> MlaPlan:
-    """The plan of a problem's launches; it leaves open where cache, table and seq_lens are."""
+    """The plan of a problem's launches, without the addresses of cache, table and seq_lens."""
     known = {
         **_pages(problem.cache),
         "num_pages": problem.cache.num_pages,
@@ -114,7 +114,7 @@ def sparse_plan(problem: SparseProblem) -> MlaPlan:
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
-    """(rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries are side by side."""
+    """(rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries lie together."""
     return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
 
 

@@ -1,8 +1,9 @@
-"""The choices that a kernel of 64 heads is a product of, as values. No GPU types here.
+"""The policies that a kernel of 64 heads is composed of, as values. There are no GPU types here.
 
-A load says how tiles are filled; :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which
-loads, mainloops and ways to combine go together: what does not cannot be written down. Each load owns its fields, its
-part of the kernel's name, the registers of the warpgroups beside it and the arrivals on its barriers."""
+A load says how tiles are filled. :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which
+loads, mainloops and ways to combine go together: other combinations cannot be written down. Each load owns its fields,
+its part of the kernel's name, the registers of the warpgroups beside it and the arrivals on its barriers.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Decode:
 
     @property
     def full_arrivals(self) -> int:
-        """How many times the barrier of a full tile is arrived at."""
+        """The number of arrivals on the barrier of a full tile."""
         return self.warps
 
     def reason(self) -> str | None:
@@ -132,7 +133,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class TmaTiles:
-    """16-bit tokens that a tensor map brings, of which every 64 lie side by side in a page.
+    """16-bit tokens that a tensor map loads, of which every 64 are contiguous in a page.
 
     pair: whether two CTAs with different heads ask for half each, and every copy goes to both (TMA multicast).
     prefetch: whether the next block is brought into L2 ahead of its turn, 0 or 1.
@@ -162,8 +163,8 @@ Load = Decode | Crossover | SplitCrossover | Copies | TmaTiles
 
 @dataclass(frozen=True)
 class WholeTiles:
-    """Tiles that come and go as one. mainloop: "plain": weights, then products with values; "stepped": 16 tokens at a
-    time, which takes four producer warps. Partial results: stream-K or a second launch, at run time."""
+    """Tiles that are loaded and released as one. mainloop: "plain": weights, then products with values; "stepped": 16
+    tokens at a time, which takes four producer warps. Partial results: stream-K or a second launch, at run time."""
 
     load: Decode | Crossover | Copies
     mainloop: str = MAINLOOPS[0]
@@ -181,7 +182,8 @@ class WholeTiles:
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """Tiles in two parts, by delayed PV: the right half of the values is a block behind. Partial results as above."""
+    """Tiles in two parts, by delayed PV: the right half of the values is delayed by a block. Partial results as
+    above."""
 
     load: SplitCrossover | TmaTiles
     mainloop: ClassVar[str] = "delayed_pv"

@@ -1,4 +1,4 @@
-"""What of a call decides how it is served: shapes, formats and strides, hashable, without the tensors.
+"""The part of a call that decides its plan: shapes, formats and strides, hashable, without the tensors.
 
 Two calls with equal problems run the same compiled function with the same schedule.
 """
@@ -33,13 +33,13 @@ class CacheShape:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that there is room for: indices go from 0 to one less."""
+        """Tokens that the cache has room for: indices go from 0 to one less."""
         return self.num_pages * self.page_size
 
 
 @dataclass(frozen=True)
 class Queries:
-    """The queries of a call, and the cache that they are of.
+    """The queries of a call, and the cache that they read.
 
     Attributes:
         q_dtype: of q and of the result.
@@ -86,7 +86,7 @@ class DenseProblem(Queries):
 
 
 class SparseExtras(NamedTuple):
-    """Tensors that a sparse call may do without; :func:`cute_kernels.mla.sparse_mla_decode` says what each means."""
+    """The optional tensors of a sparse call; :func:`cute_kernels.mla.sparse_mla_decode` says what each means."""
 
     topk_length: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

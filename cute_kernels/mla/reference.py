@@ -1,4 +1,4 @@
-"""What MLA decode means, in PyTorch: the implementation on the CPU, and what kernels are measured against.
+"""The reference of MLA decode in PyTorch: the implementation on the CPU, and the yardstick of kernels.
 
 After DeepSeek-V2's absorption of the up-projections, decoding is multi-query attention over one head of cached tokens
 (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): all of a token is the key, its first 512 columns are the value. Tokens
@@ -33,7 +33,7 @@ def mla_decode_reference(
     causal: bool = True,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense decode; arguments as :func:`cute_kernels.mla.mla_decode`.
+    """Computes dense decode; arguments as :func:`cute_kernels.mla.mla_decode`.
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
@@ -80,7 +80,7 @@ def sparse_mla_decode_reference(
     compute_dtype: torch.dtype = torch.float32,
     **optional: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as above.
+    """Computes sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as above.
 
     optional: any of `SparseExtras`.
 
@@ -167,7 +167,7 @@ class State:
 
 
 def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: float) -> State:
-    """Attention of each query over its own tokens, in the tokens' dtype.
+    """Computes attention of each query over its own tokens, in the tokens' dtype.
 
     q: [queries, num_heads, head_dim]; tokens: [queries, topk, head_dim], at least one; seen: bool [queries, topk].
     """

@@ -1,4 +1,4 @@
-"""Which kernel serves a call, and how many parts a row's tokens are cut into: plain Python, no GPU types.
+"""Chooses the kernel of a call, and the number of parts that a row's tokens are cut into: plain Python, no GPU types.
 
 The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens;
 cutting costs a second launch that reads what the parts wrote, unless a cluster has all parts of a row. The constants
@@ -42,7 +42,7 @@ CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others ma
 
 @dataclass(frozen=True)
 class Rate:
-    """What a CTA of a kernel does and costs.
+    """What a CTA of a kernel computes and costs.
 
     Attributes:
         heads: of a CTA.
@@ -94,22 +94,22 @@ class Workload:
         return max(1, -(-self.num_tokens // BLOCK_TOKENS))
 
     def num_ctas(self, heads: int) -> int:
-        """CTAs of so many heads without a cut."""
+        """The number of CTAs of so many heads without a cut."""
         return self.num_rows * self.head_blocks(heads)
 
     def head_blocks(self, heads: int) -> int:
-        """CTAs of so many heads that a row has."""
+        """The number of CTAs of so many heads for a row."""
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
-        """Blocks that a CTA has of a launch with so many parts, or of stream-K."""
+        """The number of blocks of a CTA in a launch with so many parts, or of stream-K."""
         if num_parts == STREAM_K:
             return self.num_rows * self.num_blocks // self.teams
         return -(-self.num_blocks // num_parts)
 
     @property
     def teams(self) -> int:
-        """Teams of CTAs for all heads of a row that there is room for at once."""
+        """The number of teams of CTAs, one for all heads of a row, that run at once."""
         return self.num_sms // self.head_blocks(BLOCK_HEADS)
 
     @property
@@ -158,17 +158,17 @@ def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
 
 
 def cooperative_heads(num_parts: int) -> int:
-    """Heads that a CTA adds up if all of a launch add up so many parts: see `.parts.Parts`."""
+    """The number of heads that a CTA adds up if all of a launch add up so many parts: see `.parts.Parts`."""
     return 4 if num_parts >= 16 else 8 if num_parts >= 8 else 16
 
 
 def fits_cooperative(shape: Workload, num_parts: int) -> bool:
-    """Whether the CTAs of a launch may add up so many parts: all of them are there at once."""
+    """Whether the CTAs of a launch can add up so many parts: all of them are resident at once."""
     return num_parts in COOPERATIVE_PARTS and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads: one for every work tile, or all teams under stream-K.
+    """The number of CTAs of a launch of the kernel for 64 heads: one for every work tile, or all teams under stream-K.
 
     Raises ValueError if stream-K does not fit.
     """
@@ -191,7 +191,7 @@ def choose_combine(shape: Workload) -> tuple[int, int]:
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: Workload) -> tuple[MlaConfig | FewHeadsConfig, int]:
-    """The variant that serves a call and the number of parts."""
+    """The variant for a call and the number of parts."""
     own = WIDE if form in SCALES else COPIES
     crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
     wide = CROSSOVER if crossover and tokens == "sparse" else own
@@ -225,6 +225,6 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_par
 
 
 def _has_room(shape: Workload, rate: Rate) -> bool:
-    """Whether the clusters of a launch find their SMs at once, and every CTA has a block."""
+    """Whether the clusters of a launch find SMs at once, and every CTA has a block."""
     wanted = shape.num_ctas(rate.heads) * rate.cluster
     return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

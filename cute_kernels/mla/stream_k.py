@@ -1,13 +1,13 @@
 """Stream-K: the blocks of all rows, one row after the other, are cut into equal work ranges, one for each team of CTAs.
 
-A team has a CTA for each block of 64 heads: its CTAs go along the same tokens together. A work range is the end of a
+A team has a CTA for each block of 64 heads; its CTAs process the same tokens together. A work range is the end of a
 row, whole rows, and the beginning of another row, whatever the lengths of rows (Osama et al. 2023). Where a row is cut,
 nothing is added up in the end. The team with the end of the row computes it first and publishes its accumulators,
-maxima and totals. The team with the beginning computes it last, and resumes from them in place of zeros. So one launch
+maxima and totals. The team with the beginning computes it last, and resumes from them instead of zeros. So one launch
 is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length stay
 whole where that costs less than cuts: some teams then have one row more than others.
 
-Every launch ends: work ranges are dealt from the last one on, so that a CTA waits for a CTA of a lower number, which
+Every launch ends: work ranges are assigned from the last one on, so that a CTA waits for a CTA of a lower number, which
 the hardware starts before it.
 """
 
@@ -42,7 +42,8 @@ WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
 
 
 def units_of(blocks):
-    """What a row of so many blocks takes of the work ranges: one without any has to be written, too."""
+    """The units of the work ranges that a row of so many blocks takes; a row without any takes one, as it has to be
+    written."""
     return cutlass.max(blocks, Int32(1))
 
 
@@ -61,7 +62,7 @@ class StreamK:
 
     @cute.jit
     def work_range(self, team, lane):
-        """(row, unit of it, units in all) where a team's work range begins; all lanes of a warp ask for the same.
+        """(row, unit of it, units in all) where a team's work range begins; all lanes of a warp call it together.
 
         A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
         Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
@@ -115,8 +116,8 @@ class StreamK:
 class PartialExchange:
     """Where partial results are published and loaded; addresses of a launch, and numbers of CTAs.
 
-    Every warp for itself: a lane's registers come back to the same lane of the same warp of another CTA, 16 bytes at a
-    time. A flag is `EMPTY_WORD` between launches: who has loaded puts it back.
+    Every warp exchanges by itself: a lane's registers go to the same lane of the same warp of another CTA, 16 bytes at
+    a time. A flag is `EMPTY_WORD` between launches: the warp that has loaded resets it.
     """
 
     words: Int64  # fp32 [CTAs, STATE_WORDS]
@@ -126,8 +127,8 @@ class PartialExchange:
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Leaves a thread's accumulators, and its maxima and totals if it has them (stats: else ()), for the CTA that
-        resumes."""
+        """Publishes a thread's accumulators, and its maxima and totals if it has them (stats: else ()), for the CTA
+        that resumes."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES

@@ -1,4 +1,4 @@
-"""What a CTA of MLA decode works on: a row, 64 of its heads, a part of its blocks of tokens."""
+"""The work of a CTA of MLA decode: a row, 64 of its heads, a part of its blocks of tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 class MlaSizes:
     """Run-time integers of a launch.
 
-    A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
-    heads of all of its queries side by side, as they lie in memory.
+    A row is the queries that share tokens. If indices name the tokens, it is a query with all its heads. Otherwise it
+    is a request, with the heads of all of its queries as they lie in memory.
     """
 
     rows: Int32
@@ -30,7 +30,7 @@ class MlaSizes:
 
 @dataclass(frozen=True)
 class Results:
-    """Addresses of what is written; ``sinks`` is read. 0 where absent."""
+    """Addresses that are written; ``sinks`` is read. 0 where absent."""
 
     out: Int64  # bf16 or fp16 [rows, num_heads, 512]
     lse: Int64  # fp32 [rows, num_heads]
@@ -63,7 +63,7 @@ class WorkTile:
 
     @staticmethod
     def cut(num_blocks, size, part):
-        """[begin, end) of a part of so many blocks, if there are."""
+        """[begin, end) of a part of so many blocks, as far as they exist."""
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 

@@ -1,7 +1,7 @@
-"""What a CTA computes one after the other: work tiles of the launch, and of each its blocks of tokens.
+"""The work tiles that a CTA computes one after the other, and the blocks of tokens of each.
 
 A CTA stays for several work tiles, so that its pipeline never runs dry: producers go on with the blocks of the next
-work tile right behind those of this one, and find them by a cursor of their own.
+work tile right after those of this one, and find them by a cursor of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of a launch in a form that others are divided by; found on the host."""
+    """Divisors of a launch in a form that replaces division; computed on the host."""
 
     of_part: Divisor  # work tiles of the first parts of all rows
     head_blocks: Divisor  # of a row
@@ -90,7 +90,7 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """The work tile behind another one, as far as a cursor wants to know it: under stream-K."""
+        """The next work tile, as far as a cursor needs it: under stream-K."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))
@@ -168,12 +168,12 @@ class Cursor:
 
     @property
     def found(self):
-        """How many blocks there were so far, this one included."""
+        """The number of blocks so far, this one included."""
         return Int32(self.state[FOUND])
 
     @property
     def work(self) -> WorkTile:
-        """The work tile, as far as locators want to know it."""
+        """The work tile, as far as locators need it."""
         row, end, length, main_blocks, extra = (
             Int32(self.state[i]) for i in (ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH)
         )

@@ -43,10 +43,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def mismatches(manifest: dict[str, Any]) -> list[str]:
-    """What keeps a bundle from running in this installation; empty if nothing does.
+    """The reasons why a bundle cannot run in this installation; empty if it can.
 
-    The compiler need not be here, nor the DSL be of the version that the bundle was built with: the code calls
-    functions of the DSL's runtime library and of apache-tvm-ffi, and those it calls are looked for by name.
+    The compiler need not be here, nor the DSL have the version that the bundle was built with: the code calls functions
+    of the DSL's runtime library and of apache-tvm-ffi, which are looked up by name.
     """
     problems = []
     built = manifest["versions"]

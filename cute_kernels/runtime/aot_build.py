@@ -1,4 +1,4 @@
-"""Building ahead-of-time bundles, which :mod:`cute_kernels.runtime.aot` reads."""
+"""Builds ahead-of-time bundles, which :mod:`cute_kernels.runtime.aot` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling one spec into an artifact: an object file, and what its host code says about its launches."""
+"""Compiles one spec into an artifact: an object file, and what its host code says about its launches."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory,
 
 @dataclass(frozen=True)
 class Progress:
-    """One kernel is ready: `done` of `total`, where it came from ("memory", "bundle", "disk", "compiled"), seconds."""
+    """Reports that one kernel is ready: `done` of `total`, its origin ("memory", "bundle", "disk", "compiled"),
+    seconds."""
 
     done: int
     total: int
@@ -63,7 +64,7 @@ class KernelCache:
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
-        """`load`, and where the function came from: "memory", "bundle", "disk" or "compiled"."""
+        """Loads as `load` does. Returns the function and its origin: "memory", "bundle", "disk" or "compiled"."""
         function = self._functions.get((spec, arch))
         if function is not None:
             return function, "memory"
@@ -93,7 +94,7 @@ class KernelCache:
     def load_many(
         self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
     ) -> list[Any]:
-        """`load` for each spec, compiling what is missing in `jobs` worker processes (default: by cores and memory).
+        """Loads each spec, compiling what is missing in `jobs` worker processes (default: by cores and memory).
 
         Returns the functions in the order of `specs`. Raises workers.CompileError, naming every kernel that failed,
         after the others are done.
@@ -104,7 +105,7 @@ class KernelCache:
     def artifacts(
         self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
     ) -> list[Artifact]:
-        """`artifact` for each spec, compiled in parallel like `load_many`."""
+        """The `artifact` of each spec, compiled in parallel as `load_many` does."""
 
         def fetch(spec: KernelSpec, arch: str) -> tuple[Artifact, str]:
             return self.artifact(spec, arch), "disk"
@@ -154,7 +155,7 @@ class KernelCache:
         return (spec, arch) in self._artifacts or self.store.read(key_of(spec, arch)) is not None
 
     def _adopt(self, specs: list[KernelSpec], arch: str, store: DiskStore) -> None:
-        """Keeps in memory what workers left in a scratch directory, because the cache's own cannot be written."""
+        """Keeps in memory what workers stored in a scratch directory, because the cache's own cannot be written."""
         for spec in specs:
             entry = store.read(key_of(spec, arch))
             if entry is not None:
@@ -266,7 +267,7 @@ def default_cache() -> KernelCache:
 
 @contextmanager
 def using(cache: KernelCache) -> Iterator[KernelCache]:
-    """Has the whole process take kernels from ``cache`` in this block. Plans that are kept keep their functions."""
+    """Makes the whole process load kernels from ``cache`` in this block. Plans that are kept keep their functions."""
     _used.append(cache)
     try:
         yield cache

@@ -44,7 +44,7 @@ class Capture(NamedTuple):
 
 
 class _Rest:
-    """How many want Python's collector to rest, and whether it worked before the first of them."""
+    """The number of callers that want Python's collector to rest, and whether it was on before the first of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -70,10 +70,11 @@ _REST = _Rest()
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Python's collector rests, in all threads. It may find a CUDA graph that nobody has any more, whose destructor
-    aborts the process while a stream is captured. So garbage in cycles stays for as long as a capture takes.
+    """Stops Python's collector in all threads within this block. The collector may find a CUDA graph that has no owner,
+    whose destructor aborts the process while a stream is captured. So garbage in cycles stays for as long as a capture
+    takes.
 
-    To be entered before a capture. Who collects by hand, or deletes a graph, still does.
+    It is to be entered before a capture. Code that collects by hand, or deletes a graph, still does.
     """
     _REST.begin()
     try:
@@ -83,7 +84,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """A CUDA graph of what a function launches on a device, and what it returns.
+    """Captures a CUDA graph of what a function launches on a device. Returns the graph and what the function returns.
 
     Raises what the function raises, or what CUDA says of its launches. Torch is then as it was before: by itself it
     would stay on the stream that it captured, draw no random numbers on this device any more, and keep memory.

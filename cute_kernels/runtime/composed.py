@@ -1,4 +1,4 @@
-"""Configurations that are made of policies: other values of fields, whichever policy has them."""
+"""Configurations that are made of policies: changes values of fields, whichever policy has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def changed(config: ConfigT, **fields: object) -> ConfigT:
-    """``config`` with other values of its own fields, or of its policies'.
+    """The configuration with other values of its own fields, or of its policies'.
 
     A policy's field goes by its name; where several policies have it, by the policy's name, "_" and its own: of a
     configuration with policies ``k`` and ``v`` that both have a ``format``, ``k_format``.
@@ -32,7 +32,7 @@ def changed(config: ConfigT, **fields: object) -> ConfigT:
 
 
 def _owner(config: object, name: str) -> tuple[str, str]:
-    """The policy that has a field, and what it calls it."""
+    """The policy that has a field, and the field's name there."""
     held = {field.name: getattr(config, field.name) for field in dataclasses.fields(_dataclass(config))}
     policies = {policy: value for policy, value in held.items() if dataclasses.is_dataclass(value)}
     owned = {policy: {field.name for field in dataclasses.fields(value)} for policy, value in policies.items()}

@@ -1,4 +1,4 @@
-"""What works on this machine, and why the rest does not."""
+"""Finds what works on this machine, and why the rest does not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find_tool(name: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `status` is "ok", "limited" (works with a drawback) or "missing"."""
+    """The result of one check. `status` is "ok", "limited" (works with a drawback) or "missing"."""
 
     subject: str
     status: str
@@ -54,7 +54,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Looks at everything the package depends on; raises nothing, changes nothing, compiles nothing."""
+    """Checks everything the package depends on; raises nothing, changes nothing, compiles nothing."""
     return [check() for check in CHECKS]
 
 
@@ -179,7 +179,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def abilities(findings: list[Finding]) -> dict[str, list[str]]:
-    """What can be done here, each with the subjects that stand in the way (an empty list: it works)."""
+    """The abilities of this installation, each with the subjects that stand in the way (an empty list: it works)."""
     status = {finding.subject: finding.status for finding in findings}
     needs = {
         "run the fp32 reference": ("install", "torch"),

@@ -15,7 +15,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 @dataclass(frozen=True)
 class DynamicSymbols:
-    """Names of a library's dynamic symbols. wanted: those that it must find elsewhere, weak ones left out."""
+    """Names of a library's dynamic symbols. wanted: those that others must provide, without weak ones."""
 
     exported: frozenset[str]
     wanted: frozenset[str]

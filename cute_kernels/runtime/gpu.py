@@ -1,7 +1,7 @@
-"""The GPU as the host's code asks for it: one object, so that another can stand in for it.
+"""The GPU as the host's code sees it: one object, so that another can replace it.
 
 A launch asks a device for little: which one is current, torch's stream on it, memory, how many SMs it has. All of that
-goes through :data:`GPU`. :func:`standing_in` puts other functions there for a block, for all families at once: a test
+goes through :data:`GPU`. :func:`standing_in` replaces these functions within a block, for all families at once: a test
 records launches on a machine without a GPU (`tests/host_functions.py`), a tool plans for a GPU that is not there. The
 kernels' side of the same idea is `simulator.running`.
 """
@@ -34,7 +34,7 @@ def _num_sms(device: Device) -> int:
 
 @dataclass(slots=True)
 class Gpu:
-    """Functions that say what there is, and give what launches need; the defaults are torch's.
+    """Functions that describe the GPUs, and provide what launches need; the defaults are torch's.
 
     Attributes:
         is_available, count: whether there is a GPU, and how many there are.
@@ -73,21 +73,21 @@ _clears: list[Callable[[], object]] = []
 
 
 def forgotten(clear: Callable[[], object]) -> None:
-    """Has ``clear`` called whenever a stand-in comes or goes: it empties what is kept of devices."""
+    """Registers ``clear``, which empties what is kept of devices whenever a stand-in begins or ends."""
     _clears.append(clear)
 
 
 def per_gpu(cached: CachedT) -> CachedT:
-    """Decorates a function under `functools.cache` whose results hold for the GPUs that there are."""
+    """Decorates a function under `functools.cache` whose results depend on the GPUs of this machine."""
     forgotten(cached.cache_clear)
     return cached
 
 
 @contextmanager
 def standing_in(gpu: Gpu) -> Iterator[None]:
-    """Whoever asks for a GPU in this block asks ``gpu``; plans that were kept are forgotten before and behind it.
+    """Replaces the GPU by ``gpu`` within this block; plans that were kept are forgotten before and after it.
 
-    For the whole process, so not beside threads that launch.
+    It holds for the whole process, so no other thread may launch meanwhile.
     """
     names = [field.name for field in fields(Gpu)]
     before = [getattr(GPU, name) for name in names]

@@ -1,4 +1,4 @@
-"""Bundles that are installed as packages of their own: what `pip install cute-kernels-sm90a` puts beside this one."""
+"""Bundles that are installed as packages of their own, as by `pip install cute-kernels-sm90a`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def installed() -> dict[str, Path]:
 
 
 def open_installed() -> list[Bundle]:
-    """The bundles that are installed and fit; of each other one a warning says why it does not, and what to do."""
+    """Opens the bundles that are installed and fit. For each other one a warning says why it does not, and what to
+    do."""
     bundles = []
     for name, folder in installed().items():
         try:

@@ -1,4 +1,4 @@
-"""What a compiled function is launched with, declared once: names and types, in order.
+"""The arguments of a compiled function, declared once: names and types, in order.
 
 The compiler's fake arguments, the host function that the compiler sees and the call that a plan makes come from one
 `LaunchArguments`. Each of them has arguments by name, so none can be in another's place.
@@ -26,7 +26,7 @@ def compile_options(arch: str, *extra: str) -> str:
 
 @dataclass(frozen=True)
 class Argument:
-    """One of them; an address is of device memory, 64 bits, 0 for none."""
+    """One argument. An address is of device memory, 64 bits, 0 for none."""
 
     name: str
     kind: Kind
@@ -39,7 +39,7 @@ def arguments(kind: Kind, *names: str) -> tuple[Argument, ...]:
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """A kernel's arguments but the stream, in order."""
+    """A kernel's arguments without the stream, in order."""
 
     arguments: tuple[Argument, ...]
 
@@ -53,7 +53,7 @@ class LaunchArguments:
         return tuple(argument.name for argument in self.arguments)
 
     def fake(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """What stands for the arguments when the kernel is compiled; ``tensors`` by name."""
+        """The fake arguments for compilation; ``tensors`` by name."""
         import cutlass
 
         numbers = {"address": cutlass.Int64(0), "int64": cutlass.Int64(0), "int32": cutlass.Int32(0)}
@@ -64,7 +64,7 @@ class LaunchArguments:
         return [tensors[each.name] if each.kind == "tensor" else numbers[each.kind] for each in self.arguments]
 
     def compile(self, launch: Callable[..., None], tensors: Mapping[str, Any], arch: str, *options: str) -> Any:
-        """``launch`` (see :meth:`entry`) compiled for ``arch`` ("sm_90a"), on torch's current stream.
+        """Compiles ``launch`` (see :meth:`entry`) for ``arch`` ("sm_90a"), on torch's current stream.
 
         tensors: fake ones by name. options: of the compiler, beside those that all kernels have.
         """
@@ -136,7 +136,8 @@ def _binder(
     made: tuple[str, ...],
     ignored: tuple[str, ...],
 ) -> Callable[..., Any]:
-    """Written out for its names: passing them on as **kwargs would cost every launch of a decoding step."""
+    """Makes the binding function as source code: passing names on as **kwargs would cost every launch of a decoding
+    step."""
     passed = {name: f"_{name}" for name in fixed}
     passed |= {name: f"0 if _{name} is None else _{name}.data_ptr()" for name, _ in tensors}
     passed |= {name: _looked_up(place) for name, place in values}

@@ -1,4 +1,4 @@
-"""The way of a call from a public function to its kernel, written once for all families.
+"""The path of a call from a public function to its kernel, written once for all families.
 
     public function -> route -> launch (CUDA), reference (CPU) or the registered operator (traced, or no plain tensors)
     launch: key -> kept plan -> the plan's launch on its device; checks where a plan is new or the launch is refused
@@ -35,7 +35,7 @@ _library = torch.library.Library("cute_kernels", "FRAGMENT")
 
 
 class PlanLike(Protocol[P, ResultT_co]):
-    """What of a launch stays the same between calls with equal keys."""
+    """The part of a launch that stays the same between calls with equal keys."""
 
     @property
     def device_index(self) -> int:
@@ -49,7 +49,7 @@ class PlanLike(Protocol[P, ResultT_co]):
 
 @dataclass(frozen=True)
 class Plan(Generic[P, ResultT]):
-    """A plan as a function: a closure over compiled kernels, sizes and what results are made of.
+    """A plan as a function: a closure over compiled kernels, sizes and the form of results.
 
     Attributes:
         device_index, launch: as of `PlanLike`.
@@ -126,11 +126,12 @@ def launcher(
     always: Callable[P, bool] | None = None,
     routes: Routes | None = None,
 ) -> Launcher[P, ResultT]:
-    """Launches calls on CUDA tensors, with a plan for each kind of them; takes what ``key`` takes.
+    """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call; it takes what ``key``
+    takes.
 
-    What a repeated call has passed before is not checked again: a key holds all that the checks would look at, or the
+    What a repeated call has passed before is not checked again. A key holds all that the checks would read, or the
     compiled function compares it (shapes, strides, dtypes, alignment, device) in native code before it launches. Where
-    that one refuses, the checks say why in the caller's terms.
+    the compiled function refuses, the checks say why in the caller's terms.
 
     Args:
         key: of the call's arguments, what decides its plan. May raise AttributeError, TypeError or RuntimeError for an
@@ -178,7 +179,7 @@ def launcher(
 
 
 def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """A plan's launch with its device as the current one, for what is no launcher's."""
+    """A plan's launch with its device as the current one, for calls without a launcher."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
     with GPU.guard(plan.device_index):
@@ -186,7 +187,7 @@ def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) 
 
 
 def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """``function``, which computes as kernels do: it records nothing for gradients, and autocast chooses no dtype."""
+    """The function as kernels compute: it records nothing for gradients, and autocast chooses no dtype."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:

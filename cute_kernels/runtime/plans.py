@@ -1,4 +1,4 @@
-"""Plans: what of a call is kept for the next one like it, and by what calls are told apart."""
+"""Plans: the part of a call that is kept for the next one like it, and the keys that tell calls apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PlanT = TypeVar("PlanT")
 
 
 def identity(tensor: Any) -> tuple[Hashable, ...]:
-    """What a plan relies on in a tensor that the function takes as an address."""
+    """The part of a tensor that a plan relies on where the function takes its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 

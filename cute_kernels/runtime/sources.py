@@ -60,7 +60,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reached:
-    """What a kernel's compilation can reach. texts: names of definitions, with the digests of their own texts."""
+    """The definitions that a kernel's compilation can reach. texts: names of definitions, with the digests of their own
+    texts."""
 
     digest: str
     places: frozenset[Place]
@@ -185,13 +186,13 @@ class _Walk:
         return self._numbers[key]
 
     def _is_live(self, file: Path, name: str) -> None:
-        """Entries of tables for a class count from now on."""
+        """Notes that a class is live, so that entries of tables for it count from now on."""
         self._live.add((file, name))
         for table, entry in self._entries.pop((file, name), ()):
             self.note(table, name, self._number(entry))
 
     def _follow_entries(self, number: int, node: _Node) -> None:
-        """Entries for classes that are live, and for what is no class; the others wait."""
+        """Follows entries for classes that are live, and for what is no class; the others wait."""
         for key, value in node.definition.entries:
             entry = _Node(node.module, value, True)
             found = [each for each in _targets(node.module, key, False, self.packages) if not isinstance(each, str)]

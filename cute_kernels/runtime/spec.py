@@ -1,4 +1,4 @@
-"""What one compiled kernel is: a family, a configuration, a symbol, and how to compile it.
+"""The identity of one compiled kernel: a family, a configuration, a symbol, and how to compile it.
 
 Everything else in the runtime (memory and disk caches, ahead-of-time bundles, resource gates) handles kernels through
 this one class and knows nothing about attention or GEMMs.
@@ -106,11 +106,11 @@ class KernelSpec(ABC):
 
     @property
     def limits(self) -> Limits:
-        """What its configuration counts with: its own limits, or else the least of its architectures."""
+        """The limits that its configuration assumes: its own, or else the least of its architectures."""
         return getattr(self.config, "limits", None) or least_of(self.archs)
 
     def check_arch(self, arch: str) -> None:
-        """Raises ValueError unless the kernel is written for ``arch``, and counts with no more than it has."""
+        """Raises ValueError unless the kernel is written for ``arch``, and assumes no more than it has."""
         if arch not in self.archs:
             raise ValueError(f"arch: got {arch!r} for {self}, want {' or '.join(map(repr, self.archs))}")
         if not LIMITS[arch].holds(self.limits):
@@ -154,7 +154,7 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def unclear_fields(config: type) -> tuple[str, ...]:
-    """Fields of a dataclass whose value's own fields do not tell its class."""
+    """Fields of a dataclass whose values do not tell their class by their own fields."""
     hints = typing.get_type_hints(config)
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 

@@ -1,7 +1,7 @@
-"""Whether what lies in a directory may be loaded as code: not where others could have put it there.
+"""Decides whether files in a directory may be loaded as code: not where others could have put them there.
 
-A library that a process loads does what it likes with that process's rights. So a kernel cache or a bundle counts only
-if nobody but its user, root, and whoever installed this package can write it.
+A library that a process loads can do anything with that process's rights. So a kernel cache or a bundle is used only if
+nobody but its user, root, and whoever installed this package can write it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def distrust(path: Path) -> str | None:
-    """Why nothing may be loaded from a file or directory, for people; None if it may. OSError if there is none.
+    """Why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not exist.
 
     It belongs to the process's user, to root, or to the owner of this package. It is writable by no group but the
     user's own, and not by everybody. Nor is any directory above it, but for those like /tmp, where everybody may write

@@ -1,4 +1,4 @@
-"""Lists of kernels as JSON: what a program without the compiler asks for, to be built where there is one.
+"""Lists of kernels as JSON: a program without the compiler writes what it needs, to be built where there is one.
 
     {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.gemm.spec:GemmSpec", "config": {...}}]}
 
@@ -25,7 +25,7 @@ PACKAGE = "cute_kernels."
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list, or adds to one that is there for the same architecture. Raises OSError."""
+    """Writes a list, or adds to an existing one for the same architecture. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Compiling many kernels in parallel worker processes.
+"""Compiles many kernels in parallel worker processes.
 
 The DSL's compiler is not thread-safe, so parallel means processes. They run `cute_kernels.runtime.worker` and are not
 started by multiprocessing: nothing of the caller's `__main__` runs again, no GPU context is inherited, and a compiler
@@ -49,7 +49,7 @@ def import_path() -> tuple[str, ...]:
 
 
 def python_command(code: str, path: Sequence[str]) -> list[str]:
-    """Returns the command that runs `code` in a new Python, which imports from `path` alone.
+    """The command that runs `code` in a new Python, which imports from `path` alone.
 
     `python -m`, `python -c` and multiprocessing's "spawn" import what lies in the current directory first, whoever put
     it there. The statement below needs nothing but a built-in module, and comes before anything is imported.
@@ -58,7 +58,8 @@ def python_command(code: str, path: Sequence[str]) -> list[str]:
 
 
 def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Result]:
-    """What each function returns, in their order; `jobs` new processes share them. Functions and results are pickled.
+    """Calls each function in `jobs` new processes, and returns their results in order. Functions and results are
+    pickled.
 
     Raises CalledProcessError if one of them fails.
     """
@@ -193,7 +194,7 @@ class _WorkerDiedError(Exception):
 
 
 class _Start(NamedTuple):
-    """What a worker is started with: of two that are equal either compiles what the other would."""
+    """The conditions that a worker is started with: of two equal ones either compiles what the other would."""
 
     path: tuple[str, ...]  # the same modules must be importable in the worker as here, wherever they were found
     environment: tuple[tuple[str, str], ...]
@@ -263,7 +264,7 @@ class _Waiting:
         return len(self._workers)
 
     def take(self, start: _Start) -> _Worker | None:
-        """A worker that was started so, if one waits and lives."""
+        """Takes a worker that was started so, if one waits and is alive."""
         with self._lock:
             alike = [worker for worker in self._workers if worker.start == start]
             living = [worker for worker in alike if worker.alive]
@@ -275,7 +276,7 @@ class _Waiting:
         return taken[0] if taken else None
 
     def put(self, worker: _Worker) -> None:
-        """Has a worker wait; ends the one that has waited for the longest if there are too many."""
+        """Keeps a worker for later; ends the one that has waited for the longest if there are too many."""
         with self._lock:
             self._workers.append(worker)
             surplus = self._workers[: max(len(self._workers) - self.most, 0)]

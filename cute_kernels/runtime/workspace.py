@@ -45,7 +45,7 @@ class _Slab:
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, num_words: int) -> int | None:
-        """The first of so many words that nobody has; None if there are not so many side by side."""
+        """Takes so many consecutive words that are free; None if there are not so many."""
         for i, (first, end) in enumerate(self.free):
             if end - first >= num_words:
                 self.free[i : i + 1] = [(first + num_words, end)] if end - first > num_words else []
@@ -77,7 +77,7 @@ class _Piece:
 
 @dataclass
 class _Captured:
-    """What a stream's launches of one capture use; ``owned``: memory of the graph's own pool, None for a piece."""
+    """The memory of a stream's launches of one capture; ``owned``: memory of the graph's own pool, None for a piece."""
 
     capture: int
     address: int
@@ -104,7 +104,8 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a pool asks of CUDA: captures in progress, EMPTY words on a device, the end of what a device does.
+    """The functions of CUDA that a pool needs: captures in progress, EMPTY words on a device, the end of what a device
+    does.
 
     Attributes:
         stream_words: per stream, at first. slab_words: set aside, per device, for captured launches.
@@ -143,7 +144,8 @@ class WorkspacePool:
                 self._shared = {}
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
-        """Address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a device."""
+        """The address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a
+        device."""
         if self._is_capturing():
             with self._lock:
                 return self._captured(device_index, stream, num_words)
@@ -240,11 +242,11 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """There is no memory that was filled long ago, and a capture can wait for none."""
+    """There is no memory that was filled before, and a capture cannot wait for any."""
 
 
 def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:
-    """What fills words of a device that any launch finds EMPTY, whenever it begins."""
+    """Words of a device, filled so that any launch finds them EMPTY, whenever it begins."""
 
     def filled(device_index: int, num_words: int) -> torch.Tensor:
         if memory.is_capturing():

@@ -1,13 +1,12 @@
 """Parts of K of a tile of few rows, published to the CTA of a cluster that adds them up.
 
-The CTAs of a cluster have equal parts of K of one block of output features. Its tiles of 64 features are shared out
-among them: a warpgroup that has the accumulators of a tile which another CTA stores writes them into that CTA's shared
-memory, each vector counted as bytes on a barrier there, and has done. So a part is on its way once, where through the
-workspace it would be stored to L2 and asked for until it has come. The barriers hold for one tile: a CTA of a cluster
-has one.
+The CTAs of a cluster have equal parts of K of one block of output features, and divide its tiles of 64 features among
+them. A warpgroup with the accumulators of a tile that another CTA stores writes them into that CTA's shared memory,
+each vector counted as bytes on a barrier there. So a part travels once; through the workspace it would be stored to L2
+and polled for. The barriers hold for one tile: a CTA of a cluster has one.
 
-Where warpgroups take k blocks in turn, their accumulators are joined before, through the CTA's own memory: what is sent
-is one part of a CTA, as 16 bytes of a thread at a time are some hundred clocks on their way for each 4 KB.
+Where warpgroups take k blocks in turn, their accumulators are added first, through the CTA's own memory. One part of a
+CTA is sent then, as 16 bytes of a thread at a time take some hundred clocks for each 4 KB.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Partials:
         self.config = config
 
     def exists(self, tile, i: int) -> Any:
-        """Whether a tile, the ``i``-th of its warpgroup, is one of the block, of which the last one may have fewer."""
+        """Whether the ``i``-th tile of its warpgroup exists in the block; the last block may have fewer tiles."""
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
         """The CTA that stores a tile.
 
-        Of more than two the last one has the first tile. So a block of one tile has its parts of K added up as parts
-        that meet in memory are: the last, then the first, the second and so on.
+        Of more than two CTAs the last one has the first tile. So the parts of K of a block of one tile are added in the
+        order of parts that meet in memory: the last, then the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
@@ -55,7 +54,7 @@ class Partials:
         return [[acc[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
     def add(self, acc, i: int, address) -> None:
-        """Adds the part that lies at an address to a thread's accumulators of the ``i``-th tile of its warpgroup."""
+        """Adds the part at an address to a thread's accumulators of the ``i``-th tile of its warpgroup."""
         first = i * (self.config.tile_m // 2)
         for number, vector in enumerate(self.vectors(acc, i)):
             words = ptx.load_shared_vector(address, number * VECTOR_STRIDE, VECTOR_WORDS)
@@ -80,7 +79,7 @@ class Partials:
 
     @cute.jit
     def load(self, memory, store, tile, acc, i: int):
-        """Adds the parts of the other CTAs to those of a tile, in their order, once all have come."""
+        """Adds the parts of the other CTAs to those of a tile, in their order, once all have arrived."""
         Barrier(memory.partial_barriers + tile // self.config.cluster).wait()
         for number in cutlass.range_constexpr(self.config.cluster - 1):
             self.add(acc, i, self.partial_address(memory, store, tile, number))
@@ -129,7 +128,7 @@ class InterleavedReduction:
 
 
 class ClusterReduction(StoringReduction):
-    """Parts of K in the shared memory of a cluster, tile by tile: each tile of 64 features has a CTA that stores it."""
+    """Reduces parts of K in the shared memory of a cluster, tile by tile: one CTA stores each tile of 64 features."""
 
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         super().__init__(config, epilogue, places)

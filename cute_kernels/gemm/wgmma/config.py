@@ -75,14 +75,14 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def weight_name(self) -> str:
-        """The weight, and the dtype, in kernels' names."""
+        """The weight and the dtype, in kernels' names."""
         return self.format.symbol_name(self.dtype)
 
     @property
     def scales_codes(self) -> bool:
         """Whether codes are scaled by the instruction that decodes them: `WeightFormat.scaling_decoder`.
 
-        If not, scales meet weights in a product of their own, or the accumulators of a group.
+        If not, scales are applied to weights by a product of their own, or to the accumulators of a group.
         """
         return self.mainloop.scales_codes and self.format.scales_codes(self.dtype)
 
@@ -128,18 +128,19 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def cluster_size(self) -> int:
-        """CTAs of a cluster, whatever they do together."""
+        """CTAs of a cluster, for whatever purpose."""
         return self.cluster * self.multicast
 
     @property
     def one_m_tile(self) -> bool:
-        """Whether no dense product has rows of more than one tile: of those that are reduced in the cluster, or come in
+        """Whether a dense product has one tile of rows only: rows that are reduced in the cluster, or that are in
         limbs."""
         return self.dsmem_reduction or self.limbs
 
     @property
     def prefetched_k_blocks(self) -> int:
-        """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        """K blocks of each of a block's tiles whose codes are prefetched into L2 before the CTA initialises its
+        barriers."""
         return self.mainloop.prefetched_k_blocks(self)
 
     @property
@@ -182,7 +183,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Vectors of another part of K that a thread asks for at a time: all of them are in one batch, none beside."""
+        """Vectors of another part of K that a thread loads at a time. They are all in one batch, with nothing else."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property
@@ -192,7 +193,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def partial_bytes(self) -> int:
-        """A tile of 64 output features' accumulators of a part of K in fp32."""
+        """Bytes of the accumulators of a tile of 64 output features, for a part of K in fp32."""
         return 4 * TILE_N * self.tile_m
 
     @property
@@ -215,14 +216,14 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def loop_parts(self) -> tuple[int, ...]:
-        """Numbers of parts for which there is a loop of its own; fewer are multiplied as if they were as many."""
+        """Numbers of parts that have a loop of their own; fewer parts are multiplied as if they were as many."""
         parts = range(1, self.row_parts + 1)
         if self.row_parts <= MOST_LOOPS:
             return tuple(parts)
         return tuple(count for count in parts if count % 2 == 0 or count > self.row_parts - 2)
 
     def loop_m(self, present: int) -> int:
-        """Rows of x that are multiplied where ``present`` parts have some."""
+        """Rows of x that are multiplied where ``present`` parts have rows."""
         return self.part_m * next(count for count in self.loop_parts if count >= present)
 
     @property
@@ -237,7 +238,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def x_scale_stage_bytes(self) -> int:
-        """Scales of a tile's rows of x of a stage."""
+        """Bytes of a stage for the scales of a tile's rows of x."""
         return self.mainloop.x_scale_stage_bytes(self)
 
     @property
@@ -254,7 +255,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def weight_stage_bytes(self) -> int:
-        """Codes, scales and zero points of a stage."""
+        """Bytes of a stage for codes, scales and zero points."""
         return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
 
     @property
@@ -268,7 +269,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """(first token, tokens) of what a warpgroup stores at a time, of a tile's."""
+        """(first token, tokens) of each part of a tile that a warpgroup stores at a time."""
         starts = range(0, self.own_m, self.chunk_m)
         return [(start, min(self.chunk_m, self.own_m - start)) for start in starts]
 
@@ -289,7 +290,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def share_bytes(self) -> int:
-        """A warpgroup's accumulators of the tokens that a CTA stores."""
+        """Bytes of a warpgroup's accumulators of the tokens that a CTA stores."""
         return self.acc_bytes // (self.warpgroups * self.cluster)
 
     @property
@@ -299,12 +300,12 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def stage_warps(self) -> int:
-        """Warps that give a stage back."""
+        """Warps that release a stage."""
         return self.consumer_warps // self.k_warpgroups * self.multicast
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Shared memory of a CTA, as its policies declare it, in order."""
+        """The regions of a CTA's shared memory, as its policies declare them, in order."""
         return self.mainloop.shared_memory(self)
 
     @property
@@ -355,7 +356,7 @@ class WgmmaConfig(Generic[M]):
         )
 
     def composition_problem(self) -> str | None:
-        """Why mainloop, reduction and multicast do not go together, or None."""
+        """Why mainloop, reduction and multicast cannot be combined, or None."""
         names = [type(part).__name__ for part in (self.mainloop, self.reduction)]
         if not self.reduces:
             return f"{names[0]} does not go with {names[1]}"
@@ -365,7 +366,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def reduces(self) -> bool:
-        """Whether mainloop and reduction go together: one of them names the other."""
+        """Whether mainloop and reduction can be combined: one of them names the other."""
         return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 
     def size_problem(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What the consumer warps of a CTA do: the products of its work tiles, then their results."""
+"""The consumer warps of a CTA: they compute the products of its work tiles, then their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_kernels.gemm.wgmma.reduction import TileReduction
 
 
 class TileMainloop(Protocol):
-    """How W X^T of a work tile is computed: `.register_mainloop` says what its methods do."""
+    """Computes W X^T of a work tile; `.register_mainloop` says what its methods do."""
 
     def masks(self, shape, lane) -> Any: ...
 
@@ -44,7 +44,7 @@ class Consumers:
 
     @cute.jit
     def multiply(self, operands, shape, memory, scheduler, place: Lane):
-        """All of a warp's work tiles. place: of `lane`."""
+        """Processes all of a warp's work tiles. place: of `lane`."""
         config, warp, lane = self.config, place.warp, place.lane
         group = warp // WARPGROUP_WARPS
         store = Store(
@@ -82,8 +82,8 @@ class Consumers:
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, teller, present, count: int):
         """Adds the products of a work tile of which ``present`` parts have rows, at least ``count``.
 
-        MMAs are as wide as the parts that have rows: the same loop for each number of them, or for most of them, no
-        further registers. What lies where no part was loaded are columns that nobody stores. state and result: as of
+        MMAs are as wide as the parts that have rows: a loop for each number of them, or for most, in the same
+        registers. Columns of parts that were not loaded are never stored. state and result: as of
         `RegisterMainloop.multiply`.
         """
         here, last = state

@@ -1,9 +1,9 @@
-"""What the policies of a kernel of tiles take: a cost model for each mainloop, and what reductions and stores add.
+"""The time of the policies of a kernel of tiles: a cost model for each mainloop, and the cost of reductions and stores.
 
-A k block takes as long as the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling
-in of rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
-docs/design/weight_only_linear.md). They stand beside `.mainloops` and `.results`, and not in them, since they change
-when a GPU is measured, and what is compiled does not. Plain Python, no GPU.
+A k block takes as long as the slowest of four: the tensor cores, decoding, loading weights at the memory's rate, and
+TMA filling in rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
+docs/design/weight_only_linear.md). They are kept apart from `.mainloops` and `.results`, since they change when a GPU
+is measured and compiled kernels do not. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its firs
 
 
 class MainloopCost(Protocol):
-    """Clocks of what a mainloop does, and of what it leaves to its reduction and store."""
+    """Clocks of a mainloop, and of its reduction and store."""
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Clocks of a launch beyond `START_CLOCKS`."""
@@ -52,7 +52,7 @@ class MainloopCost(Protocol):
         ...
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """What tiles that are all cut, and whose parts meet in memory, take besides; nothing else counts it."""
+        """The additional time of tiles that are all cut, and whose parts meet in memory; nothing else counts it."""
         ...
 
 
@@ -253,7 +253,7 @@ class ResidentCost:
         return 0.0  # they meet in the cluster
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """A tile has all rows that there are."""
+        """Clocks of a k block of a tile, which has all rows."""
         config = schedule.config
         return max(config.weight_stage_bytes / bytes_per_clock(schedule), self.tile[config.tile_m] * config.n_tiles)
 
@@ -261,7 +261,7 @@ class ResidentCost:
         return 0.0
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Parts are reduced in the cluster, which takes no longer than a way out."""
+        """Clocks of a part. Parts are reduced in the cluster, which takes no longer than storing them."""
         return schedule.split_k_blocks * k_block
 
 
@@ -277,7 +277,7 @@ def cost_of(config: WgmmaConfig) -> MainloopCost:
 
 
 def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
-    """The schedule with its tiles' parts of rows for tiles."""
+    """The schedule with the parts of its tiles' rows as tiles."""
     config = schedule.config
     small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
     return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)

@@ -1,10 +1,11 @@
-"""Products around a deferred RMSNorm: one that leaves what the norm needs, and one that applies it. No GPU types here.
+"""Products around a deferred RMSNorm: one produces what the norm needs, the next one applies it. There are no GPU types
+here.
 
 y = (h w r) W^T, where h are rows, w the norm's weight and r = (mean(h^2) + eps)^-0.5 a number for each row. r commutes
 with the product: y = r ((h w) W^T). So the product that makes h also writes h w and sums of squares of h, and the next
-one multiplies its accumulators with r. No launch lies between them.
+one multiplies its accumulators by r. No launch lies between them.
 
-A tile's configuration stays what it is without a norm, and so does its kernel: what is added is a value around it.
+The tiles' configuration and kernel stay what they are without a norm: the norm is a value around them.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class DeferredNormConfig:
 
     @property
     def in_limbs(self) -> bool:
-        """Whether CTAs make limbs of x, while which sums of squares may come."""
+        """Whether CTAs make limbs of x, during which sums of squares may be loaded."""
         return self.tiles.limbs
 
     @property
@@ -109,7 +110,7 @@ class DeferredNormConfig:
 
     @property
     def most_inputs(self) -> int | None:
-        """Inputs of rows whose sums are asked for all at once, where they are, in limbs; None for any number."""
+        """The most inputs of rows in limbs, whose sums are loaded all at once; None for any number."""
         return self.row_lanes * IN_FLIGHT * STEP_N if self.in_limbs else None
 
     @property
@@ -120,12 +121,12 @@ class DeferredNormConfig:
 
     @property
     def extra_offset(self) -> int:
-        """Where a warpgroup's staging buffer has room beside two chunks of a residual: bytes from its start."""
+        """The offset of a warpgroup's additional memory in its staging buffer, behind two chunks of a residual."""
         return CHUNK_BUFFERS * self.tiles.chunk_m * ROW_BYTES
 
     @property
     def extra_bytes(self) -> int:
-        """What is kept there: the norm's weights of each tile that is stored, or a factor for each row."""
+        """Bytes of that memory: the norm's weights of each tile that is stored, or a factor for each row."""
         return self.stored_tiles * ROW_BYTES if self.kind == GIVES else self.factor_bytes + BARRIER_BYTES
 
     @property

@@ -1,5 +1,5 @@
-"""Weight-only GEMM of tiles around a deferred norm: `.kernel` and `.resident_kernel`, whose results leave as
-`.deferred_norm` says."""
+"""Weight-only GEMM of tiles around a deferred norm: `.kernel` and `.resident_kernel` with the stores of
+`.deferred_norm`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FactorWarps:
 
 
 def deferred_kernel(config: DeferredNormConfig) -> WgmmaKernel | ResidentKernel:
-    """The kernel of a configuration: of tiles, or of few rows, whose limbs each CTA makes."""
+    """The kernel of a configuration: of tiles, or of few rows whose limbs each CTA makes."""
     operands = GivingOperands if config.kind == GIVES else TakingOperands
     store = make_store(config)
     if config.in_limbs:

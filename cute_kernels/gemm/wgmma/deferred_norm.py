@@ -1,14 +1,13 @@
-"""Stores of products around a deferred RMSNorm; `.deferred_config` says what that is.
+"""Stores of products around a deferred RMSNorm; `.deferred_config` explains it.
 
-`GivingStore`: a tile's sums with the residual lie in the staging buffer, rounded. Eight lanes that store a row's 64
-features take them once more: times the norm's weight to a second output, and squared, added up, to a third, in which
-each tile of 64 features has a place of its own in each row. So nobody adds to what others wrote, and sums are the same
-each time.
+`GivingStore` produces a norm's parts. A tile's sums with the residual lie in the staging buffer, rounded. The eight
+lanes that store a row's 64 features read them again. They store them times the norm's weight to a second output, and
+their sum of squares to a third, in which each tile of 64 features has a place of its own in each row. So no CTA adds to
+what others wrote, and sums are the same each time.
 
-`TakingStore`: the two producer warps that copy nothing add up the rows' sums while the others multiply. As the first
-thing that a warpgroup did it took 1 to 2 us, which the tensor cores waited for. Where CTAs make limbs of x, sums are
-asked for before x is, and come with it. The factor of each row lies in shared memory until the accumulators are
-complete.
+`TakingStore` consumes them. The two spare producer warps add up the rows' sums while the others multiply. As the first
+work of a warpgroup this took 1 to 2 us, for which the tensor cores waited. Where CTAs make limbs of x, sums are loaded
+before x. The factor of each row stays in shared memory until the accumulators are complete.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
 
 @dataclass(frozen=True)
 class GivingOperands(Operands):
-    """Addresses of a launch that gives a norm's parts. offset: added to weights."""
+    """Addresses of a launch that produces a norm's parts. offset: added to weights."""
 
     norm: Int64  # weights [n], bf16
     scaled: Int64  # [m, n], bf16
@@ -67,7 +66,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TakingOperands(Operands):
-    """Addresses of a launch that takes a norm's parts."""
+    """Addresses of a launch that consumes a norm's parts."""
 
     squares: Int64  # [m, parts], fp32
     parts: Int32  # a multiple of 4
@@ -100,12 +99,12 @@ class GivingStore:
         """Keeps nothing."""
 
     def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Asks for a tile's norm weights and residual. Nobody has used their memory: a CTA has one work tile."""
+        """Starts loading a tile's norm weights and residual. Their memory is unused: a CTA has one work tile."""
         self.bring_weights(operands, shape, store, corner, ordinal)
         self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def bring_weights(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Asks for them, eight a thread; they come with the first chunk of the residual, which ends a group of
+        """Starts loading them, eight a thread; they arrive with the first chunk of the residual, which ends a group of
         copies."""
         row = corner.row + store.tid * VECTOR
         there = cutlass.select_((store.tid < ROW_VECTORS) & (row < shape.n), Int32(1), Int32(0))
@@ -125,7 +124,7 @@ class GivingStore:
 
     @cute.jit
     def store_chunk(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int, chunk: int):
-        """Stores a chunk's rows, what they are times the norm's weights, and sums of squares: 8 features a thread."""
+        """Stores a chunk's rows, the rows times the norm's weights, and sums of squares: 8 features a thread."""
         factors = self.factors_of(operands, store, ordinal)
         for i in cutlass.range_constexpr(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE)):
             piece = self.piece(shape, store, corner, factors, ordinal, chunk, i)
@@ -136,7 +135,7 @@ class GivingStore:
                     ptx.store_global(operands.squares + piece.sum_place, [piece.total])
 
     def factors_of(self, operands: GivingOperands, store: Store, ordinal: int) -> list[Any]:
-        """What a thread's 8 features are multiplied with."""
+        """The factors of a thread's 8 features."""
         address = self.weights_of(store, ordinal) + store.tid % ROW_VECTORS * VECTOR_BYTES
         return [weight + operands.offset for weight in self.to_floats(ptx.load_shared_vector(Int32(address), 0, 4))]
 
@@ -167,8 +166,8 @@ class GivingStore:
 class TakingStore:
     """The store policy of a warpgroup whose rows of x lack their norm's factor: see `.epilogue.TileEpilogue`.
 
-    Results go no way that stages them in fp32, whose memory is the factors': they are in bf16, in whole pieces of 16
-    bytes, or in fp32 without a residual or a gate.
+    It does not stage results in fp32, as the factors use that memory. Results are in bf16, in whole pieces of 16 bytes,
+    or in fp32 without a residual or a gate.
     """
 
     dense = True
@@ -178,12 +177,13 @@ class TakingStore:
         self.plain = TileEpilogue(config.tiles)
 
     def factors_of(self, store: Store) -> Any:
-        """Shared memory of the factors of the rows that the CTA stores; all its warpgroups share them, but in limbs."""
+        """Shared memory of the factors of the rows that the CTA stores. All its warpgroups share them, except in
+        limbs."""
         first = 0 if self.config.in_limbs else store.warpgroup * self.tiles.staging_bytes
         return store.staging - first + self.config.extra_offset
 
     def barrier_of(self, factors) -> Barrier:
-        """The barrier on which those who make factors arrive; ``factors``: the address of them."""
+        """The barrier on which the warps that make factors arrive. ``factors``: their address."""
         place = Int32(factors + self.config.factor_bytes)
         pointer = cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
         return Barrier(pointer, FACTOR_WARPS * WARP_THREADS)
@@ -215,12 +215,12 @@ class TakingStore:
                 self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
-        """A thread's sums of the first rows, of rows in limbs, which `keep_asked` makes factors of: all there are."""
+        """Starts loading a thread's sums of the first rows, of rows in limbs; `keep_asked` makes factors of them."""
         own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
     def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
-        """Makes factors of what `ask` has asked for."""
+        """Makes factors of what `ask` has loaded."""
         own = store.tid // self.config.row_lanes
         for row, words in zip(self.first_rows, asked, strict=True):
             self.keep(operands, self.factors_of(store) + (row + own) * FACTOR_BYTES, self.added(words))
@@ -231,7 +231,7 @@ class TakingStore:
         return range(0, self.tiles.own_m, self.config.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
-        """Words of a row's sums, of some vectors a thread for each lane apart; zeros behind the row's last and for no
+        """Loads words of a row's sums, every so many vectors for each lane; zeros behind the row's last one and for no
         row."""
         start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []
@@ -249,7 +249,7 @@ class TakingStore:
         return lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words])
 
     def keep(self, operands: TakingOperands, place, value) -> None:
-        """Leaves a row's factor in shared memory; ``value``: a lane's part of the sum of its squares."""
+        """Stores a row's factor in shared memory. ``value``: a lane's part of the sum of its squares."""
         total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
         factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
         # All lanes of a row have it, and store the same.
@@ -267,7 +267,7 @@ class TakingStore:
         self.plain.run(operands, shape, store, corner, acc, first, ordinal)
 
     def scale(self, store: Store, acc, first: int) -> None:
-        """Multiplies accumulators with the factors of their rows: two of each eight are a thread's."""
+        """Multiplies accumulators by the factors of their rows: two of each eight are a thread's."""
         address = Int32(self.factors_of(store) + store.lane % 4 * (2 * FACTOR_BYTES))
         for block in range(self.tiles.own_m // 8):
             pair = ptx.load_shared_vector(address, block * (8 * FACTOR_BYTES), 2)

@@ -30,7 +30,7 @@ GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W ma
 
 @dataclass(frozen=True)
 class Store:
-    """Where a thread stands among those that store a tile; run-time integers."""
+    """A thread's position among those that store a tile; run-time integers."""
 
     staging: Int32  # shared memory of its warpgroup
     warpgroup: Int32
@@ -64,7 +64,7 @@ class TileEpilogue:
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def adds_chunks(self, operands, shape):
-        """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` takes any other."""
+        """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` handles any other."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & self.activate.is_none(shape) & (shape.n % PACKED_VECTOR == 0)
         return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
@@ -112,7 +112,7 @@ class TileEpilogue:
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
-        """Whether results leave one for each feature, activated in registers."""
+        """Whether there is a result for each feature, activated in registers."""
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
@@ -176,8 +176,7 @@ class TileEpilogue:
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
     def stage_packed(self, store: Store, acc, first: int, tile_m: int):
-        """Puts a chunk's accumulators into the staging buffer, [token][feature] in 16 bits: stmatrix turns them
-        around."""
+        """Stores a chunk's accumulators to the staging buffer, [token][feature] in 16 bits, transposed by stmatrix."""
         pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
         lane = store.lane
         # Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
@@ -194,7 +193,7 @@ class TileEpilogue:
 
     @cute.jit
     def store_floats(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores accumulators from where they lie: eight lanes have 32 bytes of a token, which memory takes whole."""
+        """Stores accumulators directly: eight lanes have 32 bytes of a token, a whole sector of memory."""
         feature = corner.row + store.row_warp * 16 + store.lane // 4
         token = corner.token + store.lane % 4 * 2
         for pair in cutlass.range_constexpr(self.config.own_m // 8):
@@ -226,10 +225,10 @@ class TileEpilogue:
                 ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
 
     def stage_gated(self, store: Store, acc, first: int, tile_m: int):
-        """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
+        """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.
 
-        Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
-        Of an activation without a gate nothing is emitted: its branch is never taken.
+        Gate and up of two tokens are in lanes four apart. Each lane takes one of the tokens: they exchange what they do
+        not use.
         """
         if not self.activate.gated:
             return
@@ -251,7 +250,8 @@ class TileEpilogue:
 
     @cute.jit
     def store_any(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
-        """Bias, activation and residual of a chunk in fp32, four neighbouring features at a time."""
+        """Applies bias, activation and residual to a chunk in fp32, and stores it, four neighbouring features at a
+        time."""
         (done, tile_m), row_vectors = self.config.chunks[chunk], TILE_N // VECTOR
         self.wait(store)
         self.stage_acc(store, acc, first + done // 2, tile_m)
@@ -270,7 +270,7 @@ class TileEpilogue:
             self.results.store(operands, shape, target, results, extras)
 
     def target_of(self, shape, corner: Corner, token, offset):
-        """Where four neighbouring results of a token belong."""
+        """Where four neighbouring results of a token are stored."""
         row = corner.row + offset
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         count = cutlass.min(shape.n - row, VECTOR) >> halves
@@ -278,7 +278,7 @@ class TileEpilogue:
         return epilogue.Target(row, place, count, corner.bias + offset)
 
     def stage_acc(self, store: Store, acc, first: int, tile_m: int):
-        """Puts a chunk's accumulators into the staging buffer, [token][feature] in fp32."""
+        """Stores a chunk's accumulators to the staging buffer, [token][feature] in fp32."""
         pitch = self.config.staging_pitch
         g, t = store.lane // 4, store.lane % 4
         address = store.staging + t * (2 * pitch) + (store.row_warp * 16 + g) * 4

@@ -81,7 +81,7 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Numbers of parts, none of them empty, that all CTAs have beside each other, of blocks of two tiles."""
+    """Numbers of parts, none of them empty, for which all CTAs run at once, with blocks of two tiles."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
@@ -107,7 +107,7 @@ def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
 
 
 class Configs(NamedTuple):
-    """Configurations worth considering for any number of parts; `schedule_of` leaves out those that are for others."""
+    """Configurations worth considering for any number of parts; `schedule_of` filters them."""
 
     tiles: list[WgmmaConfig]
     dsmem: list[WgmmaConfig]
@@ -126,10 +126,11 @@ def configs_of(problem: LinearProblem) -> Configs:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
-    """All tiles in so many parts of K, of CTAs beside each other; None if a configuration does not do that.
+    """A schedule of all tiles in so many parts of K, for concurrent CTAs; None if a configuration does not support
+    that.
 
-    The parts of a tile run in one round, of neighbouring CTAs, and whoever adds them up comes last: it waits for nobody
-    of a higher number.
+    The parts of a tile run in one round, in neighbouring CTAs. The CTA that adds them up has the highest number, so it
+    waits for no CTA that starts after it.
     """
     if (config.multicast > 1 and parts > 1) or config.reduction.cuts_rows or config.cluster not in (1, parts):
         return None
@@ -142,7 +143,7 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> Tile
 
 
 def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
-    """Every CTA has whole tiles, and all parts of K of each, one after the other."""
+    """A schedule in which every CTA has whole tiles, and all parts of K of each, one after the other."""
     schedule = _all_tiles(problem, config, parts)
     tiles = schedule.num_tiles_cut
     return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
@@ -154,8 +155,8 @@ def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileS
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Few rows in two parts that meet in a cluster. Warpgroups have features of their own: the sums of interleaved k
-    blocks would be others."""
+    """Configurations of few rows in two parts that meet in a cluster. Warpgroups have features of their own, as sums of
+    interleaved k blocks would have other bits."""
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
     long = [
@@ -167,15 +168,15 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Few rows in four parts that meet in a cluster, of layers with few features. A CTA has one tile of 64: only
-    its parts are added in the order of all others."""
+    """Configurations of few rows in four parts that meet in a cluster, for layers with few features. A CTA has one tile
+    of 64: only its parts are added in the order of all others."""
     if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
-    """The smallest of the tiles of some sizes that has all rows, one of 64 features a warpgroup, if there is one."""
+    """The smallest of the tiles of some sizes that has all rows, with 64 features a warpgroup, if there is one."""
     tile_m = next((size for size in sizes if problem.m <= size), None)
     if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
         return []

@@ -84,14 +84,14 @@ def reduction_of(config: WgmmaConfig) -> Any:
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
-    """use_pdl: whether it may begin before the launch before it has ended."""
+    """Launch options. use_pdl: whether the launch may begin before the launch before has ended."""
     cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
     sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
     return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
 
 
 class SpareWarps(Protocol):
-    """What the producer warps that copy nothing do while others multiply.
+    """The work of the producer warps that copy nothing, while others multiply.
 
     registers: of a thread that loads, and of one that multiplies.
     """
@@ -119,7 +119,7 @@ class IdleWarps:
 
 
 class TileRoles:
-    """What the warps of a CTA do: two producer warps fill the pipeline, the consumers empty it.
+    """The roles of a CTA's warps: two producer warps fill the pipeline, the consumers empty it.
 
     Args:
         table_bytes: of shared memory for a table of tiles, which grouped products have.
@@ -156,16 +156,16 @@ class TileRoles:
 
     @cute.jit
     def begin(self, operands, shape, memory, scheduler, warp, lane):
-        """Makes the CTA's barriers; all know when they are there but the warp that makes them, which waits for nobody.
+        """Initialises the CTA's barriers. All warps wait for that, except the warp that does it.
 
-        It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their work
-        tiles. The first ones, of products of one tile of rows, it asks for before anything else. CTAs of a cluster are
-        to see nothing but barriers, which have a fence of their own. An arrival that releases all that was written
-        waits for the memory of the GPU, 1.1 us before the first copy.
+        That warp loads weights at once: of a launch of 6 us, 1 us would pass until all warps have met and found their
+        work tiles. For products of one tile of rows it loads the first weights before anything else. CTAs of a cluster
+        need to see only the barriers, for which there is a fence of its own. An arrival that releases all that was
+        written waits for the memory of the GPU, 1.1 us before the first copy.
 
-        A launch may begin while the one before it is running. What it asks into L2 depends on nobody; all else, weights
-        too, which that launch may have written, is read after the wait of the warp that makes barriers. Where each warp
-        waits, barriers are there before, so that nothing but the wait lies before the copies.
+        A launch may begin while the one before it is running. Its prefetches into L2 depend on nothing. All else,
+        weights too, which that launch may have written, is read after the wait of the warp that initialises barriers.
+        Where each warp waits, barriers are initialised before, so that nothing but the wait lies before the copies.
         """
         config = self.config
         if warp == self.weight_warp:
@@ -200,7 +200,8 @@ class TileRoles:
 
     @cute.jit
     def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
-        """Producer warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
+        """Runs each warp's role. Producer warps' machine code comes first: a launch waits for it, and it is fetched
+        from memory line by line."""
         config = self.config
         loads, multiplies = self.spare.registers
         if warp == self.weight_warp:
@@ -219,7 +220,7 @@ class TileRoles:
 
     @cute.jit
     def leave_cluster(self, warp):
-        """Waits until nobody arrives in this CTA's memory any more."""
+        """Waits until no other CTA arrives on this CTA's barriers any more."""
         if warp == self.weight_warp:
             cute.arch.cluster_wait()  # for what all others waited for before they began
         cute.arch.cluster_arrive()
@@ -227,7 +228,7 @@ class TileRoles:
 
 
 class TileScheduling(Protocol):
-    """Which work tiles there are, and where their rows, weights and results are: dense products, or experts'.
+    """Which work tiles there are, and where their rows, weights and results are, for dense products or experts.
 
     Attributes:
         places: of a work tile's numbers.
@@ -249,12 +250,13 @@ class TileScheduling(Protocol):
         ...
 
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
-        """Makes barriers and returns the CTA's tile scheduler."""
+        """Initialises barriers and returns the CTA's tile scheduler."""
         ...
 
 
 class DenseTiles:
-    """One product: `TileScheduling`. Its reduction says in which rounds a CTA has tiles, or parts of them."""
+    """The tiles of one product: `TileScheduling`. Its reduction says in which rounds a CTA has tiles, or parts of
+    them."""
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
 

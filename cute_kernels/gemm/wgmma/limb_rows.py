@@ -1,12 +1,12 @@
-"""Rows of x in the order of their places, as two signed limbs of 8 bits and a scale for each 128 inputs.
+"""Makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x in the order of their places.
 
-What products of bytes take (:mod:`.limbs`). Of 128 inputs of a row the largest says the power of
-two of the others: 16 bits of fixed point, as 256 times a high limb and a low one, both from -128 to 127. Whatever is
-at least a 64th of the largest (an 8th with fp16) is exact; what is smaller is off by at most 2**-15 of the largest. A
-row with infinities or NaN among 128 inputs has NaN for their scale.
+Products of bytes (:mod:`.limbs`) take them. The largest of 128 inputs of a row decides the power of two of the others:
+16 bits of fixed point, as 256 times a high limb and a low one, both from -128 to 127. Inputs of at least a 64th of the
+largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. A row with infinities or
+NaN among 128 inputs has NaN for their scale.
 
-A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones; of 16 inputs
-the first and the second eight in turn, for which two lanes exchange one limb each.
+A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones; the first and
+the second eight of 16 inputs alternate, for which two lanes exchange one limb each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest intege
 
 
 class RowLimbs:
-    """How a lane makes limbs of its 8 inputs of a row, wherever they go."""
+    """Makes limbs of a lane's 8 inputs of a row, wherever they are stored."""
 
     def __init__(self, dtype: str):
         self.dtype = dtype
@@ -53,7 +53,7 @@ class RowLimbs:
         return [words[i] for i in range(4)]
 
     def split(self, words, lane) -> tuple[Any, list[Any]]:
-        """(bits of what a code's byte times a limb counts, 16 limbs of the lane): even lanes high ones, odd low."""
+        """(bits of the unit of a code's byte times a limb, 16 limbs of the lane): even lanes high ones, odd low."""
         values = [half for word in words for half in self.to_floats(word)]
         largest = lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
         largest = lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
@@ -72,7 +72,7 @@ class RowLimbs:
         ]
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """(the power of two that makes fixed point of inputs, bits of its reciprocal over a code's k block)."""
+        """(the power of two that makes inputs fixed point, bits of its reciprocal over a code's unit)."""
         exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
         factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
         scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS

@@ -1,18 +1,18 @@
 """K blocks of a tile of few rows by MMAs of bytes: x in two limbs of 8 bits, accumulators in int32, exact.
 
 16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes: of integers by three instructions
-for 8 codes, where bf16 takes 11. None are left for scales, which meet the accumulators of a group. x comes in 16-bit
-fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256 (`.limb_rows`). All
-tokens' high limbs and then all low ones are the columns of one operand, so a code is decoded once and multiplied with
-both: twice the columns at twice the rate of bf16. 256 times the high limbs' sum and the low limbs' are the exact sum of
-the group's products.
+for 8 codes, where bf16 takes 11. Scales take no instruction here; they are applied to the accumulators of a group. x is
+in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256
+(`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand. So a code is decoded once
+and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum of high limbs plus that of low
+limbs is the exact sum of the group's products.
 
-The k order of an operand is free if both have the same. A thread's nibbles of a k16 step, in the blob of
+The k order of an operand is free if both operands have the same. A thread's nibbles of a k16 step, in the blob of
 `layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
-inputs 2t, 2t + 8, 2t + 1, 2t + 9: so x takes the first and the second eight of 16 inputs in turn.
+inputs 2t, 2t + 8, 2t + 1, 2t + 9. So x alternates between the first and the second eight of 16 inputs.
 
-That integer products of weights in groups are scaled on the way from one accumulator to another is known from DeepGEMM
-and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
+Scaling integer products of weights in groups on the way from one accumulator to another is known from DeepGEMM and
+QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class LimbProducts:
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
-        """Adds products of several tiles or k blocks. While accumulators of one are scaled the next one's are under
-        way, if there is room."""
+        """Adds products of several tiles or k blocks. While accumulators of one are scaled the next one's MMAs run, if
+        there is room."""
         started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
         for part, after in pairwise([*parts, None]):
             assert part is not None
@@ -129,7 +129,7 @@ class LimbProducts:
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
-        """Starts the products of a tile's k block: [group][limb][tokens / 2] accumulators of high and of low limbs."""
+        """Issues the MMAs of a tile's k block: [group][limb][tokens / 2] accumulators of high and of low limbs."""
         ready = wgmma.fence(operands)
         found: list[Any] = []
         dots: list[Any] = []
@@ -142,8 +142,7 @@ class LimbProducts:
         return found
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """The exact products of a tile's groups, of both limbs' accumulators, less what zero points are multiplied
-        with."""
+        """The exact products of a tile's groups, from both limbs' accumulators, less the zero points' products."""
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
         products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]
@@ -171,7 +170,7 @@ class LimbProducts:
             acc[at] = ptx.fma(inputs[i // 4 * 2 + i % 2], shifts[i // 2 % 2], acc[at])
 
     def sum_groups(self, products, scales) -> list[Any]:
-        """Products of all groups of a k block, each times the scale of its row."""
+        """Adds up the products of all groups of a k block, each times the scale of its row."""
         count, sums = len(products) // self.groups, []
         for i in range(count):
             of_groups = [numbers.to_float(products[group * count + i]) for group in range(self.groups)]
@@ -189,7 +188,7 @@ def limb_products(config: WgmmaConfig, stages: StageReader) -> LimbProducts:
 
 
 class LimbReader:
-    """What consumer warps read of a stage, or of resident k blocks, whose x is in limbs.
+    """Reads a stage, or resident k blocks, for consumer warps whose x is in limbs.
 
     Args:
         x_scale_shift: of a work tile, how many scales of x lie between the last multiple of 16 bytes and its first one;
@@ -207,7 +206,7 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """A stage's codes and scales of the thread's rows, [tile], and the scales of its rows of x."""
+        """Loads a stage's codes and scales of the thread's rows, [tile], and the scales of its rows of x."""
         words = self.load_codes(memory, stage, place)
         scales = [self.load_scales(memory, stage, place, i) for i in range(self.config.n_tiles)]
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
@@ -217,7 +216,7 @@ class LimbReader:
         return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
 
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
-        """Scales of the thread's two rows of a tile, fp32, group by group."""
+        """Loads scales of the thread's two rows of a tile, fp32, group by group."""
         if self.has_shifts:
             return self.load_halves(memory, stage, place, tile, upper=0)
         groups = self.config.k_block_groups
@@ -249,19 +248,21 @@ class LimbReader:
         return found
 
     def load_sums(self, memory, x_place, tile_m: int) -> list[Any]:
-        """Sums of the thread's rows of x over a k block, in fixed point."""
+        """Loads sums of the thread's rows of x over a k block, in fixed point."""
         pairs = [ptx.load_shared_vector(memory.x_sums + x_place, 4 * 8 * block, 2) for block in range(tile_m // 8)]
         return [Int32(word) for pair in pairs for word in pair]
 
     def load_shifts(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """[tile] (shifts of the thread's two rows, the sums of its rows of x); None where weights have no shifts."""
+        """Loads [tile] (shifts of the thread's two rows, the sums of its rows of x); None where weights have no
+        shifts."""
         if not self.has_shifts:
             return None
         sums = self.load_sums(memory, x_place, tile_m)
         return [(self.load_halves(memory, stage, place, i, upper=1), sums) for i in range(self.config.n_tiles)]
 
     def load_halves(self, memory, stage, place, tile: int, upper: int) -> list[Any]:
-        """Scales of the thread's two rows of a tile, fp32, or shifts, which are the upper halves of stored scales."""
+        """Loads scales of the thread's two rows of a tile, fp32, or shifts, which are the upper halves of stored
+        scales."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
@@ -273,7 +274,7 @@ class LimbReader:
         return (self.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
-        """Scales of the thread's rows of x, two of every eight."""
+        """Loads scales of the thread's rows of x, two of every eight."""
         address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
         if self.in_pairs:
             pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
@@ -290,7 +291,7 @@ def no_shift(work_tile):
 
 
 class StageByStage:
-    """A mainloop that decodes a k block, multiplies it and waits for it, of rows of x that have scales."""
+    """A mainloop that decodes a k block, multiplies it and waits for it, for rows of x that have scales."""
 
     stages: StageReader
     reader: LimbReader

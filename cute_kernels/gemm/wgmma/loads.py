@@ -1,4 +1,4 @@
-"""What the producer warps of a CTA do: activations by TMA, codes, scales and zero points by bulk copies."""
+"""The producer warps of a CTA: activations by TMA, codes, scales and zero points by bulk copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def product(a, b) -> Int64:
-    """a * b in 64 bits, of 32-bit numbers that are not negative: one instruction, where signs would take six."""
+    """a * b in 64 bits, of 32-bit numbers that are not negative: one instruction, where signed ones would take six."""
     return Int64(Uint32(a)) * Int64(Uint32(b))
 
 
@@ -31,15 +31,15 @@ def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
 
 
 class ActivationLoads(Protocol):
-    """What brings the activations of every k block to their stages; one warp."""
+    """Loads the activations of every k block to their stages; one warp."""
 
     def copy(self, shape, memory, scheduler, copy_x, x_view) -> None: ...
 
 
 class TmaLoads:
-    """Activations through the pipeline: TMA tiles by one producer warp.
+    """Loads activations through the pipeline: TMA tiles by one producer warp.
 
-    Those that the launch before makes come with the scales of their rows: limbs, as `.limb_rows` leaves them, whose TMA
+    Activations that the launch before makes have scales of their rows: limbs, as `.limb_rows` writes them, whose TMA
     tiles lie without gaps, or bytes of E4M3.
     """
 
@@ -47,12 +47,12 @@ class TmaLoads:
         self.config, self.places, self.scaled = config, places, config.mainloop.scaled_rows
 
     def layout(self):
-        """[tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma wants its B operand."""
+        """The layout [tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma takes its B operand."""
         config = self.config
         return tma_tiles_layout(config, config.tile_m, config.num_stages * config.mainloop.x_tma_tiles(config))
 
     def tma(self, x):
-        """What brings a TMA tile of x, and x as TMA tiles are taken from it."""
+        """The TMA copy of a tile of x, and x as TMA tiles are taken from it."""
         rows = self.config.part_m
         tma_tile = cute.slice_(tma_tiles_layout(self.config, rows, 1), (None, None, 0))
         multicast = self.config.multicast
@@ -63,12 +63,12 @@ class TmaLoads:
 
     @cute.jit
     def copy(self, shape, memory, scheduler, copy_x, x_view):
-        """Brings the activations of every k block, a TMA tile of 64 inputs of a part of a tile's rows at a time; one
+        """Loads the activations of every k block, a TMA tile of 64 inputs of a part of a tile's rows at a time; one
         warp.
 
-        Parts without rows are left out: rows that x does not have would cost TMA the time of writing zeros, rows of
-        somebody else that of bringing them. CTAs that multicast activations bring a slice of each TMA tile, to all of
-        them: a stage is free for that when all of them have released it, and full when all slices have come.
+        Parts without rows are left out: TMA would spend time on writing zeros for rows that x does not have, and on
+        loading other experts' rows. CTAs that multicast activations load a slice of each TMA tile for all of them. A
+        stage is free for that when all of them have released it, and full when all slices have arrived.
         """
         config = self.config
         if const_expr(self.scaled):
@@ -107,8 +107,8 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """(part, TMA tile among those of all stages) where a part's lies, of a tile of which ``present`` parts have
-        rows. Both limbs are one operand: theirs lie one behind the other."""
+        """(part, TMA tile among those of all stages) of a tile of which ``present`` parts have rows. Both limbs are one
+        operand: theirs lie one behind the other."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
@@ -116,7 +116,7 @@ class TmaLoads:
         return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))
 
     def copy_scales(self, shape, memory, work_tile, k_block, here) -> None:
-        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on; one lane."""
+        """Starts loading the scales of a tile's rows of x, from the last multiple of 16 bytes on; one lane."""
         size = self.config.x_scale_stage_bytes
         first, _ = self.places.rows_of(shape, work_tile)
         ptx.bulk_copy_to_shared(
@@ -128,7 +128,7 @@ class TmaLoads:
 
 
 class WeightLoads:
-    """Codes, scales and zero points through the pipeline: bulk copies by one producer warp.
+    """Loads codes, scales and zero points through the pipeline: bulk copies by one producer warp.
 
     Args:
         asks_first: whether it asks for the first ones before it tells anybody of barriers.
@@ -138,15 +138,14 @@ class WeightLoads:
         self.config, self.places, self.asks_first = config, places, asks_first
 
     def copy_first(self, operands, shape, memory, scheduler):
-        """Asks for the first k block of the first work tile; one lane."""
+        """Starts loading the first k block of the first work tile; one lane."""
         work_tile = scheduler.work_tile(scheduler.first)
         here = memory.pipeline.producer_state()
         self.copy_k_block(operands, shape, memory, work_tile, work_tile.begin, here)
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler):
-        """Brings codes, scales and zero points of every k block that `copy_first` has not asked for; one
-        warp."""
+        """Loads codes, scales and zero points of every k block that `copy_first` has not loaded; one warp."""
         pipeline, there = memory.pipeline, Int32(1 if self.asks_first else 0)
         here = pipeline.producer_state(there)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
@@ -160,7 +159,7 @@ class WeightLoads:
                 here = pipeline.next(here)
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Asks for a k block of a block: of each tile a run of codes, one of scales, one of zero points."""
+        """Starts loading a k block of a block: of each tile a run of codes, one of scales, one of zero points."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES
@@ -192,11 +191,11 @@ class WeightLoads:
 
 
 def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, scheduler) -> None:
-    """Asks for the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
+    """Prefetches the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
 
-    It needs no barrier, so it is asked before there are any, and a tile's k blocks are one run of bytes: one
-    instruction for what the pipeline asks for in several rounds of its loop. Where the
-    run would end behind the tile's nothing is asked.
+    It needs no barrier, so it runs before barriers are initialised. A tile's k blocks are one run of bytes: one
+    instruction replaces several rounds of the pipeline's loop. It prefetches nothing where the run would end behind the
+    tile's.
     """
     k_blocks = config.prefetched_k_blocks
     if not k_blocks:
@@ -209,7 +208,7 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
 
 
 def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
-    """Asks for the biases of the first work tile into L2: half a line a lane; one warp.
+    """Prefetches the biases of the first work tile into L2: half a line a lane; one warp.
 
     Its consumers load them when the accumulators are complete, and would wait for memory then.
     """
@@ -221,7 +220,7 @@ def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, schedu
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:
-    """The first group that a k block has a part of; a shift where it is one of several k blocks."""
+    """The first group that a k block has a part of; computed by a shift where a group has several k blocks."""
     block_k, group_size = config.block_k, config.group_size
     if group_size <= block_k:
         return k_block * (block_k // group_size)

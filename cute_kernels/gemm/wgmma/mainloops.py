@@ -1,8 +1,8 @@
 """How a kernel of tiles multiplies: its mainloop. Each value owns its fields, limits, registers, memory, barriers, and
-its part of the kernel's name. No GPU types here.
+its part of the kernel's name. There are no GPU types here.
 
-A mainloop says which reductions (`.results`) it goes with: nothing else can be compiled. The device code of
-each is in the module that its docstring names.
+A mainloop names the reductions (`.results`) that it can be combined with: nothing else can be compiled. The device code
+of each is in the module that its docstring names.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, 
 
 
 class Mainloop(ABC):
-    """What consumer warps do with a k block, and how x reaches them.
+    """How consumer warps multiply a k block, and how x reaches them.
 
     Attributes:
         reductions: types of reductions that it goes with.
@@ -103,7 +103,7 @@ class Mainloop(ABC):
         """The mainloop's part of a kernel's name, before the stages."""
 
     def kernel(self) -> Kernel:
-        """What a configuration with it is compiled as."""
+        """The kernel that a configuration with it is compiled as."""
         return TILES_KERNEL
 
     def kernel_name(self, config: WgmmaConfig) -> str:
@@ -123,11 +123,11 @@ class Mainloop(ABC):
         return self.x_tma_tiles(config) * config.tma_tile_bytes
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Scales of a tile's rows of x of a stage."""
+        """Bytes of a stage for the scales of a tile's rows of x."""
         return 0
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
-        """Scales of rows of x in shared memory."""
+        """Bytes of shared memory for scales of rows of x."""
         return config.num_stages * self.x_scale_stage_bytes(config)
 
     def x_bytes(self, config: WgmmaConfig) -> int:
@@ -162,7 +162,8 @@ class Mainloop(ABC):
         return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
-        """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        """K blocks of each of a block's tiles whose codes are prefetched into L2 before the CTA initialises its
+        barriers."""
         return 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -237,7 +238,8 @@ def takes_limbs(form: WeightFormat) -> bool:
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Why products cannot be of limbs, or None.
 
-    zeros: whether zero points can be taken off sums of limbs. least: inputs of a group, of codes without zero points.
+    zeros: whether zero points can be subtracted from sums of limbs. least: the least inputs of a group, for codes
+    without zero points.
     """
     if not takes_limbs(config.format) or (config.format.sums_inputs and not zeros):
         return f"limbs want codes that are bytes{'' if zeros else ', without zero points'}, not {config.format.key}"
@@ -259,7 +261,7 @@ class Limbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
+        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -274,9 +276,9 @@ class Limbs(Mainloop):
 
 @dataclass(frozen=True)
 class ResidentLimbs(Mainloop):
-    """MMAs of int8 limbs that consumer warps make once, before the first weights have come: `.resident_kernel`.
+    """MMAs of int8 limbs that consumer warps make once, before the first weights have arrived: `.resident_kernel`.
 
-    Stages hold weights only, so nothing of x comes through the pipeline, and one warp copies. Consumer warps keep the
+    Stages hold weights only, so x does not go through the pipeline, and one warp copies. Consumer warps keep the
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
 
     Attributes:
@@ -319,7 +321,7 @@ class ResidentLimbs(Mainloop):
         return 0
 
     def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
-        """Both limbs of 128 inputs of a tile's rows."""
+        """Bytes of both limbs of 128 inputs of a tile's rows."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
@@ -329,7 +331,8 @@ class ResidentLimbs(Mainloop):
         return self.k_blocks * self.k_block_limb_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Sums of squares of a row's parts as well, one of each warp that makes limbs; and of rows' inputs."""
+        """Its shared memory. It includes sums of squares of a row's parts, one for each warp that makes limbs, and sums
+        of rows' inputs."""
         squares = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
         more = (Region("row_sums", squares),) if self.factors == NORMED else ()
         sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.sums_inputs else ()

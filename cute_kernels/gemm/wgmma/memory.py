@@ -36,7 +36,7 @@ class TileMemory:
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
-    """Shared memory of a CTA: the regions and barriers that the policies of a configuration declare.
+    """Allocates a CTA's shared memory: the regions and barriers that the policies of a configuration declare.
 
     layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
     """

@@ -1,4 +1,4 @@
-"""Where a work tile's rows of x, weights, biases and results are: the same questions for dense and grouped products."""
+"""Where a work tile's rows of x, weights, biases and results are: one interface for dense and grouped products."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
 
 
 def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
-    """How many parts of a work tile have rows."""
+    """The number of parts of a work tile that have rows."""
     first, end = places.rows_of(shape, work_tile)
     return parts_with(config, end - first)
 
@@ -81,7 +81,7 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Where the ``index``-th tile of a block belongs in the output, from the work tile's ``token``-th row of x on."""
+    """Where the ``index``-th tile of a block is in the output, from the work tile's ``token``-th row of x on."""
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

@@ -22,7 +22,7 @@ from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dens
 class TileRangeSizes(TileSizes):
     """Sizes of a launch in ranges.
 
-    A tile has `RangeSplitK.end` units more than k blocks, and the tiles' units are shared out.
+    A tile counts `RangeSplitK.end` units more than its k blocks, and the units of all tiles are divided among CTAs.
     """
 
     units: Divisor  # of a tile
@@ -97,7 +97,7 @@ class RangeScheduler:
 
 
 class Ranges(DenseRounds):
-    """A work range of all tiles for each CTA, in place of rounds."""
+    """The distribution of tiles as a work range for each CTA, instead of rounds."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileRangeSizes:
@@ -109,9 +109,10 @@ class Ranges(DenseRounds):
 
 
 class RangeReduction(StoringReduction):
-    """The CTA that has a tile's last k block adds up what those before it left, and stores: `.reduction.TileReduction`.
+    """The CTA that has a tile's last k block adds up what the CTAs before it published, and stores:
+    `.reduction.TileReduction`.
 
-    A CTA leaves one part at most, that of the tile which ends behind its range, so each has one place.
+    A CTA publishes one part at most, that of the tile that ends behind its range, so each CTA has one place.
     """
 
     rounds = Ranges
@@ -136,14 +137,16 @@ class RangeReduction(StoringReduction):
             self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
 
     def place(self, operands, store: Store, cta):
-        """Where a thread's first accumulators of the part that a CTA leaves are, in the order of the registers."""
+        """The address of a thread's first accumulators of the part that a CTA publishes, in the order of the
+        registers."""
         size = 4 * self.config.block_rows * self.config.tile_m
         own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
         return operands.workspace + Int64(cta) * size + own
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
-        """Adds what the CTAs before this one left of the tile, from the next one to the one that has its beginning."""
+        """Adds what the CTAs before this one published of the tile, from the next one to the one that has its
+        beginning."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

@@ -1,4 +1,4 @@
-"""What consumer warps read of a stage, codes, scales and zero points of their rows, and how they release it."""
+"""Reads codes, scales and zero points of a stage for consumer warps, and releases it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_decoder(config: WgmmaConfig) -> CodeDecoder:
 
 
 class StageReader:
-    """How the consumer warps of a configuration read stages: every mainloop has one.
+    """Reads stages for the consumer warps of a configuration; every mainloop has one.
 
     Attributes:
         decoder: makes numbers of codes.
@@ -90,12 +90,12 @@ class StageReader:
 
     @cute.jit
     def release(self, memory, state, releases):
-        """Releases a stage that this warp has read; releases: whether this lane says so."""
+        """Releases a stage that this warp has read. releases: whether this lane arrives."""
         if releases:
             memory.pipeline.consumer_release(state)
 
     def load_codes(self, address) -> list[list[Any]]:
-        """[tile][chunk of its codes] a thread's 16 bytes of a k block; address: of its first ones."""
+        """Loads [tile][chunk of its codes] a thread's 16 bytes of a k block. address: of its first ones."""
         config = self.config
         return [
             [
@@ -106,7 +106,8 @@ class StageReader:
         ]
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales as of `scale_pair`."""
+        """Loads [group of the k block] (scales, offsets) of the thread's two rows of a tile; scales as of
+        `scale_pair`."""
         config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
@@ -146,28 +147,29 @@ class StageReader:
 
 
 def nothing_by_lane(shape, lane):
-    """0 that the compiler does not know, and takes for different in each lane.
+    """Returns 0, hidden from the compiler, which takes it for different in each lane.
 
-    A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
-    each would be a copy and a LOP3.
+    The compiler may keep a mask that all lanes share in a uniform register, which LOP3 cannot read beside a constant:
+    each use would be a copy and a LOP3.
     """
     return Uint32((shape.m + lane) >> 31)
 
 
 def nothing(shape, lane):
-    """The same, of which the compiler knows that all lanes share it: where masks are kept in registers anyway."""
+    """Returns 0, hidden from the compiler, which knows that all lanes share it: where masks are kept in registers
+    anyway."""
     return Uint32(shape.m >> 31)
 
 
 class Channel:
-    """Scales and zero points that hold for all of K, and meet the accumulators: those of weights without groups, and
-    those of a second level."""
+    """Scales and zero points that hold for all of K, and are applied to the accumulators: those of weights without
+    groups, and those of a second level."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        """Loads [tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder, size = self.config, self.stages.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
@@ -190,7 +192,7 @@ class Channel:
         return channel
 
     def scale(self, acc, finished, channel):
-        """Keeps the finished accumulators, times the scales of their rows where those hold for all of K."""
+        """Multiplies the finished accumulators by the scales of their rows where those hold for all of K."""
         tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
         for i, value in enumerate(finished):
             if channel:

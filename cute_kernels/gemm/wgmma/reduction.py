@@ -1,8 +1,8 @@
-"""How parts of K are added up, and who stores the result: four of the values of the reduction policy.
+"""How parts of K are added up, and which CTA stores the result: four values of the reduction policy.
 
-The other one, through the shared memory of a cluster tile by tile, is in `.cluster_reduction`. All have `begin`,
-before the first work tile, `prepare`, before a work tile's products, `finish`, of its accumulators, and `end`, behind
-the last one.
+The other one, through the shared memory of a cluster tile by tile, is in `.cluster_reduction`. All have `begin`, before
+the first work tile, `prepare`, before a work tile's products, `finish`, for its accumulators, and `end`, behind the
+last one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 
 
 class TileReduction(Protocol):
-    """What a consumer warpgroup does with the accumulators of a work tile.
+    """Reduces the accumulators of a work tile in a consumer warpgroup.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
-    prepares: whether `prepare` asks for anything. Those of dense products say as ``rounds``, a `DenseRounds`, how tiles
-    are dealt out to CTAs.
+    prepares: whether `prepare` loads anything. Reductions of dense products have ``rounds``, a `DenseRounds`: how tiles
+    are distributed to CTAs.
     """
 
     @property
@@ -54,7 +54,7 @@ class TileStore(Protocol):
 
 
 class StoringReduction:
-    """What reductions have that store tiles of dense products, or of experts, through a store policy."""
+    """The common part of reductions that store tiles of dense products, or of experts, through a store policy."""
 
     rounds: type[DenseRounds] = DenseRounds
 
@@ -93,7 +93,7 @@ class WorkspaceReduction(StoringReduction):
     def combine(self, operands, store: Store, work_tile, acc):
         """Stores the accumulators of a part of K of a tile, or adds the others' to those of the last part.
 
-        Every thread stores its own accumulators and finds the same thread's, so they lie in the order of the registers.
+        Every thread stores its own accumulators and loads the same thread's, so they lie in the order of the registers.
         """
         if work_tile.splits > 1:
             partial_bytes = 4 * self.config.block_rows * self.config.tile_m
@@ -110,7 +110,7 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def add_part(self, place, acc, first: int):
-        """Adds some vectors of another part to the accumulators, once they have come, and puts EMPTY back."""
+        """Adds some vectors of another part to the accumulators, once they have arrived, and resets them to EMPTY."""
         add_published(acc, 4 * first, place, self.config.combine_batch, first * VECTOR_STRIDE)
 
 
@@ -122,8 +122,8 @@ def publish_acc(acc, place, count: int) -> None:
 
 @cute.jit
 def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr, offset: cutlass.Constexpr):
-    """Adds ``count`` vectors that `publish_acc` has left, from ``offset`` bytes on, to accumulators[first:], and puts
-    EMPTY back."""
+    """Adds ``count`` vectors that `publish_acc` has stored, from ``offset`` bytes on, to accumulators[first:], and
+    resets them to EMPTY."""
     words = cute.make_rmem_tensor(4 * count, Uint32)
     offsets = [offset + i * VECTOR_STRIDE for i in range(count)]
     Poll([Published(place, offset=offset) for offset in offsets]).load(words)
@@ -134,9 +134,9 @@ def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr
 
 
 class SequentialReduction(StoringReduction):
-    """Parts of K that a CTA has one after the other: a second set of accumulators adds them up.
+    """Adds up parts of K that a CTA has one after the other, in a second set of accumulators.
 
-    Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
+    The order is that in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
     """
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class SequentialReduction(StoringReduction):
 
 
 class RowReduction(StoringReduction):
-    """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
+    """Reduces parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
         """The corner of the CTA's share of the rows of x."""
@@ -187,9 +187,10 @@ class RowReduction(StoringReduction):
     def join(self, store: Store, state, rank, acc):
         """Makes accumulators[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
 
-        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs: a sum
-        is added up by one CTA, in an order that does not depend on who came first. ``state``: where the activations
-        were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
+        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs. So a
+        sum is added up by one CTA, in an order that does not depend on which CTA was first. ``state``: the memory of
+        the activations, which are not needed any more. The caller waits for the cluster before it ends, as others read
+        until then.
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
@@ -206,11 +207,11 @@ class RowReduction(StoringReduction):
         cute.arch.cluster_arrive()
 
     def shares_place(self, store: Store, state):
-        """Where a thread leaves its first share: shares of a warpgroup lie one behind the other."""
+        """The address of a thread's first share: shares of a warpgroup lie one behind the other."""
         return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
 
     def publish_share(self, place, acc, share: int):
-        """Puts a share of a thread's accumulators into this CTA's memory, in the order of the registers."""
+        """Stores a share of a thread's accumulators in this CTA's memory, in the order of the registers."""
         own = self.config.own_m // 2
         for i in range(own // 4):
             vector = [acc[share * own + 4 * i + j] for j in range(4)]
@@ -224,7 +225,7 @@ class RowReduction(StoringReduction):
                 acc[i] = cutlass.select_(rank == share, acc[share * own + i], acc[i])
 
     def load_shares(self, place, acc, rank):
-        """Adds what the other CTAs left of the CTA's own share."""
+        """Adds what the other CTAs have stored of the CTA's own share."""
         if self.config.cluster > 2:
             self.load_in_order(place, acc, rank)
             return

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Region(NamedTuple):
-    """Bytes of shared memory under a name of `memory.TileMemory`; of none there is no address."""
+    """Bytes of shared memory under a name of `memory.TileMemory`; an empty region has no address."""
 
     name: str
     size: int

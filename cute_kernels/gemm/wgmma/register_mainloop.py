@@ -1,8 +1,9 @@
-"""MMAs of warpgroups with W, decoded, in registers; x in shared memory.
+"""MMAs of warpgroups with decoded W in registers and x in shared memory.
 
-Scales meet the weights right after decoding, in the dtype of the activations: W is rounded once, as the reference
-rounds it, and accumulators need no second set of registers. A scale per output feature meets the accumulators instead.
-While one group of k16 steps is decoded into a second set of registers, the MMAs of the last ones run.
+Scales are applied to the weights right after decoding, in the dtype of the activations. W is rounded once, as the
+reference rounds it, and accumulators need no second set of registers. A scale per output feature is applied to the
+accumulators instead. While one group of k16 steps is decoded into a second set of registers, the MMAs of the last group
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 
 
 class RegisterMainloop:
-    """One value of the mainloop policy.
+    """One mainloop policy.
 
     Args:
         masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.

@@ -1,12 +1,12 @@
 """Weight-only GEMM for few rows of x, whose limbs are made once and stay in shared memory: one launch.
 
-A launch that makes limbs beforehand takes a microsecond. Making them as x comes through the
-pipeline sets its pace. But nothing is to be done until the first weights have come, two microseconds after the start:
-in that time the consumer warps turn all of x that the CTA needs into limbs (:mod:`.resident_rows`). The producer warp
+A launch that makes limbs beforehand takes a microsecond. Making them as x goes through the pipeline would limit the
+pipeline's rate. But there is nothing to do until the first weights have arrived, two microseconds after the start. In
+that time the consumer warps turn all of x that the CTA needs into limbs (:mod:`.resident_rows`). The producer warp
 waits for none of it.
 
 Warpgroups may interleave k blocks, so that one decodes while another waits for its MMAs. Their accumulators are
-partials like those of the other CTAs of a cluster, and go the same way (:mod:`.cluster_reduction`).
+partials like those of the other CTAs of a cluster, and are reduced the same way (:mod:`.cluster_reduction`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 class RowStore(TileStore, Protocol):
-    """A store that asks for numbers of its rows."""
+    """A store that loads numbers of its rows."""
 
     def ask(self, operands, tid, end) -> list[list[Any]]:
-        """Asks for a thread's, of the rows before ``end``."""
+        """Starts loading a thread's numbers, of the rows before ``end``."""
         ...
 
     def keep_asked(self, operands, store, asked) -> None:
-        """Leaves in shared memory what came of them."""
+        """Stores in shared memory what was loaded."""
         ...
 
 
@@ -130,7 +130,8 @@ class ResidentKernel:
             )
 
     def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
-        """A consumer thread's place among those that store a tile, and what the store asks for beside x."""
+        """Returns a consumer thread's position among those that store a tile, and starts the store's loads,
+        concurrently with x."""
         if self.store is None:
             return None, None
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS

@@ -1,7 +1,7 @@
-"""How the weights of resident tiles reach shared memory: one work tile a CTA, all tiles of a stage at once.
+"""Loads the weights of resident tiles into shared memory: one work tile a CTA, all tiles of a stage at once.
 
-A launch waits for the first weights, so they are asked for before anybody else is told of barriers, and where each
-tile begins is computed once.
+A launch waits for the first weights, so they are loaded before other warps know of the barriers, and where each tile
+begins is computed once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tile_bytes_of(config: ResidentConfig) -> int:
 
 
 def zero_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[Any]:
-    """Where the zero points of each of a work tile's tiles begin; none of a format without them."""
+    """Where the zero points of each of a work tile's tiles begin; none for a format without them."""
     if not config.format.has_zeros:
         return []
     tile_zeros = shape.scale_groups * config.format.group_zero_bytes
@@ -64,7 +64,8 @@ class StageLoads:
     def copy_following(self, operands, shape, memory, scheduler, lane):
         """Loads all k blocks but the first.
 
-        What it computes is computed for the first one as well: carried here, it would not be known to be one lane's.
+        It computes again what the first one's copy computed: if carried here, the compiler would not know that it
+        belongs to one lane.
         """
         if lane == 0:
             work_tile = scheduler.work_tile(scheduler.first)
@@ -76,7 +77,7 @@ class StageLoads:
                 here = memory.pipeline.next(here)
 
     def copy_stage(self, memory, here, k_block, begins) -> None:
-        """Asks for a k block of tiles that begin as `begins` has it."""
+        """Starts loading a k block of tiles that begin as `begins` has it."""
         config, stage = self.config, here.stage
         tiles, zeros = begins
         tile_bytes, group_bytes = tile_bytes_of(config), config.format.group_scale_bytes

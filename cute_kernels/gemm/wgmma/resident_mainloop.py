@@ -1,8 +1,8 @@
 """K blocks of a tile of few rows whose limbs its CTA makes itself, and keeps.
 
-Limbs lie k block by k block, so a k block's are found by its number, where staged ones are found by the stage. All x
-that a CTA needs is made before the first work tile, if there is room. If not, one half of the room has a chunk of K
-while the other is filled with the next: the pipeline holds the weights of several k blocks, so consumers catch up.
+Limbs lie k block by k block, so a k block's are found by its number, where staged ones are found by the stage. If there
+is room, all x that a CTA needs is made before the first work tile. If not, one half of the room has a chunk of K while
+the other is filled with the next; meanwhile the pipeline holds the weights of several k blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 
 def at(memory, index, tile_m: int):
-    """Memory as k blocks read it, of the ``index``-th resident one."""
+    """The memory as k blocks read it, for the ``index``-th resident one."""
     index = cute.arch.make_warp_uniform(index)
     found = replace(
         memory,

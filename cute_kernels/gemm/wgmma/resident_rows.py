@@ -1,10 +1,10 @@
 """Limbs of rows of x, made by the warps that multiply them, where the MMAs read them.
 
-What :mod:`.limb_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x. TMA brings x into the
-place of its limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and their
-low limbs. Of a few rows warps load x themselves, as missing rows would take TMA long to fill in. Four lanes take 128
-inputs of a row, two blocks of 16 each, so that no limb changes lanes and all of a block's high limbs are one vector,
-as are its low ones. Magnitudes are compared in packed pairs.
+Each CTA makes, of its part of x, bit for bit what :mod:`.limb_rows` stores in memory. TMA loads x into the place of its
+limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and their low limbs. Of
+few rows, warps load x themselves, as TMA would take long to fill in missing rows. Four lanes take 128 inputs of a row,
+two blocks of 16 each. So no limb changes lanes, and all of a block's high limbs are one vector, as are its low ones.
+Magnitudes are compared in packed pairs.
 
 A k block's limbs are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high limbs of all tokens, then
 the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
@@ -56,7 +56,7 @@ SIGNS = 0x80808080
 
 @dataclass(frozen=True)
 class Source:
-    """x, and what brings k blocks of it."""
+    """The source of x, and the copy that loads k blocks of it."""
 
     address: Int64
     rows: Int32
@@ -64,7 +64,7 @@ class Source:
     factors: Factors | None = field(default=None, kw_only=True)  # of configurations that have some
 
     def row(self, row: Int32) -> Int32:
-        """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
+        """The row of x for the ``row``-th of those whose limbs are made; here the same."""
         return row
 
 
@@ -80,7 +80,7 @@ class TmaSource(Source):
 
 @dataclass(frozen=True)
 class RowsRoom:
-    """How limbs of a CTA are made.
+    """The room for a CTA's limbs, and how they are made.
 
     Attributes:
         k_blocks: of x that there is room for.
@@ -99,7 +99,7 @@ class RowsRoom:
 
 
 class ResidentRows:
-    """What the consumer warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
+    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs."""
 
     def __init__(self, room: RowsRoom):
         self.room = room
@@ -124,13 +124,13 @@ class ResidentRows:
 
     @property
     def tma_tile(self) -> tuple[int, int, int]:
-        """What TMA brings at a time: rows, inputs, blocks of inputs."""
+        """The size of a TMA tile: rows, inputs, blocks of inputs."""
         return self.room.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
 
     def k_block_copy(self, x, layout) -> tuple[Any, Any]:
-        """What brings a k block of x into TMA tiles one behind the other, and x as k blocks are taken from it.
+        """The copy of a k block of x into consecutive TMA tiles, and x as k blocks are taken from it.
 
-        x: [m, k]; of rows that are no multiple of 64 inputs the rest is not brought. layout: of a k block there.
+        x: [m, k]; inputs behind the last multiple of 64 are not loaded. layout: of a k block there.
         """
         m, k = x.shape
         view = cute.make_tensor(
@@ -140,9 +140,9 @@ class ResidentRows:
 
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
-        """Asks for x of k blocks [begin, end), into places from ``first_place`` on.
+        """Starts loading x of k blocks [begin, end), into places from ``first_place`` on.
 
-        Each of the consumer warps asks for its share, and counts on the barrier.
+        Each of the consumer warps loads its share, and counts on the barrier.
         """
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
@@ -161,10 +161,10 @@ class ResidentRows:
 
     @cute.jit
     def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
-        """Limbs and scales of k blocks [begin, end), in the place of x, where it has come, or of x that is loaded.
+        """Makes limbs and scales of k blocks [begin, end), in the place of x, where it has arrived, or of x that is
+        loaded here.
 
-        Visible to MMAs after a barrier of all warps that make them. asked: of `ask_factors`, where those are on their
-        way.
+        MMAs see them after a barrier of all warps that make them. asked: of `ask_factors`, where factors are loading.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
@@ -203,9 +203,9 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def ask_factors(self, x: Source, begin, end, warp, lane):
-        """Asks for the factors, or the order, of a warp's first step; nothing waits for them yet.
+        """Starts loading the factors, or the order, of a warp's first step; nothing waits for them yet.
 
-        Not as constant memory: ptxas moves such loads behind the wait for the launch before.
+        The loads are not marked constant: ptxas moves such loads behind the wait for the launch before.
         """
         asked = cute.make_rmem_tensor(STEP_INPUTS if self.is_ordered else STEP_WORDS, Uint32)
         bits, load = self.step_bits(end - begin), self.load_order if self.is_ordered else self.load_factors
@@ -213,8 +213,8 @@ class ResidentRows:
         return asked
 
     def load_order(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Numbers of the inputs that a lane's inputs of a step are, in their order; zeros where there is no row, and
-        behind its end."""
+        """Loads the input numbers of a lane's inputs of a step, in their order; zeros where there is no row, and behind
+        its end."""
         assert x.factors is not None
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * (LIMB_GROUP // ORDER_PIECE_INPUTS)
@@ -224,7 +224,7 @@ class ResidentRows:
         return self.load_pieces(start, there, lane, constant=constant, pieces=BLOCK // ORDER_PIECE_INPUTS)
 
     def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
+        """Loads factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
         assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
         start = x.factors.address + Int64(first) * PIECE_BYTES
@@ -247,7 +247,8 @@ class ResidentRows:
         return self.load_pieces(start, there, lane, constant=False)
 
     def load_pieces(self, start, there, lane, *, constant: bool, pieces: int = BLOCK_PIECES) -> list[Any]:
-        """A lane's blocks, of ``pieces``, of a group that begins at ``start`` and has the first ``there`` pieces."""
+        """Loads a lane's blocks, of ``pieces``, of a group that begins at ``start`` and has the first ``there``
+        pieces."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
@@ -273,7 +274,7 @@ class ResidentRows:
         return (lane // GROUP_LANES + number) & 1
 
     def load(self, start, tile_m, row, lane) -> list[Any]:
-        """A lane's inputs of a step, packed pairs, block by block."""
+        """Loads a lane's inputs of a step, packed pairs, block by block."""
         words = []
         for number in range(LANE_BLOCKS):
             line = start + self.half(lane, number) * tile_m * ROW_BYTES
@@ -283,7 +284,7 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """(bits of what a code's byte times a limb counts, [block] words of its high limbs, then of its low ones)."""
+        """(bits of the unit of a code's byte times a limb, [block] words of its high limbs, then of its low ones)."""
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
@@ -300,7 +301,7 @@ class ResidentRows:
         return scale, limbs, self.sum_of(fixed) if self.room.sums else None
 
     def sum_of(self, fixed) -> Any:
-        """The sum of a group's inputs, of what its lanes have in fixed point."""
+        """The sum of a group's inputs, from its lanes' fixed-point numbers."""
         inputs = [one for block in fixed for one in block]
         total = lanes.in_pairs(operator.add, inputs) - Uint32((MAGIC + HALF) * len(inputs) & 0xFFFFFFFF)
         return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
@@ -324,7 +325,7 @@ class ResidentRows:
         return high + low
 
     def store(self, start, tile_m, row, lane, limbs) -> None:
-        """Puts a lane's limbs of a row's k block where MMAs read them."""
+        """Stores a lane's limbs of a row's k block where MMAs read them."""
         for number, words in enumerate(limbs):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
             address = start + (block ^ (row & (WGMMA_N_STEP - 1))) * PIECE_BYTES
@@ -347,9 +348,9 @@ def room_of(config: ResidentConfig) -> RowsRoom:
 
 
 class ResidentLimbLoads:
-    """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
+    """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: their loads and how they are made.
 
-    All of it is done by the consumer warps, between two uses of the room for limbs.
+    The consumer warps do all of it, between two uses of the room for limbs.
     """
 
     def __init__(self, config: ResidentConfig):
@@ -358,7 +359,7 @@ class ResidentLimbLoads:
         self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
-        """Says where x is, once for a kernel: no dynamic condition can carry what describes copies."""
+        """Stores where x is, once for a kernel: no dynamic condition can carry the description of copies."""
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     def ask_factors(self, scheduler, warp, lane):
@@ -396,12 +397,12 @@ class ResidentLimbLoads:
         return fits
 
     def bring(self, place: Lane, first, begin, end):
-        """Asks for x of k blocks [begin, end), as the ``first`` of those there is room for."""
+        """Starts loading x of k blocks [begin, end), into the room from the ``first`` on."""
         if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 
     def make(self, place: Lane, memory, begin, end, x_phase):
-        """Makes limbs of k blocks [begin, end), once x has come."""
+        """Makes limbs of k blocks [begin, end), once x has arrived."""
         if const_expr(not self.config.mainloop.loads):
             Barrier(memory.x_barrier).wait(x_phase)
         self.rows.make(self.source, memory, begin, end, place.warp, place.lane)

@@ -1,9 +1,9 @@
 """Configurations whose CTAs make limbs of x themselves. Plain Python, no GPU.
 
-One launch instead of two, and nothing of x in the pipeline; so they are the fastest up to eight rows. Up to sixteen
-they are where a CTA has four tiles of 64 features and more, whose weights take as long as its limbs, and where the
-limbs of its part of K are all made before the first product. Beyond, making all limbs in every CTA takes longer than a
-launch that makes them once.
+They take one launch instead of two, and nothing of x goes through the pipeline, so they are the fastest up to eight
+rows. Up to sixteen they are the fastest in two cases: where a CTA has at least four tiles of 64 features, whose weights
+take as long as its limbs; and where the limbs of its part of K are all made before the first product. Beyond, making
+all limbs in every CTA takes longer than a launch that makes them once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class WarpgroupsOf:
-    """How the warpgroups of a CTA share out a block of output features and K; fields as in `WgmmaConfig`, of
+    """How the warpgroups of a CTA divide a block of output features and K; fields as in `WgmmaConfig`, of
     `ResidentLimbs` and its reduction.
 
     Attributes:
@@ -131,7 +131,7 @@ def part_k_blocks(problem: LinearProblem) -> int:
 
 
 def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:
-    """Whether warps load x, where both are to be considered or one can be had."""
+    """Whether warps load x: both answers if both are to be considered, or the one that is possible."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)

@@ -1,9 +1,9 @@
-"""A tile's residual: in shared memory before its last products are done, added to accumulators where they lie.
+"""A tile's residual: loaded into shared memory before its last products are done, and added to accumulators there.
 
-Threads ask for 16 bytes each, all in flight at once, before the tile's first k block: nothing waits for memory when
-the accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits, so
-ldmatrix hands every thread the elements that its accumulators want, and stmatrix puts the sums into the same places.
-There are two buffers of a chunk of tokens: of a tile of more chunks, a buffer is filled again when it has been stored.
+Threads load 16 bytes each, all in flight at once, before the tile's first k block, so nothing waits for memory when the
+accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. So ldmatrix
+gives every thread the elements that its accumulators need, and stmatrix stores the sums in the same places. There are
+two buffers of a chunk of tokens; for a tile of more chunks, a buffer is filled again when it has been stored.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ BUFFERS = 2
 
 
 def vector_offset(token, vector) -> Int32:
-    """Where a token's ``vector``-th 16 bytes lie in a buffer: eight tokens' are in different banks, as TMA has them."""
+    """The offset of a token's ``vector``-th 16 bytes in a buffer: eight tokens' are in different banks, as TMA has
+    them."""
     return token * ROW_BYTES + (vector ^ (token % 8)) * 16
 
 
 class ResidualChunks:
     """The residual of the tiles that a consumer warpgroup stores.
 
-    Chunks of all tiles that a warpgroup stores of a work tile are numbered on: ``ordinal`` says the how-manieth tile it
-    is, ``chunk`` the chunk of it. Groups of cp.async are counted, so all threads take the same path.
+    Chunks of all tiles that a warpgroup stores of a work tile are numbered consecutively: ``ordinal`` is the tile's
+    number, ``chunk`` the chunk's. Groups of cp.async are counted, so all threads take the same branches.
     """
 
     def __init__(self, config: WgmmaConfig):
@@ -54,13 +55,13 @@ class ResidualChunks:
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Asks for a tile's first chunks; ``early``: before the products, those for which there are buffers."""
+        """Starts loading a tile's first chunks. ``early``: before the products, those for which there are buffers."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)
 
     def bring(self, operands, shape, store, corner, ordinal: int, chunk: int) -> None:
-        """Asks for a chunk, 16 bytes at a time; a group of copies."""
+        """Starts loading a chunk, 16 bytes at a time; a group of copies."""
         done, tile_m = self.config.chunks[chunk]
         buffer, start = self.buffer(store, ordinal, chunk), corner.token + done
         for i in range(-(-tile_m * ROW_VECTORS // WARPGROUP_THREADS)):
@@ -74,11 +75,11 @@ class ResidualChunks:
         cute.arch.cp_async_commit_group()
 
     def wait(self, chunk: int) -> None:
-        """Waits for a thread's own copies of a chunk: the next one of the tile may be on its way."""
+        """Waits for a thread's own copies of a chunk; the next one of the tile may still be loading."""
         cute.arch.cp_async_wait_group(1 if chunk + 1 < len(self.config.chunks) else 0)
 
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
-        """Puts the rounded sums of accumulators[first:] and a chunk's residual into its place.
+        """Stores the rounded sums of accumulators[first:] and a chunk's residual in the residual's place.
 
         Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
         chunk has no more than eight, both are the same.

@@ -1,7 +1,8 @@
 """How results leave a kernel of tiles: stores, and reductions of the parts of K that a work tile is cut into.
 
-Each value owns its fields, limits, memory, barriers, and its part of the kernel's name. A reduction says which stores
-it goes with. No GPU types here; the device code of each is in the module that its docstring names.
+Each value owns its fields, limits, memory, barriers, and its part of the kernel's name. A reduction names the stores
+that it can be combined with. There are no GPU types here; the device code of each is in the module that its docstring
+names.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StagedStore:
 
 
 class Reduction(ABC):
-    """How parts of a tile are put together.
+    """How parts of a tile are reduced.
 
     Attributes:
         cluster: CTAs of a cluster that have equal parts of K of one tile.
@@ -92,11 +93,11 @@ class Reduction(ABC):
         """The reduction's part of a kernel's name."""
 
     def partial_slots(self, config: WgmmaConfig) -> int:
-        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
+        """The most tiles of 64 output features whose parts of K a CTA of a cluster receives."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0
 
     def received_bytes(self, config: WgmmaConfig) -> int:
-        """Shared memory for what a CTA is sent by the others of its cluster."""
+        """Shared memory for what a CTA receives from the others of its cluster."""
         return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -106,7 +107,8 @@ class Reduction(ABC):
         return (Region("partials", self.received_bytes(config) + own),)
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """One for each tile that others send parts of, which waits for the bytes of all of them."""
+        """The number of mbarriers: one for each tile that others send parts of, which waits for the bytes of all of
+        them."""
         expected = (self.cluster - 1) * config.partial_bytes
         return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
@@ -117,7 +119,7 @@ class Reduction(ABC):
 
 @dataclass(frozen=True)
 class WholeK(Reduction):
-    """A work tile has all of K: nothing is put together."""
+    """A work tile has all of K: nothing is reduced."""
 
     splits_k: ClassVar[bool] = False
     multicasts: ClassVar[bool] = True

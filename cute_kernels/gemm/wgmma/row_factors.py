@@ -41,7 +41,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class FactoredOperands(Operands):
-    """Addresses of a launch whose rows meet factors."""
+    """Addresses of a launch whose rows are scaled by factors."""
 
     factors: Factors
 
@@ -61,7 +61,7 @@ class RowFactors:
 
     @cute.jit
     def add_squares(self, x, memory, warp, lane):
-        """Sums of the squares of all rows, one for each warp that has a part of one; visible after a barrier."""
+        """Adds up the squares of all rows, one sum for each warp that has a part of a row; visible after a barrier."""
         if const_expr(self.kind == NORMED):
             bits = self.row_bits(x)
             row, part, parts = warp & ((1 << bits) - 1), warp >> bits, Int32(self.warps) >> bits
@@ -79,12 +79,12 @@ class RowFactors:
             ptx.store_shared(memory.row_sums + (row * self.warps + part) * SUM_BYTES, 0, [total])
 
     def row_bits(self, x):
-        """log2 of the rows that warps are shared out to: those there are, rounded up to a power of two."""
+        """log2 of the rows that warps are distributed to: the number of rows, rounded up to a power of two."""
         bits = FACTOR_ROWS.bit_length() - 1
         return sum((cutlass.select_(x.rows > 1 << i, Int32(1), Int32(0)) for i in range(bits)), Int32(0))
 
     def of_rows(self, x, memory, lane):
-        """What a norm multiplies rows with: a lane has that of the row of its number, modulo `FACTOR_ROWS`."""
+        """The factors of rows by a norm: a lane has that of the row of its number, modulo `FACTOR_ROWS`."""
         if self.kind != NORMED:
             return Float32(1.0)
         parts = Int32(self.warps) >> self.row_bits(x)
@@ -99,7 +99,7 @@ class RowFactors:
         return of_rows if self.kind != NORMED else cute.arch.shuffle_sync(of_rows, row % FACTOR_ROWS)
 
     def apply(self, x, words, factors, row_factor) -> list[Any]:
-        """Packed pairs of inputs times their factors, rounded."""
+        """Multiplies packed pairs of inputs by their factors, rounded."""
         offset = Uint32(x.factors.offset).bitcast(Float32)
         found = []
         for word, factor in zip(words, factors, strict=True):

@@ -1,9 +1,9 @@
-"""One row of x in the order of the weight's packed inputs (act-order), on its way to limbs.
+"""Puts one row of x in the order of the weight's packed inputs (act-order), as limbs are made.
 
-A launch before that puts a row in order takes 1.1 us and more: it ends, and then the product's wait does. Here each CTA
-brings the row as it lies into shared memory, and its warps gather what they make limbs of, two bytes at a time. Of one
-row most of a tile's place for limbs is free, so that takes no room of its own. The order is the weight's: it is asked
-for before the wait for the launch before (programmatic dependent launch).
+A separate launch that does so takes 1.1 us and more: it has to end, and then the product's wait. Here each CTA loads
+the row as it lies into shared memory, and its warps gather the inputs of their limbs, two bytes at a time. With one
+row, most of a tile's room for limbs is free, so this needs no room of its own. The order is the weight's: it is loaded
+before the wait for the launch before (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOW_HALVES = 0x5410
 
 
 class RowOrder:
-    """What consumer warps do with a row before they make limbs.
+    """How consumer warps permute a row before they make limbs.
 
     Args:
         warps: that make limbs.
@@ -45,7 +45,7 @@ class RowOrder:
 
     @cute.jit
     def bring(self, x, memory, warp, lane):
-        """Brings all of the row, whichever part of K the CTA has: a barrier of all warps is to follow."""
+        """Loads all of the row, whichever part of K the CTA has; a barrier of all warps has to follow."""
         for first in cutlass.range(warp * WARP_THREADS, x.row_pieces, self.warps * WARP_THREADS, unroll=4):
             piece = first + lane
             inside = cutlass.select_(piece < x.row_pieces, Int32(1), Int32(0))
@@ -55,6 +55,6 @@ class RowOrder:
         cute.arch.cp_async_wait_group(0)
 
     def gather(self, memory, inputs) -> list[Any]:
-        """Packed pairs of inputs, whose numbers are words."""
+        """Gathers packed pairs of inputs, whose numbers are words."""
         halves = [ptx.load_shared_part(self.place(memory, Int32(number)), 0, 2) for number in inputs]
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, len(halves), 2)]

@@ -1,7 +1,7 @@
-"""Which configuration serves a product of many rows, and into how many work tiles it is cut. Plain Python, no GPU.
+"""Chooses the configuration of a product of many rows, and the number of its work tiles. Plain Python, no GPU.
 
 Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. Small
-tiles waste decoding, large ones the last round; see `efficiency`. What each policy takes is in `.costs`.
+tiles waste decoding, large ones the last round; see `efficiency`. The time of each policy is in `.costs`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ TILE_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}
 class DsmemShape(NamedTuple):
     """A tile with a DSMEM reduction in a cluster of two, and how many warpgroups interleave its k blocks.
 
-    k_warpgroups: of codes without zero points in groups of whole k blocks; zero_k_warpgroups: of those with zero
-    points, of which more is to be decoded; group_k_warpgroups: of the others, in groups of less than a k block.
+    k_warpgroups: for codes without zero points in groups of whole k blocks. zero_k_warpgroups: for those with zero
+    points, which take more to decode. group_k_warpgroups: for groups of less than a k block.
     """
 
     tile_m: int
@@ -207,7 +207,7 @@ class TileSchedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch, by name, that it decides."""
+        """The numbers of a launch that it decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "whole", "splits", "num_ctas")}
 
     @property
@@ -228,7 +228,7 @@ def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
+    """The time of `estimate_us`, plus the wait for parts through memory where no other work hides it."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
         us += cost_of(schedule.config).all_cut_us(problem, schedule)
@@ -245,7 +245,8 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Parts of K worth a try: one of tiles of `PAIRED_SHAPES`, of which layers of few features have too few."""
+    """The most parts of K worth trying: one for tiles of `PAIRED_SHAPES`, of which layers of few features have too
+    few."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.dsmem_reduction else MAX_SPLITS
 
@@ -431,12 +432,13 @@ def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int],
 
 
 def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """The same of 225 to 288 rows: 2 us less of 1280 x 8192 with 256 rows within a step than tiles cut along K."""
+    """Such shapes for 225 to 288 rows. They take 2 us less than tiles cut along K, for 1280 x 8192 with 256 rows within
+    a step."""
     return CROWDED_SHAPES if has_few_features(problem) and is_plain(problem) and problem.m in CROWDED_ROWS else ()
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Whether weights and rows are of the kind that these choices were measured with."""
+    """Whether weights and rows are of the kind for which these choices were measured."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
@@ -446,18 +448,18 @@ def is_short(problem: LinearProblem) -> bool:
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Tiles of 64 features and rows by one warpgroup, where they are one round that most SMs have a tile of."""
+    """Tiles of 64 features and rows by one warpgroup, where they are one round in which most SMs have a tile."""
     one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
     return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 
 
 def has_few_features(problem: LinearProblem) -> bool:
-    """Whether clusters of four for each tile of 64 features all have a place at once."""
+    """Whether clusters of four for each tile of 64 features all run at once."""
     return problem.num_tiles * WIDE_CLUSTER <= problem.num_sms * WIDE_SHARE
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
-    """How many warpgroups take k blocks of such a tile in turn."""
+    """The number of warpgroups that take k blocks of such a tile in turn."""
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
@@ -477,7 +479,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
-    """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
+    """The number of groups of MMAs of a tile that run while the next one is decoded, as measured."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
         several_groups = 0 < problem.format.group_size < block_k

@@ -1,4 +1,4 @@
-"""How many stages a configuration's pipeline has. Plain Python, no GPU."""
+"""The number of stages of a configuration's pipeline. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Config = TypeVar("Config", bound=WgmmaConfig)
 
 
 def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:
-    """``config`` with as many stages as there is room for, the same number for each turn.
+    """The configuration with as many stages as there is room for, the same number for each turn.
 
     most: stages; spare: bytes of shared memory that are left for alignment.
     """

@@ -1,8 +1,9 @@
 """K blocks of a tile of few rows by mma.sync: a warp's own MMAs, which wait for no other warp.
 
 Fragments and accumulators of a warpgroup's MMAs are those of four warps of m16n8k16, 16 rows of W each, so all else of
-the kernel stays as it is. Scales meet the accumulators of a group in fp32 instead of each weight: a sixth less to do
-for a code. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles of a warp.
+the kernel stays as it is. Scales are applied to the accumulators of a group in fp32 instead of to each weight, which
+saves a sixth of a code's instructions. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles
+of a warp.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ PIECE_BYTES = 16  # that swizzling moves: 8 inputs
 
 
 class SynchronousMainloop:
-    """MMAs of single warps (mma.sync), which wait for no other warp; scales meet the accumulators of a group."""
+    """MMAs of single warps (mma.sync), which wait for no other warp; scales are applied to the accumulators of a
+    group."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
         self.config, self.stages, self.channel = config, stages, channel

@@ -1,4 +1,4 @@
-"""Which parts of the output a CTA computes, as the device finds them."""
+"""Finds the parts of the output that a CTA computes, on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 
 @dataclass(frozen=True)
 class TileGrid:
-    """How the tiles of a launch are counted, with what dividing by those numbers takes; made on the host.
+    """The numbering of a launch's tiles, with the numbers that replace divisions; made on the host.
 
-    They are counted in bands of `M_TILE_BAND` token tiles, the last one of those that are left, and within a band
-    tokens
-    first: what runs at the same time then reads few activations and each weight once per band. Blocks of CTAs that
-    share activations by TMA multicast count as one.
+    Tiles are numbered in bands of `M_TILE_BAND` token tiles, the last one of those that are left, and within a band
+    tokens first. Work tiles that run at the same time then read few activations, and each weight once per band. Blocks
+    of CTAs that share activations by TMA multicast count as one.
     """
 
     num_work_tiles: Int32  # tiles and parts of tiles
@@ -69,14 +68,14 @@ class TileSizes:
 
     @property
     def counted(self) -> TileGrid:
-        """How tiles are counted where one scheduler counts all of them."""
+        """The numbering of tiles where one scheduler counts all of them."""
         assert self.grid is not None
         return self.grid
 
 
 @dataclass(frozen=True)
 class ScaledTileSizes(TileSizes):
-    """Sizes of a launch whose x comes with scales of its rows, and where these are: fp32 [k blocks, x_scale_pitch]."""
+    """Sizes of a launch whose x has scales of its rows, and where these are: fp32 [k blocks, x_scale_pitch]."""
 
     x_scales: Int64
     x_scale_pitch: Int32
@@ -153,7 +152,7 @@ class TileScheduler:
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
     def own(self, number):
-        """This CTA's of what those that share activations by TMA multicast count as one."""
+        """This CTA's share of what CTAs that share activations by TMA multicast count as one."""
         return number if self.multicast == 1 else number * self.multicast + self.rank
 
 
@@ -161,7 +160,7 @@ class TileScheduler:
 class SequentialScheduler:
     """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
 
-    It has the last part first: see `.reduction.SequentialReduction`.
+    It takes the last part first: see `.reduction.SequentialReduction`.
     """
 
     shape: TileSizes
@@ -220,7 +219,7 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
-    """The fields of a `TileSizes` but its grid, of a launch's arguments; whole, splits: of one that has none."""
+    """The fields of a `TileSizes` but its grid, from a launch's arguments; whole, splits: for one that has none."""
     m, k = given.x.shape
     k_blocks = given.k_blocks
     whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
@@ -231,7 +230,7 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
 
 
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
-    """How tiles are counted, where not by blocks of output features alone."""
+    """The numbering of tiles, where not by blocks of output features alone."""
     if config.one_m_tile:
         return None
     blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
@@ -239,7 +238,7 @@ def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
 
 
 class DenseRounds:
-    """Tiles of a dense product in rounds of all CTAs: what a reduction names as its ``rounds``."""
+    """Tiles of a dense product in rounds of all CTAs, which a reduction names as its ``rounds``."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:

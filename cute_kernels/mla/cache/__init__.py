@@ -53,7 +53,7 @@ def append_mla(
 
 
 def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers to MLA tokens, bit for bit those of :mod:`layouts.kv.mla`.
+    """Converts numbers to MLA tokens, bit for bit those of :mod:`layouts.kv.mla`.
 
     Args:
         x: bf16, fp16 or fp32 [..., head_dim], contiguous: latent columns, then 64 RoPE columns that are rotated

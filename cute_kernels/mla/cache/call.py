@@ -32,7 +32,7 @@ class AppendMlaCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Lists the tensors that every call has, by name."""
+        """The tensors that every call has, by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     @property
@@ -52,7 +52,7 @@ class AppendMlaCall(NamedTuple):
 def check_append(call: AppendMlaCall) -> CacheShape:
     """The cache's shape; TypeError or ValueError unless the arguments describe an append.
 
-    Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
+    Checks shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
     form, tensors = form_of(call.kv_format), call.tensors
     if call.position_ids is not None:
@@ -100,9 +100,9 @@ def _check_rope(call: AppendMlaCall) -> None:
 
 
 def check_append_values(call: AppendMlaCall, shape: CacheShape) -> None:
-    """Raises ValueError, naming the token, if one would not go to a place of its own; waits for the device.
+    """Raises ValueError, naming the token, if two tokens would share a slot; waits for the device.
 
-    Slots of -1 ask for that and are no error.
+    Slots of -1 have no place on purpose and are no error.
     """
     slots = call.slot_mapping.cpu()
     lost = torch.nonzero((slots < -1) | (slots >= shape.num_slots))

@@ -43,7 +43,7 @@ class WriteSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: append of bf16 tokens, with DeepSeek's RoPE or rotated already."""
+    """The specs that bundles hold and CI compiles: append of bf16 tokens, with DeepSeek's RoPE or rotated already."""
     return [
         WriteSpec(WriteConfig(kv_format, head_dim, "bf16", rope))
         for kv_format, head_dim in (("mla_fp8", 576), ("mla_model1", 512), ("mla_bf16", 576))

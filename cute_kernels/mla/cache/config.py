@@ -51,7 +51,7 @@ class WriteConfig:
 
     @property
     def latent_lanes(self) -> int:
-        """Lanes of a warp that the latent columns take: 32, or 28, whose last four's work the others repeat."""
+        """Lanes of a warp that the latent columns take: 32, or 28, whose last four lanes' work the others repeat."""
         return self.latent_dim // LANE_COLUMNS
 
     @property

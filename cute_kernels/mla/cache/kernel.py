@@ -99,7 +99,7 @@ class WriteKernel:
                 self.store_token(self.latent.unpack(columns), turned, base, row, place, own, lane)
 
     def rotate(self, values, angle: Angle, token, lane) -> list[Any]:
-        """The lane's two RoPE columns, rotated to the token's position."""
+        """Rotates the lane's two RoPE columns to the token's position."""
         # Of 64-bit positions the lower half: they fit it.
         width = cutlass.select_((angle.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
         position = ptx.load_global_words(angle.position_ids + Int64(token) * width, 0, 1)[0].to(Int32)
@@ -131,14 +131,14 @@ class WriteKernel:
         self.store_scale(scales, exponent, lane)
 
     def store_runs(self, address, own, words) -> None:
-        """The lane's run of bytes, in accesses of the configuration's unit."""
+        """Stores the lane's run of bytes, in accesses of the configuration's unit."""
         count = self.config.unit // 4
         start = address + Int64(own * (4 * len(words)))
         for first in range(0, len(words), count):
             numbers.store_global_words(start, 4 * first, words[first : first + count])
 
     def store_scale(self, scales, exponent, lane) -> None:
-        """The scale of the lane's tile; all lanes of a tile write the same."""
+        """Stores the scale of the lane's tile; all lanes of a tile write the same."""
         tile = lane // self.config.tile_lanes
         if self.config.form.split_pages:
             # The last four lanes' byte is the pad.
@@ -151,7 +151,7 @@ class WriteKernel:
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def repair(self, value: Float32) -> Float32:
-        """NaN as 0, and everything else within the limits."""
+        """Replaces NaN by 0, and brings everything else within the limits."""
         number = cutlass.select_(value == value, value, Float32(0.0))
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
@@ -176,14 +176,14 @@ def _byte_stride(tensor) -> Any:
 
 
 def _load_wide(base: Int64, index) -> Int64:
-    """The int64 at an index of an array."""
+    """Loads the int64 at an index of an array."""
     low, high = ptx.load_global_words(base + Int64(index) * 8, 0, 2)
     return (Int64(high.to(Int32)) << 32) | Int64(low)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Addresses of what is written, and bytes from token to token."""
+    """Addresses of the tensors that are read, and bytes from token to token."""
 
     latent: Int64
     k_rope: Int64
@@ -194,7 +194,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """The cache, and where tokens go; see :mod:`.arguments`."""
+    """The cache, and where tokens are written; see :mod:`.arguments`."""
 
     cache: Int64
     slots: Int64

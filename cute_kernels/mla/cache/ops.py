@@ -151,7 +151,7 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
 
 
 def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendMlaCall:
-    """The operator's arguments as a call: its rope is a text."""
+    """The call of the operator's arguments, whose rope is a text."""
     return AppendMlaCall(
         latent, k_rope, cache, slot_mapping, kv_format, None if rope is None else rope_of(rope), position_ids
     )

@@ -1,4 +1,4 @@
-"""What of a launch stays the same from call to call: the configuration, the compiled function, its numbers."""
+"""The part of a launch that stays the same from call to call: the configuration, the compiled function, its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cute_kernels.runtime.device import arch_of
 
 @dataclass(frozen=True)
 class AppendMlaPlan:
-    """What of an append stays the same between calls of the same shapes, strides, dtypes, device and options.
+    """The part of an append that stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
         send: the compiled kernel, its tensors by name.
@@ -78,7 +78,7 @@ def place_arguments(shape: CacheShape) -> dict[str, int | float]:
 
 
 def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for what the kernel's vectors could not address."""
+    """Raises ValueError for tensors that the kernel's vectors cannot address."""
     for name, tensor in tensors.items():
         unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
         check_aligned(name, tensor, unit)

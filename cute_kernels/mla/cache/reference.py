@@ -9,7 +9,7 @@ from cute_kernels.mla.problem import CacheShape
 
 
 def append_mla_reference(call: AppendMlaCall, shape: CacheShape) -> None:
-    """Writes the tokens of a checked call to their slots, those outside the cache to none."""
+    """Writes the tokens of a checked call to their slots; those outside the cache are not written."""
     rows = call.form.quantize(tokens_of(call))
     inside = (call.slot_mapping >= 0) & (call.slot_mapping < shape.num_slots)
     call.form.scatter(call.cache, call.slot_mapping[inside], rows[inside])

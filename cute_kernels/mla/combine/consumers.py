@@ -1,4 +1,4 @@
-"""The consumer warpgroups over the work tiles of a CTA, one after the other."""
+"""The consumer warpgroups, which process the work tiles of a CTA one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PersistentConsumers:
 
     @cute.jit
     def scores(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """The first warpgroup: scores, softmax, left half of the output. warp: 0 to 3."""
+        """Runs the first warpgroup: scores, softmax, left half of the output. warp: 0 to 3."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         row, start, left = work_tiles.row, work_tiles.start, work_tiles.left
         while left > 0:
@@ -35,9 +35,9 @@ class PersistentConsumers:
 
     @cute.jit
     def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
-        """The first warpgroup over a work tile, whose queries are there; the next stage and phase.
+        """Processes a work tile in the first warpgroup, whose queries are loaded. Returns the next stage and phase.
 
-        It asks for the next work tile's queries when it is done with this one's.
+        It loads the next work tile's queries when it is done with this one's.
         """
         kept = self.mainloop.scoring(memory, softmax_scale, warp, lane)
         rows = kept.rows
@@ -51,7 +51,7 @@ class PersistentConsumers:
 
     @cute.jit
     def values(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """The second warpgroup: right half of the output. warp: 0 to 3."""
+        """Runs the second warpgroup: right half of the output. warp: 0 to 3."""
         stage, phase = Int32(0), Int32(0)
         row, start, left = work_tiles.row, work_tiles.start, work_tiles.left
         while left > 0:
@@ -61,7 +61,7 @@ class PersistentConsumers:
 
     @cute.jit
     def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
-        """The second warpgroup over a work tile; the next stage and phase."""
+        """Processes a work tile in the second warpgroup. Returns the next stage and phase."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
         acc = Rows.make().acc
         if work.resumes:

@@ -1,9 +1,10 @@
-"""Parts of a row that the CTAs of one launch leave for each other and add up: where they lie, who reads what.
+"""Parts of a row that the CTAs of one launch publish for each other and add up: where they lie, and which CTA reads
+them.
 
-The CTAs with the same heads of a row deal these heads among themselves. Each leaves its part for all of them and says
-so by a flag each; then it fetches all parts of its own heads and adds them up in their order, so results do not depend
-on who was first. What is left is made in shared memory as it lies in global memory, so it takes one bulk copy for a
-warp and reader on its way out, and one for all parts on their way in.
+The CTAs with the same heads of a row divide these heads among themselves. Each publishes its part for all of them, with
+a flag for each. Then it loads all parts of its own heads and adds them up in their order, so results do not depend on
+which CTA was first. Parts are made in shared memory as they lie in global memory. So publishing takes one bulk copy for
+a warp and reader, and loading takes one for all parts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 class PartPlaces:
     """Where the parts of a CTA's row and block of heads lie; run-time values.
 
-    ``each`` heads side by side are a reader's. For each reader, memory has of every part the pieces of its heads, one
+    A reader has ``each`` neighbouring heads. For each reader, memory has of every part the pieces of its heads, one
     after the other, and a flag.
     """
 
@@ -79,11 +80,11 @@ class PartPlaces:
         return self.each * PART_ROW_BYTES
 
     def place(self, reader, part, piece):
-        """Address of a piece of a part of a reader's heads."""
+        """The address of a piece of a part of a reader's heads."""
         return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
 
     def flag(self, reader, part):
-        """Address of the flag that says that all of them are there."""
+        """The address of the flag that says that all pieces have been stored."""
         return self.flags + Int64(reader * self.count + part) * 4
 
 
@@ -141,15 +142,15 @@ def stage_values(acc, scales, place) -> None:
 
 
 class CooperativeCombine:
-    """Adding up parts, by four warps that have nothing else to do: those that gather, behind their last tile."""
+    """Adds up parts, by four warps that are idle then: those that gather, behind their last tile."""
 
     def __init__(self, config: MlaConfig):
         self.numbers = of_name(config.layout.dtype)
 
     @cute.jit
     def fetch(self, parts, memory, warp, lane):
-        """Waits for all parts of the CTA's heads and brings them into shared memory, where tiles were. `queries_full`
-        counts them. Puts their flags back."""
+        """Waits for all parts of the CTA's heads and loads them into shared memory, in the place of tiles.
+        `queries_full` counts them. Resets their flags."""
         # Nobody reads tiles any more, nor waits for queries.
         cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
         if warp == 0:
@@ -207,7 +208,8 @@ class CooperativeCombine:
 
     @cute.jit
     def write(self, work_tiles, results, own_head, acc, maximum, total, wanted, lane):
-        """A head's results, its log-sum-exp, and the greatest score if it is asked for. own_head: of the block's 64."""
+        """Writes a head's results, its log-sum-exp, and the greatest score if it is asked for. own_head: of the block's
+        64."""
         head = work_tiles.head_block * BLOCK_HEADS + own_head
         denominator = total
         if exists_sink(results):

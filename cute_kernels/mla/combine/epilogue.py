@@ -13,9 +13,9 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 
 
 class Epilogue:
-    """Both consumer warpgroups behind a work tile's last block.
+    """The end of a work tile in both consumer warpgroups, behind its last block.
 
-    weights: how the first warpgroup tells the second one that it may end, `WholeWeights` or `SteppedWeights`.
+    weights: how the first warpgroup lets the second one end, `WholeWeights` or `SteppedWeights`.
     """
 
     def __init__(self, config: MlaConfig, weights: WholeWeights | SteppedWeights):
@@ -24,7 +24,7 @@ class Epilogue:
 
     @cute.jit
     def end_scores(self, rows, work, work_tiles, results, memory, scale, warp, lane):
-        """The first warpgroup, when the second one has read all that was published."""
+        """Ends the first warpgroup, when the second one has read all that was published."""
         if work.publishes:
             self.weights.hand_over_end()
             work_tiles.exchange.publish(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)

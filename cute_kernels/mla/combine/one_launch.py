@@ -1,11 +1,11 @@
 """Few rows in one launch: every CTA has a part of a row, and all of them combine the parts (cooperative combine).
 
-What a second launch costs is that the first one has to end, CTAs of another program to come, and that program to come
-out of a cold cache. Here the launch is a cooperative one: all CTAs are there at once, so each may wait for the others
+A second launch costs the end of the first one, the start of other CTAs, and fetching their program from a cold cache.
+This launch is a cooperative one: all CTAs are resident at once, so each may wait for the others
 (:mod:`.combine.cooperative`). A CTA has one work tile, so there is no stream-K, no next work tile and no result of a
-whole row: with a cold cache, instructions that are not there do not have to come.
+whole row. With a cold cache, instructions that do not exist need not be fetched.
 
-The producer warps combine, and go through that once for nothing, so that its program is there when it is wanted.
+The producer warps combine. They run that code once on nothing, so that it is in the cache when it is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 def pipeline_place(block) -> tuple[Any, Any]:
-    """(stage, phase of its giving back) of a part's ``block``-th tile."""
+    """(stage, phase of its release) of a part's ``block``-th tile."""
     return block % NUM_STAGES, (block // NUM_STAGES + 1) % 2
 
 
@@ -56,7 +56,8 @@ class CombiningProducers:
 
 
 class PartConsumers:
-    """The consumer warpgroups over one part, which they publish for those that combine. mainloop: of its blocks."""
+    """The consumer warpgroups, which process one part and publish it for the CTAs that combine. mainloop: of its
+    blocks."""
 
     def __init__(self, mainloop: Stepped):
         self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)

@@ -24,7 +24,7 @@ PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
-    """The end of the consumer warpgroups. numbers: what the output is made of; partials: what parts leave."""
+    """Writes the output of the consumer warpgroups. numbers: the output's element type; partials: the form of parts."""
 
     def __init__(self, numbers: ElementType, partials: PartialForm):
         self.numbers = numbers
@@ -32,9 +32,9 @@ class Writer:
 
     @cute.jit
     def finish_rows(self, work, results, maxima, totals, warp, lane):
-        """Writes the statistics of a thread's two rows; what the accumulators are to be multiplied with.
+        """Writes the statistics of a thread's two rows. Returns the factors of the accumulators.
 
-        maxima in powers of 2, totals: rmem fp32 [2], the same in the four lanes of a row.
+        maxima as exponents of 2, totals: rmem fp32 [2], the same in the four lanes of a row.
         """
         factors = []
         for i in cutlass.range_constexpr(2):
@@ -101,14 +101,14 @@ class Writer:
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
-        """A row's results as a lane writes them: 8 columns side by side, every fourth 8 of the half."""
+        """A row's results as a lane writes them: 8 neighbouring columns, every fourth 8 of the half."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
 
     @cute.jit
     def write_whole(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        """Writes unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             if work.first_head + head < work.shape.num_heads:
@@ -120,8 +120,8 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 that they are to be multiplied
-        with."""
+        """Writes unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 by which they are to be
+        multiplied."""
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.

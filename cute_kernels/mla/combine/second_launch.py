@@ -1,8 +1,8 @@
-"""Adding up the parts of split rows: a thread per four columns of some parts of a head of a row of queries.
+"""Adds up the parts of split rows: a thread per four columns of some parts of a head of a row of queries.
 
 The launch begins before the one that writes the parts has ended (programmatic dependent launch), and waits for its end.
-Where few rows are cut into many parts, what counts is that all parts are asked for at once, and by all SMs: a CTA then
-is so large that an SM holds one, since CTAs that come early would crowd on the few SMs that are idle.
+Where few rows are cut into many parts, all parts have to be loaded at once, and by all SMs. A CTA then is so large that
+an SM holds one, since CTAs that start early would crowd on the few SMs that are idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANE_PARTS = MAX_PARTS // WARP_THREADS  # whose statistics a lane has
 
 
 class CombineKernel:
-    """Parts in an order that does not depend on which was done first, so neither does the result."""
+    """Adds up parts in an order that does not depend on which was done first, so neither does the result."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -38,7 +38,7 @@ class CombineKernel:
         self.numbers = of_name(config.dtype)
 
     def launch(self, given, stream):
-        """``given`` has the arguments of :data:`cute_kernels.mla.arguments.COMBINE`."""
+        """Launches the kernel; ``given`` has the arguments of :data:`cute_kernels.mla.arguments.COMBINE`."""
         batch, q_len, num_heads = extents(given.out)[:3]
         shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, given.num_parts, Int32(0), Float32(0.0))
         results = Results(ptx.address(given.out), given.lse, given.max_logits, given.sinks, given.partials)
@@ -113,7 +113,7 @@ class CombineKernel:
         return found
 
     def load_values(self, words, values, first, groups, num_parts) -> None:
-        """Asks for a thread's columns of a batch of parts, every ``groups``-th from ``first`` on."""
+        """Starts loading a thread's columns of a batch of parts, every ``groups``-th from ``first`` on."""
         for i in range(self.config.batch):
             part = first + i * groups
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
@@ -130,7 +130,7 @@ class CombineKernel:
 
     @cute.jit
     def add_groups(self, acc, groups, rows, slot, column):
-        """Adds the accumulators of all groups of a row in those of the first one."""
+        """Adds the accumulators of all groups of a row to those of the first one."""
         smem = cutlass.utils.SmemAllocator()
         memory = smem.allocate(self.config.slots * (V_HEAD_DIM * 4), byte_alignment=16).toint()
         place = memory + slot * (V_HEAD_DIM * 4) + column * 16
@@ -144,7 +144,8 @@ class CombineKernel:
 
     @cute.jit
     def write(self, results, shape, query_row, column, acc, maximum, total):
-        """A thread's four columns; the first one's log-sum-exp, and the greatest score if it is asked for."""
+        """Writes a thread's four columns; the first thread also the log-sum-exp, and the greatest score if it is asked
+        for."""
         denominator = total
         if exists_sink(results):
             head = query_row % shape.num_heads
@@ -172,8 +173,7 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """(what values of a lane's parts are worth in the whole, the row's maximum, its total) of
-    `CombineKernel.load_stats`."""
+    """(factors of a lane's parts in the whole, the row's maximum, its total) from `CombineKernel.load_stats`."""
     maximum = known[0][0]
     for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)

@@ -1,8 +1,9 @@
 """The parts of a row as one cluster: their accumulators meet in shared memory, and no second launch has to add them up.
 
 Every CTA of the cluster has a part of the row's tokens and, in the end, 512 / cluster columns of the row's output. Each
-tells the others its heads' maxima and totals, multiplies its accumulators by what they are worth in the whole, and
-stores them where their columns are added up, in the order of the parts: results do not depend on which part ends first.
+publishes its heads' maxima and totals to the others, multiplies its accumulators by their weight in the whole, and
+stores them where their columns are added up, in the order of the parts. So results do not depend on which part ends
+first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROW_PADDING = 16
 
 
 def cluster_sync() -> None:
-    """Waits for all threads of the cluster: what they have stored is there for everybody."""
+    """Waits for all threads of the cluster; what they have stored is visible to all of them then."""
     cute.arch.sync_warp()
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
@@ -43,7 +44,7 @@ class ClusterCombine:
     # -- maxima and totals --------------------------------------------------------------------------------------------
 
     def store_statistics(self, memory, head, maximum, total) -> None:
-        """Makes a head's maximum (in powers of 2) and total known to the cluster, for after :func:`meet`."""
+        """Publishes a head's maximum (as an exponent of 2) and total to the cluster, for use after :func:`meet`."""
         ptx.store_shared(memory.statistics + head * 8, 0, [maximum, total])
 
     def whole(self, memory, head) -> tuple[Any, Any]:

@@ -98,7 +98,7 @@ class FewHeadsConfig:
 
     @property
     def statistic_bytes(self) -> int:
-        """Shared memory of two numbers a head that a cluster's CTAs tell each other."""
+        """Shared memory of two numbers a head that a cluster's CTAs exchange."""
         return 8 * self.heads if self.cluster > 1 else 0
 
     @property
@@ -123,7 +123,7 @@ class FewHeadsConfig:
 
     @property
     def exchange_bytes(self) -> int:
-        """Shared memory through which score warps tell each other a number a head, and one a tile."""
+        """Shared memory through which score warps exchange a number a head, and one a tile."""
         return SCORE_WARPS * (self.head_bytes + 4 * NUM_TILES)
 
     @property
@@ -151,7 +151,7 @@ class FewHeadsConfig:
 
 
 def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfig:
-    """The variant that calls are served by."""
+    """The variant that calls use."""
     return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads], cluster=cluster)
 
 

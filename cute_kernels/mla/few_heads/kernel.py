@@ -43,7 +43,7 @@ class FewHeadsKernel:
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
-        """Both entries: the grid, a CTA for every work tile."""
+        """Launches both entries: the grid has a CTA for every work tile."""
         head_blocks = (shape.num_heads + self.config.heads - 1) // self.config.heads
         self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),

@@ -1,4 +1,4 @@
-"""The producer warps: rows of the cache as they are into a ring of shared memory, by asynchronous copies.
+"""The producer warps: they copy rows of the cache as they are into a ring of shared memory, asynchronously.
 
 A warp copies 16 tokens of every block. Lanes l and l + 16 know where token l lies; 16 lanes copy a row together, 256
 bytes at once, and zeros where there is no token.
@@ -55,7 +55,7 @@ class Producer:
             stage, phase = advance(stage, phase, self.config.stages)
 
     def copy_rows(self, token: Token, target, lane) -> None:
-        """Asks for 16 rows; ``token`` is that of row lane % 16."""
+        """Starts copying 16 rows; ``token`` is that of row lane % 16."""
         piece = lane % ROW_LANES
         last = cutlass.select_(piece < LAST_PIECES, Int32(1), Int32(0))
         low, high = Uint32(token.address), Uint32(token.address >> 32)

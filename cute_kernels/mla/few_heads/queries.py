@@ -39,7 +39,7 @@ class Queries:
         self.config = config
 
     def load(self, q, work, warp, lane) -> list[list[Any]]:
-        """Asks for a warp's heads: [block of 8 heads][word]; zeros for heads that do not exist."""
+        """Starts loading a warp's heads: [block of 8 heads][word]; zeros for heads that do not exist."""
         blocks = []
         for block in range(self.config.head_blocks):
             head = 8 * block + warp
@@ -64,7 +64,8 @@ class Queries:
                 ptx.store_shared(memory.query_scales + (8 * block + warp) * 4, 0, [from_fp16])
 
     def store_latent(self, words, memory, block: int, warp, lane):
-        """Stores a head's queries for the codes; what they have been multiplied by, and its inverse."""
+        """Stores a head's queries for the codes. Returns the factor that they have been multiplied by, and its
+        inverse."""
         halves = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)
         values = [half(word) for word in words[: 4 * LATENT_VECTORS] for half in halves]
         largest = Float32(0.0)

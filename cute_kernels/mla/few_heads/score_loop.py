@@ -80,8 +80,7 @@ class ScoreLoop:
 
     @cute.jit
     def run(self, work, results, memory, softmax_scale, warp, lane):
-        """Weights of every block of the CTA's work tile, then what accumulators are to be multiplied with. warp: 0 to
-        3."""
+        """Makes weights of every block of the CTA's work tile, then the factors of accumulators. warp: 0 to 3."""
         cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
         state = self.make_state(memory, softmax_scale * ptx.LOG2_E, lane)
         scores = cute.make_rmem_tensor(2 * self.columns, Float32)
@@ -132,7 +131,7 @@ class ScoreLoop:
         return [[word.bitcast(Float32) for word in words] for words in loads]
 
     def scores(self, memory, rows, scales, lane) -> list[Any]:
-        """Products of 16 tokens, of which ``rows`` is the first one's address, and all heads."""
+        """Computes products of 16 tokens, the first at address ``rows``, and all heads."""
         address = rows + matrix_lane(lane)
         queries = self.queries.reading_place(memory, lane)
         blocks = range(self.config.head_blocks)
@@ -157,7 +156,7 @@ class ScoreLoop:
 
     @cute.jit
     def mask(self, scores, work, memory, stage, block, warp, lane):
-        """Scores of tokens that do not exist, or that a head's query does not see, become -inf."""
+        """Sets scores of tokens that do not exist, or that a head's query does not see, to -inf."""
         if const_expr(self.config.tokens == "sparse"):
             flags = ptx.load_shared(memory.flags + stage * FLAG_BYTES + warp * 4, 0)
             if flags != ALL_TOKENS:
@@ -194,7 +193,7 @@ class ScoreLoop:
 
     @cute.jit
     def raise_references(self, state, scores, scales, memory, buffer, warp, lane):
-        """Takes the four warps' maxima as references, and stores what accumulators under the old ones shrink by."""
+        """Makes the four warps' maxima the references, and stores the factors of accumulators under the old ones."""
         tiles = memory.exchange + SCORE_WARPS * self.config.head_bytes
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         highest = self.highest(state, scores)
@@ -223,7 +222,7 @@ class ScoreLoop:
         return found
 
     def follow(self, state: State, place) -> list[Any]:
-        """Raises a lane's maxima to what all warps have stored; the factors by which earlier weights shrink."""
+        """Raises a lane's maxima to what all warps have stored. Returns the factors by which earlier weights shrink."""
         factors: list[Any] = []
         for block in range(self.config.head_blocks):
             pairs = [
@@ -242,7 +241,8 @@ class ScoreLoop:
         return factors
 
     def follow_limits(self, state: State, place) -> list[Any]:
-        """Raises the tiles' limits above the scales that all warps have stored; by how much earlier weights shrink."""
+        """Raises the tiles' limits above the scales that all warps have stored. Returns the factors by which earlier
+        weights shrink."""
         loads = [ptx.load_shared_vector(place, warp * (4 * NUM_TILES), NUM_TILES) for warp in range(SCORE_WARPS)]
         factors = []
         for tile in range(NUM_TILES):
@@ -255,7 +255,7 @@ class ScoreLoop:
         return factors
 
     def weights(self, state: State, scores) -> list[Any]:
-        """2**(score - maximum) in fp32, at most 2**8; adds totals."""
+        """Computes 2**(score - maximum) in fp32, at most 2**8, and adds them to the totals."""
         found = []
         for i in range(2 * self.columns):
             column = column_of(i)
@@ -283,7 +283,7 @@ class ScoreLoop:
 
     @cute.jit
     def finish(self, state, work, results, memory, warp, lane):
-        """Adds up the lanes' and warps' totals; what accumulators are multiplied with, and the rows' statistics."""
+        """Adds up the lanes' and warps' totals, and stores the factors of accumulators and the rows' statistics."""
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         maxima = memory.query_scales  # which nobody needs any more
         totals = [lane_sum(state.totals[column], TOKEN_LANES) for column in range(self.columns)]

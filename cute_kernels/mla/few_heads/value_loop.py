@@ -87,13 +87,13 @@ class ValueLoop:
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:
-        """[2 * block + c] fp32 numbers of a tile and a lane's heads."""
+        """Loads [2 * block + c] fp32 numbers of a tile and a lane's heads."""
         address = place + tile * self.config.head_bytes + lane % 4 * 8
         blocks = range(self.config.head_blocks)
         return [word.bitcast(Float32) for block in blocks for word in ptx.load_shared_vector(address, 32 * block, 2)]
 
     def rescale(self, acc, place, tile, lane) -> None:
-        """Multiplies what has been added up by what it shrinks by."""
+        """Multiplies the accumulators by the factors by which they shrink."""
         factors = self.load_factors(place, tile, lane)
         for block in range(self.config.head_blocks):
             for chunk in range(CHUNKS):
@@ -119,7 +119,7 @@ class ValueLoop:
                             acc[first + i] = total[i]
 
     def load_weights(self, weights, block: int, lane) -> list[list[Any]]:
-        """[step] B operands of a block of 8 heads."""
+        """Loads [step] B operands of a block of 8 heads."""
         found = []
         for first in range(0, STEPS, 2):
             place = block * MATRIX_BYTES + first * 16 * 16
@@ -129,7 +129,7 @@ class ValueLoop:
 
     @cute.jit
     def write(self, acc, factors, work, results, warp, lane):
-        """The output, or a part's unnormalised values; 8 lanes write 16 neighbouring columns of a head."""
+        """Writes the output, or a part's unnormalised values; 8 lanes write 16 neighbouring columns of a head."""
         column = warp * WARP_COLUMNS + lane // 4 * 2
         for block in cutlass.range_constexpr(self.config.head_blocks):
             for c in cutlass.range_constexpr(2):

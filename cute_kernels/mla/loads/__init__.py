@@ -1,1 +1,1 @@
-"""What producer warps do: tokens of a cache, and queries, into shared memory."""
+"""The producer warps: they load tokens of a cache, and queries, into shared memory."""

@@ -1,10 +1,10 @@
-"""FP8 tokens of a cache into rows of a tile of bf16: a lane's loads, decoding, and stores.
+"""Turns FP8 tokens of a cache into rows of a tile of bf16: a lane's loads, decoding, and stores.
 
-A warp fetches 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
+A warp loads 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
 onwards of its token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle
-atom, at 8 different pieces: no bank conflicts, and every address is one of three per lane plus a constant. What is
-loaded for the next 8 tokens takes the registers of what has just been decoded: all of a warp's loads are always under
-way, also while it waits for a free tile.
+atom, at 8 different pieces: no bank conflicts, and every address is one of three per lane plus a constant. Loads for
+the next 8 tokens go into the registers of what has just been decoded. So all of a warp's loads are always in flight,
+even while it waits for a free tile.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 
 
 class TokenDecoder:
-    """What a producer lane does with its token.
+    """The loads and stores of a producer lane for its token.
 
-    tiles: where rows go, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may put loads of tokens off.
+    tiles: where rows are written, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may postpone loads of
+    tokens.
     """
 
     def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles, constant: bool):
@@ -49,32 +50,32 @@ class TokenDecoder:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def load_piece(self, words, token: Token, place: LanePlaces, i: int, constant: bool = True) -> None:
-        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns. constant: see :meth:`load`."""
+        """Starts loading a lane's i-th 16 bytes, of the codes, then of the RoPE columns. constant: see :meth:`load`."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
         for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4, constant)):
             words[4 * i + j] = word
 
     def load_scales(self, scales, token: Token, constant: bool = True) -> None:
-        """Asks for a token's scales. constant: see :meth:`load`."""
+        """Starts loading a token's scales. constant: see :meth:`load`."""
         offset = self.layout.scales_offset
         base = token.behind if offset is None else token.address
         for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words, constant)):
             scales[j] = word
 
     def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
-        """Asks for words of the cache, zeros if condition is 0. constant: whether the compiler may put that off, if it
-        ever may."""
+        """Starts loading words of the cache, zeros if condition is 0. constant: whether the compiler may postpone the
+        load, if it ever may."""
         return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_group(self, words, scales, token, tile, place):
-        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place,
-        but for those of :meth:`load_last`.
+        """Decodes the tokens held in registers into rows of the tile and loads those of ``token`` in their place,
+        except those of :meth:`load_last`.
 
-        The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
+        The compiler postpones loads to the end of a basic block, since only the next block uses them. Branches that are
         always taken keep them in their chunk.
         """
         factors = self.factors(scales)
@@ -103,7 +104,7 @@ class TokenDecoder:
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
-        """Decodes and stores a chunk, and asks for the pieces of ``token`` in their place, if there is one."""
+        """Decodes and stores a chunk, and loads the pieces of ``token`` in their place, if there is one."""
         codes = self.layout.code_slabs
         for i in self.pieces_from(first):
             if i < codes:
@@ -118,7 +119,7 @@ class TokenDecoder:
                     self.load_piece(words, token, place, i)
 
     def decode(self, codes: list[Uint32], factors) -> list[Uint32]:
-        """16 codes, 4 words, times their scale: 8 words."""
+        """Decodes 16 codes, 4 words, times their scale, to 8 words."""
         return [pair for word in codes for pair in self.dequantizer.word(word, factors)]
 
     def store_latent(self, values: list[Uint32], slab: int, tile, place) -> None:
@@ -129,7 +130,7 @@ class TokenDecoder:
     @cute.jit
     def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
         """Multiplies what a lane has written of some slabs by the 2**120 that its token's scales were too large to
-        contain. Hardly ever is there such a token. tile: an address."""
+        contain. Such a token is very rare. tile: an address."""
         if const_expr(self.dequantizer.any_scale):
             if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
                 for slab in slabs:

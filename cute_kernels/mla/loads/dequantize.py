@@ -33,7 +33,7 @@ CARRY = (0x80 - (254 - UNIT_EXPONENT + 1 - 0x80)) * 0x01010101  # into the high 
 
 @dataclass(frozen=True)
 class Factors:
-    """What the codes of a token are multiplied with; run-time values.
+    """The factors of a token's codes; run-time values.
 
     scales: of each scale, packed pairs of bf16. large: words with a bit for each scale that does not contain 2**120.
     """
@@ -44,7 +44,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Dequantizer:
-    """What the four codes of a word and their scale make.
+    """Multiplies the four codes of a word by their scale.
 
     scales: as in `MlaConfig`. num_words: of a token's scales. exponents: whether they are stored as UE8M0, the
     exponents of powers of 2, four in a word; else as fp32.
@@ -111,7 +111,7 @@ class Dequantizer:
         return numbers.fma_bf16x2(placed, high, numbers.multiply_bf16x2(placed, low))
 
     def raised(self, products: list[Uint32], factors: Factors, index: int) -> list[Uint32]:
-        """Words of products with the ``index``-th scale, with 2**120 where they lack it."""
+        """Multiplies words of products with the ``index``-th scale by 2**120 where they lack it."""
         word, bit = (index // 4, 8 * (index % 4) + 7) if self.exponents else (0, index)
         large = (factors.large[word] >> bit & Uint32(1)) != 0
         power = cutlass.select_(large, Uint32(TWO_POWER_120), Uint32(ONE))

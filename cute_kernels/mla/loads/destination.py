@@ -26,7 +26,7 @@ class OwnTiles:
         self.config = config
 
     def first_row(self, warp):
-        """The first row of a block that a warp fetches."""
+        """The first row of a block that a warp loads."""
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
@@ -34,11 +34,11 @@ class OwnTiles:
         return
 
     def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
-        """Says which of a group's 8 tokens exist."""
+        """Publishes which of a group's 8 tokens exist."""
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Where the rows of a warp's group go in every slab."""
+        """Where the rows of a warp's group are written in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):
@@ -50,14 +50,14 @@ class OwnTiles:
         ptx.store_shared(tile + place, offset, values)
 
     def send(self, tile) -> None:
-        """A warp has written its rows of all slabs: nobody else wants them."""
+        """Does nothing: no other CTA needs the rows that a warp has written."""
 
     def finish(self, memory, stage, phase) -> None:
         """Does nothing behind the last tile: there is no other CTA to wait for."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
-        """Says that the warp's part of a tile is written."""
+        """Arrives: the warp's part of a tile is written."""
         if const_expr(self.config.tiles.load.fence == "writer"):
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -75,7 +75,8 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SharedTile:
-    """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
+    """Where rows are written: here, and at the same offset in the other CTA, which counts them on its barrier; run-time
+    values."""
 
     address: Int32
     rows: Int32  # of the warp's group, the same in all lanes
@@ -87,11 +88,11 @@ class CrossoverTiles:
     """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
 
     The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
-    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy; those of all slabs are sent at
-    once, since the fence before them waits for loads that are under way.
+    the 8 rows that a warp has written of a slab, 1 KB, are one bulk copy. The rows of all slabs are sent at once, since
+    the fence before them waits for loads in flight.
 
-    drains: whether producers wait in the end until both CTAs have given back all tiles. A cooperative combine, which
-    has other things to do before, waits by itself.
+    drains: whether producers wait in the end until both CTAs have released all tiles. A cooperative combine, which has
+    other things to do before, waits by itself.
     """
 
     def __init__(self, config: MlaConfig, drains: bool = True):

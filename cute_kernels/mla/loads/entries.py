@@ -1,8 +1,8 @@
-"""What a producer warp knows of blocks to come: entries in shared memory, their tokens on the way into L2.
+"""A producer warp's knowledge of blocks to come: entries in shared memory, their tokens prefetched into L2.
 
-The compiler waits for what a loop carries in registers with one counter: to use an entry that was loaded a block ago
-would be to wait for the tokens that were asked for just now, 1000 clocks. So entries are copied to a ring in shared
-memory, past the registers. All of it is a warp's own: its rows of every block, written and read by its lanes.
+The compiler waits with one counter for all loads that a loop carries in registers. Using an entry that was loaded a
+block ago would mean waiting for the tokens that were requested just now, 1000 clocks. So entries are copied to a ring
+in shared memory, past the registers. All of it is a warp's own: its rows of every block, written and read by its lanes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LINE_BYTES = 128  # of L2
 class Entries:
     """A producer warp's entries, a ring of some blocks of them.
 
-    Entries of a block are asked for ``lead + 1`` blocks ahead, a block before anyone reads them; its tokens are asked
-    into L2 ``prefetch`` blocks ahead, lanes sharing the lines of 128 bytes. The first two blocks are asked
-    for at once, those up to ``prefetch`` behind the first tile: at the beginning of a launch all SMs ask together, and
-    the queries come the same way.
+    Entries of a block are loaded ``lead + 1`` blocks ahead, a block before they are read. Its tokens are prefetched
+    into L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at once,
+    those up to ``prefetch`` behind the first tile: at the beginning of a launch all SMs load together, and the queries
+    take the same path.
     """
 
     locator: SparseLocator | PagedLocator
@@ -50,14 +50,14 @@ class Entries:
 
     @cute.jit
     def start(self, cursor, source, memory, first_row, lane):
-        """Has the entries of the first blocks, which are waited for."""
+        """Loads the entries of the first blocks, and waits for them."""
         for i in cutlass.range(self.lead + 1, unroll=1):
             self.request(cursor, source, memory, i, first_row, lane)
         self.wait()
 
     @cute.jit
     def prefetch_first(self, source, memory, first_row, lane):
-        """Asks for the tokens of the first two blocks."""
+        """Prefetches the tokens of the first two blocks."""
         if const_expr(self.prefetch > 0):
             for i in cutlass.range_constexpr(2):
                 self.ask(source, memory, Int32(i), first_row, lane)
@@ -74,7 +74,7 @@ class Entries:
             self.ask(source, memory, number + self.prefetch, first_row, lane)
 
     def token(self, source, memory, number, first_row, row) -> Token:
-        """Where the token of a row of a block lies, whose entry is there."""
+        """Where the token of a row of a block lies, whose entry has arrived."""
         entry = ptx.load_shared(self.place(memory, number, row), 0).to(Int32)
         mark = ptx.load_shared(self.mark_place(memory, number, first_row), 0).to(Int32)
         return self.locator.token(source, entry, self.locator.marked(mark), row)
@@ -88,7 +88,7 @@ class Entries:
 
     @cute.jit
     def request(self, cursor, source, memory, number, first_row, lane):
-        """Asks for the entries of the next block, the ``number``-th of the CTA."""
+        """Starts loading the entries of the next block, the ``number``-th of the CTA."""
         cursor.advance()
         work, block = cursor.work, cursor.block
         if lane < self.rows:
@@ -99,12 +99,12 @@ class Entries:
         cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
-        """Waits for all entries that were asked for: then all lanes may read them."""
+        """Waits for all entries in flight: then all lanes may read them."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
     def ask(self, source, memory, number, first_row, lane) -> None:
-        """Asks for the tokens of a block in L2."""
+        """Prefetches the tokens of a block into L2."""
         token = self.token(source, memory, number, first_row, first_row + lane % self.rows)
         for offset in self.lines(lane // self.rows):
             numbers.prefetch_line_if(token.valid, token.address + offset)
@@ -112,7 +112,7 @@ class Entries:
             numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
 
     def lines(self, sharer) -> list[Any]:
-        """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
+        """Offsets in a token, one in each line that its ``sharer``-th lane prefetches; tokens begin at any 16 bytes."""
         count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
         share = -(-count // (WARP_THREADS // self.rows))
         last = self.token_bytes - wgmma_tiles.PIECE_BYTES

@@ -25,7 +25,7 @@ LEFT, RIGHT = 0, 1  # parts of a tile
 
 
 class Fp8Load:
-    """Whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: where they go."""
+    """Loads whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: where they are written."""
 
     def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles):
         self.config, self.tiles = config, tiles
@@ -122,14 +122,14 @@ class SplitFp8Load:
 
     @cached_property
     def pieces(self) -> tuple[list[int], ...]:
-        """Which of a lane's 16 bytes, those of the codes and then of the RoPE columns, belong to each part."""
+        """A lane's 16-byte pieces, of the codes and then of the RoPE columns, that belong to each part."""
         codes = self.decoder.layout.code_slabs
         return tuple(
             [i for i in range(self.decoder.num_loads) if min(i, codes) in slabs] for slabs in self.config.parts
         )
 
     def load_token(self, words, scales, token, place) -> None:
-        """Asks for all that a lane has of a token."""
+        """Starts loading all that a lane has of a token."""
         self.decoder.load_scales(scales, token)
         for part in (LEFT, RIGHT):
             for i in self.pieces[part]:

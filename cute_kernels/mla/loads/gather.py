@@ -1,4 +1,4 @@
-"""What producer warps that gather have in common, and the load of 16-bit tokens, which are copied as they are."""
+"""The common part of producer warps that gather, and the load of 16-bit tokens, which are copied as they are."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class LanePlaces:
 
 @cute.jit
 def write_flags(memory, stage, group, valid, lane):
-    """Says which of a group's 8 tokens exist."""
+    """Writes which of a group's 8 tokens exist."""
     flags = cute.arch.vote_ballot_sync(valid != 0)
     if lane == 0:
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
 def leads(warp, lane) -> Int32:
-    """1 in one thread of the warpgroup."""
+    """Returns 1 in one thread of the warpgroup, else 0."""
     return cutlass.select_((warp == 0) & (lane == 0), Int32(1), Int32(0))
 
 
 class CopyLoad:
-    """The producer warps over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
+    """The producer warps over a cache of 16-bit numbers: asynchronous copies, which no producer waits for."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -100,7 +100,7 @@ class CopyLoad:
             number = number + 1
 
     def copy_group(self, token: Token, tile, place: LanePlaces) -> None:
-        """Asks for 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
+        """Starts copying 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
         size = token.valid * wgmma_tiles.PIECE_BYTES
         for slab in range(self.config.layout.num_slabs):
             for i in range(2):

@@ -1,6 +1,6 @@
 """Where the tokens of a block lie: named by indices, or in order in the pages of a request.
 
-An entry is what has to be read to know it: an index, or a page number. It is asked for well before its token is.
+An entry is what has to be read to know that: an index, or a page number. It is loaded well before its token.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Locator:
 
     @cute.jit
     def load_entry(self, work, source, block, position) -> Int32:
-        """The entry of a block's ``position``-th token; NO_ENTRY where none counts."""
+        """Loads the entry of a block's ``position``-th token; NO_ENTRY where none counts."""
         place, exists = self.entry_place(work, source, block, position)
         entry = Int32(NO_ENTRY)
         if exists != 0:
@@ -110,7 +110,7 @@ class Locator:
 
     @cute.jit
     def copy_entry(self, target, work, source, block, position):
-        """Asks for the entry of a block's ``position``-th token in shared memory; NO_ENTRY where none counts."""
+        """Starts copying the entry of a block's ``position``-th token to shared memory; NO_ENTRY where none counts."""
         place, exists = self.entry_place(work, source, block, position)
         numbers.copy_word_async_or(exists, target, place, NO_ENTRY)
 
@@ -141,7 +141,7 @@ class SparseLocator(Locator):
         return base + (Int64(work.row) * topk + place) * 4, exists
 
     def mark(self, work, block):
-        """What has to be known of a block to find its tokens: whether they are those of the extra cache."""
+        """The fact about a block that finding its tokens takes: whether they are those of the extra cache."""
         return cutlass.select_(block >= work.main_blocks, Int32(1), Int32(0))
 
     def marked(self, mark):
@@ -183,7 +183,7 @@ class PagedLocator(Locator):
         return source.table + (Int64(work.row) * source.table_stride + Int64(index)) * 4, exists
 
     def mark(self, work, block):
-        """What has to be known of a block to find its tokens: its number."""
+        """The fact about a block that finding its tokens takes: its number."""
         return block
 
     def marked(self, mark):
@@ -195,7 +195,7 @@ class PagedLocator(Locator):
         return self.token(source, entry, block, position)
 
     def token(self, source, entry, block, position) -> Token:
-        """The token of an entry of a block; of a page that does not exist it counts, but as zeros."""
+        """The token of an entry of a block; a token of a page that does not exist counts, as zeros."""
         place = Uint32(block * BLOCK_TOKENS + position)
         _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)

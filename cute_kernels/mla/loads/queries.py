@@ -1,4 +1,4 @@
-"""Queries of a CTA's 64 heads on their way into shared memory."""
+"""Loads queries of a CTA's 64 heads into shared memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class QueryLoader:
 
     @cute.jit
     def ask(self, queries, memory, row, head_block):
-        """Asks for 64 heads in swizzled shared memory; heads that do not exist become 0. One warp."""
+        """Starts loading 64 heads into swizzled shared memory; heads that do not exist become 0. One warp."""
         tile = wgmma_tiles.tile(memory.query_pointer, BLOCK_HEADS, self.width, self.type)
         target, source = cpasync.tma_partition(
             queries.copy,
@@ -60,7 +60,7 @@ class QueryLoader:
             cute.copy(queries.copy, source[None, head_block, slab, row], place, tma_bar_ptr=memory.queries_full)
 
     def prefetch(self, queries, work, condition) -> None:
-        """Asks for a work tile's queries in L2, if condition is not 0."""
+        """Prefetches a work tile's queries into L2, if condition is not 0."""
         count = cutlass.min(work.shape.num_heads - work.first_head, Int32(BLOCK_HEADS))
         address = queries.address + Int64(work.query_row(0)) * (self.width * 2)
         numbers.prefetch_bulk_if(condition, address, count * (self.width * 2))

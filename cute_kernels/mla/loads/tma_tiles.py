@@ -1,9 +1,10 @@
-"""Tiles of 16-bit tokens by TMA, where every 64 tokens lie side by side in a page.
+"""Loads tiles of 16-bit tokens by TMA, where every 64 tokens are contiguous in a page.
 
-One thread asks for them. A tile comes and goes in two parts, each with its own barriers: the left half of the value
-with the columns behind it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two CTAs of a
-cluster, with different heads of a row, want the same tokens: each asks for half of them, and every copy goes to both
-(multicast)."""
+One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers: the left half of
+the value with the columns behind it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two
+CTAs of a cluster, with different heads of a row, need the same tokens: each loads half of them, and every copy goes to
+both (multicast).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class TmaPagedSource(PagedSource):
 
 
 class TmaTileMap:
-    """The tensor map of a cache: boxes of 64 columns and the tokens that a CTA asks for of a block."""
+    """The tensor map of a cache: TMA tiles of 64 columns and the tokens that a CTA loads of a block."""
 
     def __init__(self, config: MlaConfig | FewHeadsConfig):
         self.cluster, self.width = config.cluster, config.head_dim
@@ -111,7 +112,7 @@ class TmaTileLoad:
         return cute.arch.block_idx_in_cluster() if self.config.cluster > 1 else Int32(0)
 
     def prefetch(self, source, page, block, lane) -> None:
-        """Asks for a block's tokens, as far as the CTA will, in L2, where nothing is between them."""
+        """Prefetches the tokens of a block that the CTA will load into L2, where they are contiguous."""
         _, offset = source.pages.page_size.divide(Uint32(block * BLOCK_TOKENS))
         size = self.config.head_dim * 2
         exists = (page >= 0) & (page < source.num_pages)
@@ -122,7 +123,7 @@ class TmaTileLoad:
 
     @cute.jit
     def ask(self, source, memory, stage, page, block, part: cutlass.Constexpr):
-        """Asks for what the CTA brings of a part of a tile."""
+        """Starts loading the CTA's share of a part of a tile."""
         slabs = self.parts[part]
         barrier = memory.full + (self.config.tile_parts * stage + part)
         with cute.arch.elect_one():
@@ -159,7 +160,7 @@ class TmaTileLoad:
         cute.arch.sync_warp()
 
     def copy_group(self, tile, token, size, place: LanePlaces, part: int) -> None:
-        """Asks for a part of 8 rows; size: bytes of each piece that are read, the others become zeros."""
+        """Starts copying a part of 8 rows. size: bytes of each piece that are read; the others become zeros."""
         apart = HALF_PIECES * wgmma_tiles.PIECE_BYTES
         for slab in self.parts[part]:
             for i in range(2):

@@ -1,1 +1,1 @@
-"""What consumer warpgroups do with a tile of tokens: scores, softmax, weights times values."""
+"""The mainloops of consumer warpgroups over tiles of tokens: scores, softmax, weights times values."""

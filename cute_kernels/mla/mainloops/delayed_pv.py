@@ -1,9 +1,9 @@
-"""The order in steps with the right half of the values a block behind, for tiles that come in two parts.
+"""The stepped order with the right half of the values delayed by a block, for tiles that are loaded in two parts.
 
-Between a block's scores and its first weights the tensor cores would rest. Here the second warpgroup adds the right
-half of the block before then: it has loaded that block's weights as its A operand, in registers, so that their room is
-free for the next ones. The first warpgroup queues the next scores behind its own half. So the left part of a tile is
-given back a block before the right one, whose products come last.
+Between a block's scores and its first weights the tensor cores would be idle. Here the second warpgroup adds the right
+half of the block before then. It has loaded that block's weights as its A operand, in registers, so their room is free
+for the next ones. The first warpgroup queues the next scores behind its own half. So the left part of a tile is
+released a block before the right one, whose MMAs come last.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
     first          waits    | softmax b            | waits        | softmax b + 1
@@ -120,11 +120,11 @@ class DelayedPV:
         self.finish_scores(rows, scores)
 
     def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
-        """The next block's scores; the left part of this one's tile is given back meanwhile, and the second warpgroup
-        let loose.
+        """Issues the next block's scores. Meanwhile it releases the left part of this one's tile and lets the second
+        warpgroup start.
 
-        They have registers of their own until they are there: ptxas waits after every product if others than products
-        write what a product adds to, or read it.
+        Scores have registers of their own until they are complete. ptxas waits after every MMA if other instructions
+        write what an MMA adds to, or read it.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
         eager = self.config.tiles.eager
@@ -143,14 +143,14 @@ class DelayedPV:
         self.finish_scores(rows, scores)
 
     def begin_scores(self, scores, held, memory, stage, phase) -> None:
-        """Issues the first products of a block's scores, to be committed."""
+        """Issues the first MMAs of a block's scores; the caller commits them."""
         self.pipeline.await_tile(memory, self.place(stage, LEFT), phase)
         wgmma_tiles.begin()
         for slab in self.config.layout.parts[LEFT][:HEAD_SLABS]:
             self.score_slab(scores, held, memory, stage, slab)
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
-        """Issues the other products of a block's scores, of which the last ones are a group of their own."""
+        """Issues the other MMAs of a block's scores; the last ones are a group of their own."""
         left, right = self.config.layout.parts
         wgmma_tiles.begin()
         for slab in left[HEAD_SLABS:]:
@@ -165,7 +165,7 @@ class DelayedPV:
         wgmma_tiles.commit()
 
     def finish_scores(self, rows, scores) -> None:
-        """Waits for scores, which go through a wait: else LLVM puts copies of them before it."""
+        """Waits for scores, which go through a wait: otherwise LLVM puts copies of them before it."""
         wgmma_tiles.wait()
         values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
         for i in range(softmax.NUM_SCORES):
@@ -185,14 +185,14 @@ class DelayedPV:
                 wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
 
     def held_steps(self, slab: int) -> range:
-        """Which 16 columns of a slab of the queries are in registers: the first ones that scores are made of."""
+        """The steps of 16 columns of a slab of the queries that are in registers: the first ones of the scores."""
         left = self.config.layout.parts[LEFT]
         count = self.config.held_steps
         before = left.index(slab) * SLAB_STEPS if slab in left else count
         return range(min(max(count - before, 0), SLAB_STEPS))
 
     def hold_queries(self, memory, warp, lane) -> dict:
-        """`held_steps` of the slabs that have any, as A operands."""
+        """Loads `held_steps` of the slabs that have any, as A operands."""
         held, place = {}, wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
         for slab in self.config.layout.parts[LEFT]:
             steps = self.held_steps(slab)
@@ -203,7 +203,8 @@ class DelayedPV:
         return held
 
     def load_fragment(self, words, place, steps: range) -> None:
-        """A lane's words of an A operand [64, 64], 16 columns a step; place: of its first piece, see `weight_place`."""
+        """Loads a lane's words of an A operand [64, 64], 16 columns a step. place: of its first piece, see
+        `weight_place`."""
         for step in steps:
             loaded = ptx.load_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, transpose=False)
             for i in range(4):

@@ -1,4 +1,4 @@
-"""How consumer warps wait for tiles and queries, give tiles back, and ask for the next queries."""
+"""How consumer warps wait for tiles and queries, release tiles, and load the next queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TilePipeline:
 
     @cute.jit
     def release(self, memory, stage, lane):
-        """A warp is done with a tile, or with a part of one."""
+        """Releases a tile, or a part of one, for a warp."""
         cute.arch.sync_warp()
         barrier = memory.empty + stage
         if lane == 0:
@@ -43,7 +43,7 @@ class TilePipeline:
 
 
 class NextQueries:
-    """Asking for the queries of the next work tile."""
+    """Loads the queries of the next work tile."""
 
     def __init__(self, config: MlaConfig):
         self.loader = QueryLoader(config)
@@ -59,7 +59,7 @@ class NextQueries:
 
 
 class NoNextQueries:
-    """Where a CTA has one work tile."""
+    """Loads nothing, where a CTA has one work tile."""
 
     def ask(self, wanted, work, work_tiles, memory, warp) -> None:
         """Asks for nothing."""

@@ -23,7 +23,7 @@ HALF_ACC = HALF // 2  # accumulators of a thread
 
 @dataclass(frozen=True)
 class Rows:
-    """What a thread keeps of its two rows: registers that all blocks change."""
+    """A thread's state of its two rows: registers that all blocks change."""
 
     acc: RegisterTensor[Float32]  # fp32 [128] of the output
     scores: RegisterTensor[Float32]  # fp32 [32]
@@ -49,7 +49,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What the first warpgroup keeps over the blocks of a work tile.
+    """The first warpgroup's state over the blocks of a work tile.
 
     Attributes:
         rows: a thread's.
@@ -67,14 +67,14 @@ class Scoring:
 
 
 class Products:
-    """What warpgroups issue; `commit` and `wait` are the mainloops'."""
+    """The MMAs that warpgroups issue; the mainloops `commit` and `wait`."""
 
     def __init__(self, config: MlaConfig, pipeline: TilePipeline):
         self.config, self.pipeline = config, pipeline
         self.elements = of_name(config.layout.dtype)
 
     def score(self, scores, memory, stage, phase) -> None:
-        """Issues scores = queries times the keys of a tile, which it waits for."""
+        """Waits for a tile, and issues scores = queries times its keys."""
         self.pipeline.await_tile(memory, stage, phase)
         wgmma_tiles.begin()
         for first, count in self.config.layout.score_runs:
@@ -87,9 +87,9 @@ class Products:
         wgmma_tiles.commit()
 
     def add_values(self, acc, weights, memory, stage, half: int, steps: range | None = None) -> None:
-        """Issues accumulators += weights times a half of the values of a tile, to be committed.
+        """Issues accumulators += weights times a half of the values of a tile; the caller commits it.
 
-        steps: which 16 of its tokens each; default all.
+        steps: the steps of 16 of its tokens; default all.
         """
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
         width = self.config.value_columns

@@ -1,4 +1,4 @@
-"""The serial mainloop: scores, softmax, then both halves of the output side by side.
+"""The serial mainloop: scores, softmax, then both halves of the output concurrently.
 
 The first warpgroup has the scores, the softmax and the left half of the output, the second the right half. The division
 is that of FlashMLA's FP8 kernel (DeepSeek 2025).
@@ -29,13 +29,13 @@ class Serial:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """What the first warpgroup keeps, before the first block."""
+        """Begins a work tile in the first warpgroup: its state before the first block."""
         scale = softmax_scale * ptx.LOG2_E
         return Scoring(Rows.make(), scale)
 
     @cute.jit
     def score_block(self, kept: Scoring, work, work_tiles, memory, stage, phase, block, warp, lane):
-        """The first warpgroup's part in a block, the last of which asks for the next work tile's queries."""
+        """Does the first warpgroup's part in a block; the last block loads the next work tile's queries."""
         rows = kept.rows
         self.products.score(rows.scores, memory, stage, phase)
         wgmma_tiles.wait()
@@ -53,11 +53,11 @@ class Serial:
         self.pipeline.release(memory, stage, lane)
 
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """The first warpgroup over a work tile's blocks; the next stage and phase."""
+        """Processes a work tile's blocks in the first warpgroup. Returns the next stage and phase."""
         return BlockLoop(self).scores(kept, work, work_tiles, memory, warp, lane, stage, phase)
 
     def value_operands(self, memory, warp, lane):
-        """What `value_block` takes besides accumulators: the weights in shared memory."""
+        """The operands of `value_block` besides accumulators: the weights in shared memory."""
         return self.products.weight_tile(memory)
 
     @cute.jit

@@ -27,7 +27,7 @@ def scores_of(scores, row: int) -> list[Float32]:
 
 @cute.jit
 def mask(scores, flags, lane):
-    """Scores of tokens that do not exist become -inf. flags: a word of 8 bits for every 8 tokens."""
+    """Sets scores of tokens that do not exist to -inf. flags: a word of 8 bits for every 8 tokens."""
     everything = flags[0]
     for i in cutlass.range_constexpr(1, len(flags)):
         everything = everything & flags[i]
@@ -46,7 +46,8 @@ def hide(scores, flags, lane) -> None:
 
 @cute.jit
 def mask_end(scores, work, block, warp, lane):
-    """Scores of tokens beyond what a row sees become -inf: its request's length, less where later queries see more."""
+    """Sets scores of tokens that a row does not see to -inf: beyond its request's length, or less where later queries
+    see more."""
     shape = work.shape
     later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
     first = block * BLOCK_TOKENS
@@ -61,7 +62,7 @@ def mask_end(scores, work, block, warp, lane):
 
 
 def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
-    """Lets the running maxima follow; the factors by which earlier accumulators shrink.
+    """Raises the running maxima. Returns the factors by which earlier accumulators shrink.
 
     maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
     may fall behind, 0 where the maxima themselves are asked for.
@@ -77,8 +78,8 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
 
 
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
-    """weights = 2**((scores - maximum) * scale), the A operand of the next product, as ``pack`` packs two of them; adds
-    totals."""
+    """Computes weights = 2**((scores - maximum) * scale), the A operand of the next MMA, as ``pack`` packs two of them;
+    adds totals."""
     for row in range(2):
         shift = -maxima[row] * scale
         total = totals[row] * factors[row]

@@ -17,7 +17,7 @@ STEP_SCORES = STEP_TOKENS // 2
 
 
 def step_scores(step: int) -> range:
-    """Which of a thread's scores are those of the ``step``-th 16 tokens."""
+    """A thread's scores that belong to the ``step``-th 16 tokens."""
     return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
 
 
@@ -53,7 +53,7 @@ def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
 
 
 def weigh_step(scores, maxima, scale, step: int) -> None:
-    """Scores of the ``step``-th 16 tokens become weights."""
+    """Turns scores of the ``step``-th 16 tokens into weights."""
     weights = [None] * STEP_SCORES
     exponentiate(weights, scores, maxima, scale, step)
     for i, weight in zip(step_scores(step), weights, strict=True):
@@ -61,14 +61,14 @@ def weigh_step(scores, maxima, scale, step: int) -> None:
 
 
 def exponentiate(weights, scores, maxima, scale, step: int) -> None:
-    """weights = 2**((score - maximum) * scale), of the ``step``-th 16 tokens."""
+    """Computes weights = 2**((score - maximum) * scale), of the ``step``-th 16 tokens."""
     shifts = [-maxima[row] * scale for row in range(2)]
     for place, i in enumerate(step_scores(step)):
         weights[place] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
 
 
 def add_totals(rows, factors) -> None:
-    """Adds a block's weights, which all scores have become, to the totals, of which the earlier ones shrink."""
+    """Adds a block's weights, which all scores have become, to the totals; the earlier totals shrink."""
     for row in range(2):
         total = in_pairs(operator.add, scores_of(rows.scores, row))
         rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

@@ -1,8 +1,8 @@
-"""The stepped mainloop: scores, then weights of 16 tokens at a time behind the products of those before.
+"""The stepped mainloop: scores, then weights of 16 tokens at a time during the MMAs of the 16 before.
 
-As soon as 16 tokens have weights, the left half's product with their values begins, and the next 16 tokens' are made
-while it runs; the second warpgroup gets the weights in two parts. So the tensor cores rest only until the first 16
-weights of a row are there. Where memory or gathering is what is waited for, :mod:`.mainloops.serial` is faster.
+As soon as 16 tokens have weights, the left half's MMAs with their values begin, and the next 16 tokens' weights are
+made while they run. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the
+first 16 weights of a row exist. Where memory or gathering is the limit, :mod:`.mainloops.serial` is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS
 
 
 class Stepped:
-    """See the module. next_queries: `NextQueries`, or `NoNextQueries` where a CTA has one work tile."""
+    """The stepped mainloop. next_queries: `NextQueries`, or `NoNextQueries` where a CTA has one work tile."""
 
     def __init__(self, config: MlaConfig, next_queries: NextQueries | NoNextQueries | None = None):
         self.pipeline = TilePipeline(config)

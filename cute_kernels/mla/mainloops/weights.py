@@ -20,7 +20,7 @@ PART_STEPS = STEPS // len(WEIGHTS_READY)
 
 
 class RowValues:
-    """A number a row that one warpgroup tells the other."""
+    """A number for each row that one warpgroup publishes to the other."""
 
     @cute.jit
     def publish(self, values, memory, warp, lane):
@@ -36,7 +36,7 @@ class RowValues:
         ptx.store_shared(place, 32, [values[1]])
 
     def load(self, memory, warp, lane) -> list[Float32]:
-        """What the other warpgroup has stored for a thread's two rows."""
+        """Loads what the other warpgroup has stored for a thread's two rows."""
         place = self.place(memory, warp, lane)
         return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
 
@@ -45,13 +45,13 @@ class RowValues:
 
 
 def load_flags(memory, stage):
-    """Which of a block's tokens exist: a word of 8 bits for every 8."""
+    """Loads which of a block's tokens exist: a word of 8 bits for every 8."""
     place = memory.flags + stage * FLAG_BYTES
     return [*ptx.load_shared_vector(place, 0, 4), *ptx.load_shared_vector(place, 16, 4)]
 
 
 class WholeWeights:
-    """All of a block's weights at once, for :mod:`.mainloops.serial`."""
+    """Hands over all of a block's weights at once, for :mod:`.mainloops.serial`."""
 
     def __init__(self, config: MlaConfig, products: Products):
         self.config, self.elements = config, products.elements
@@ -59,7 +59,8 @@ class WholeWeights:
 
     @cute.jit
     def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
-        """Weights of a block's tokens, packed, from their scores; the factors by which earlier accumulators shrink."""
+        """Computes packed weights of a block's tokens from their scores, and the factors by which earlier accumulators
+        shrink."""
         if const_expr(self.config.tokens == "sparse"):
             softmax.mask(rows.scores, load_flags(memory, stage), lane)
         else:
@@ -81,7 +82,7 @@ class WholeWeights:
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
     def hand_over_end(self) -> None:
-        """Lets it end a work tile, by the factors published last."""
+        """Lets the second warpgroup end a work tile, by the factors published last."""
         self.hand_over()
 
     def await_end(self) -> None:
@@ -91,10 +92,10 @@ class WholeWeights:
 
 
 class SteppedWeights:
-    """A block's weights 16 tokens at a time, handed over in two parts.
+    """Hands over a block's weights 16 tokens at a time, in two parts.
 
-    fenced: whether the second warpgroup's products read them from shared memory. The fence that makes stores visible to
-    products is the second warpgroup's, which has time for it: in the first one it would hold up the next weights.
+    fenced: whether the second warpgroup's MMAs read them from shared memory. The second warpgroup issues the fence that
+    makes stores visible to MMAs, as it has time for it: in the first one it would delay the next weights.
     """
 
     def __init__(self, config: MlaConfig, products: Products, fenced: bool):
@@ -104,8 +105,7 @@ class SteppedWeights:
 
     @cute.jit
     def weigh_and_add(self, rows, factors, work, memory, places, stage, scale, warp, lane):
-        """A block's weights, handed over in parts, and the left half's products with its values, which are under way
-        then."""
+        """Computes a block's weights, handed over in parts, and issues the left half's MMAs with its values."""
         for step in cutlass.range_constexpr(STEPS):
             if const_expr(step > 0):
                 # Slack is never negative. The compiler would make all weights before the second product, but not in
@@ -133,7 +133,7 @@ class SteppedWeights:
 
     @cute.jit
     def mask(self, scores, flags, work, memory, stage, block, warp, lane):
-        """Scores of a block's tokens that do not exist become -inf. flags: what :meth:`common_flags` gives."""
+        """Sets scores of a block's tokens that do not exist to -inf. flags: of :meth:`common_flags`."""
         if const_expr(self.config.tokens == "sparse"):
             if flags != softmax.ALL_FLAGS:
                 softmax.hide(scores, load_flags(memory, stage), lane)
@@ -141,7 +141,7 @@ class SteppedWeights:
             softmax.mask_end(scores, work, block, warp, lane)
 
     def common_flags(self, memory, stage):
-        """The flags that all of a block's eights of tokens have, where tokens are chosen."""
+        """The flags that all groups of 8 tokens of a block have in common, where tokens are chosen."""
         if self.config.tokens == "sparse":
             return in_pairs(operator.and_, load_flags(memory, stage))
         return Uint32(0)
@@ -162,7 +162,7 @@ class SteppedWeights:
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
 
     def hand_over_end(self) -> None:
-        """Lets it end a work tile, by the factors published last."""
+        """Lets the second warpgroup end a work tile, by the factors published last."""
         self.hand_over(0)
 
     def await_part(self, part: int) -> None:
