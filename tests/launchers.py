@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.gemm.arguments import Kernel
 from cute_kernels.runtime import KernelCache, KernelSpec
 from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
@@ -80,9 +81,21 @@ def cpu_as_gpu(**functions: Any) -> Gpu:
     return Gpu(**given | functions)
 
 
+def as_compiled(spec: Any) -> Callable[..., Any]:
+    """A function that refuses what a compiled product would: a first argument that is not the matrix it is told."""
+    kernel = getattr(spec, "kernel", None)
+
+    def launched(*arguments: Any) -> None:
+        if isinstance(kernel, Kernel):
+            matrix = arguments[0]
+            assert matrix.dim() == 2 and not matrix.shape[1] % kernel.divisibility, f"{spec}: got {matrix.shape}"
+
+    return launched
+
+
 @contextmanager
 def recording(
-    function_of: Callable[[Any], Callable[..., Any]] = lambda spec: lambda *arguments: None, **functions: Any
+    function_of: Callable[[Any], Callable[..., Any]] = as_compiled, **functions: Any
 ) -> Iterator[RecordingCache]:
     """In this block calls with CPU tensors go the way of those with CUDA tensors up to the launch, which is recorded.
 
