@@ -1,4 +1,4 @@
-"""Division by what the host knows, without dividing: on the device it would take some 100 clocks."""
+"""Division by numbers that the host knows, without dividing: on the device that would take some 100 clocks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class Divisor:
         return quotient, number - quotient * Uint32(self.value)
 
     def divide_int(self, number) -> tuple[Int32, Int32]:
-        """The same of an int32 that is not negative, as Int32."""
+        """(quotient, remainder) of an int32 that is not negative, as Int32."""
         quotient = Int32(numbers.multiply_high_u32(Uint32(number) << 1, self.multiplier) >> self.shift)
         return quotient, number - quotient * self.value

@@ -1,8 +1,9 @@
-"""Partial results on their way from CTA to CTA through global memory: publish, poll, reset.
+"""Exchanges partial results between CTAs through global memory: publish, poll, reset.
 
-A partial result announces itself: every word of a workspace is `EMPTY_WORD` between launches, a NaN that no arithmetic
-yields, and who waits polls until none is left (the idea is that of NCCL's LL protocol). No flag, no fence: a word that
-is seen is the result. Who has loaded a word puts `EMPTY_WORD` back, for the next launch.
+A partial result announces itself. Every word of a workspace is `EMPTY_WORD` between launches, a NaN that no arithmetic
+yields, and a waiting thread polls until none is left (the idea is that of NCCL's LL protocol). No flag or fence is
+needed: a word that is visible is the result. The thread that has loaded a word resets it to `EMPTY_WORD`, for the next
+launch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["EMPTY_WORD", "Poll", "Published", "is_missing", "publish", "reset"]
 
 @dataclass(frozen=True)
 class Published:
-    """Words that somebody else publishes.
+    """Words that another CTA publishes.
 
     Attributes:
         address: of the first, in global memory. offset: bytes behind it.
@@ -39,24 +40,24 @@ class Published:
     wanted: object = None
 
     def load(self) -> list[Any]:
-        """The words as some CTA has last written them."""
+        """Loads the words as some CTA has last written them."""
         if self.words == 1:
             return [ptx.load_relaxed_part(self.address + self.offset if self.offset else self.address, 4)]
         return ptx.load_relaxed(self.address, self.words, offset=self.offset)
 
 
 def publish(address, values: Sequence[Any], offset: int = 0) -> None:
-    """Stores 1, 2 or 4 words for who polls them; none of them is `EMPTY_WORD`."""
+    """Stores 1, 2 or 4 words for threads that poll them; none of them is `EMPTY_WORD`."""
     ptx.store_global(address, values, offset=offset)
 
 
 def reset(address, words: int = VECTOR_WORDS, offset: int = 0) -> None:
-    """Puts `EMPTY_WORD` back, into words that the same thread has loaded."""
+    """Writes `EMPTY_WORD` to words that the same thread has loaded."""
     ptx.store_global(address, [Uint32(EMPTY_WORD)] * words, offset=offset)
 
 
 def is_missing(words: Sequence[Any], missing=0) -> Any:
-    """1 if one of some words has not been published, else ``missing``."""
+    """Returns 1 if one of some words has not been published, else ``missing``."""
     missing = Int32(missing)
     for word in words:
         missing = cutlass.select_(word == Uint32(EMPTY_WORD), Int32(1), missing)
@@ -64,7 +65,7 @@ def is_missing(words: Sequence[Any], missing=0) -> Any:
 
 
 class Poll:
-    """Waits for words of several `Published`, all asked for at once, again and again until none is missing.
+    """Waits for words of several `Published`, loading all at once, again and again until none is missing.
 
     Args:
         sources: in the order in which `load` leaves their words.

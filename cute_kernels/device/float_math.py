@@ -1,4 +1,4 @@
-"""What activations compute with in fp32, beside the operators of Python."""
+"""The fp32 functions that activations compute with, besides the operators of Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Number = Numeric | float
 
 
 class FloatMath:
-    """Computes on sm_90 and later. An activation is given one, so that its file needs no compiler to be imported."""
+    """Computes on sm_90 and later. An activation receives one, so that its file can be imported without the
+    compiler."""
 
     def number(self, value: Number) -> Float32:
         return Float32(value)

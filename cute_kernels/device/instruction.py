@@ -1,8 +1,8 @@
-"""PTX as Python functions: a function's annotations say what inline assembly has to be told.
+"""PTX as Python functions: a function's annotations describe its inline assembly.
 
 Under :func:`pure` or :func:`effect` a function returns the text of instructions. In it $0, $1, ... stand for the
 results, and behind them for the parameters that are DSL scalars or sequences of these, in order; other parameters are
-constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it; the DSL's own
+constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it. The DSL's own
 ``inline_ptx`` marks everything volatile, which pins the order that it was traced in.
 """
 
@@ -42,28 +42,28 @@ class Asm(str, Generic[ResultT]):
 
 
 def pure(function: Callable[..., Asm]) -> Callable[..., Any]:
-    """An instruction whose results depend on its operands alone."""
+    """Makes an instruction whose results depend on its operands alone."""
     return _instruction(function, False)
 
 
 def effect(function: Callable[..., Asm]) -> Callable[..., Any]:
-    """An instruction that stays, and stays where it stands."""
+    """Makes an instruction that the compiler neither drops nor moves."""
     return _instruction(function, True)
 
 
 def struct_of(element, count: int):
-    """What an instruction with several results, of an MLIR type, returns."""
+    """The MLIR type that an instruction with several results returns."""
     return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def loaded(num_words: int) -> str:
-    """Returns what stands behind a load's name: its type, and the words that are its results."""
+    """The suffix of a load's name: its type, and the words that are its results."""
     results = ", ".join(f"${i}" for i in range(num_words))
     return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
 
 
 def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
-    """A store's type, behind its name, and its values of 32 bits, whose first is operand ``first``."""
+    """The suffix of a store's name: its type, and its values of 32 bits, whose first is operand ``first``."""
     kind = "f32" if isinstance(values[0], Float32) else "u32"
     inputs = ", ".join(f"${first + i}" for i in range(len(values)))
     return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)

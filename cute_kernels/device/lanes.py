@@ -1,4 +1,4 @@
-"""Values of several lanes made one, by xor shuffles: every one of the lanes ends up with it."""
+"""Reductions over several lanes by xor shuffles, after which every one of the lanes has the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
-    """``combine`` over a lane's own values as a tree, so that no more than log2 of them wait for each other."""
+    """Applies ``combine`` to a lane's own values as a tree, so that no more than log2 of them depend on each other."""
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + list(values[len(values) & ~1 :])
@@ -24,7 +24,7 @@ def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
 
 
 def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -> T:
-    """``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
+    """Applies ``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
     for offset in offsets:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
     return value

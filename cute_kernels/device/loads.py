@@ -17,7 +17,7 @@ def load_float(address: Int64) -> Float32:
 
 
 def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
-    """2 or 4 neighbouring fp32 of read-only global memory."""
+    """Loads 2 or 4 neighbouring fp32 of read-only global memory."""
     return [word.bitcast(Float32) for word in ptx.load_global_words(address, offset, count)]
 
 
@@ -25,8 +25,8 @@ def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
 def load_word_below(
     index: Int32, limit: Int32, address: Int64, offset: int = 0, *, around: bool = False
 ) -> Asm[Uint32]:
-    """One word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access. around: whether
-    others want what lies beside it soon: L2 asks memory for 256 bytes at once."""
+    """Loads one word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access. around:
+    whether other threads soon want its neighbours: L2 requests 256 bytes at once from memory."""
     load = f"@p ld.global.nc{'.L2::256B' if around else ''}.u32 $0, [$3 + {offset}];"
     return Asm(f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; {load} }}", early=True, memory=False)
 

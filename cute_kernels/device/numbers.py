@@ -177,9 +177,9 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
 def load_global_if(
     condition: Int32, address: Int64, offset: int, num_words: int = 4, *, constant: bool = True
 ) -> Asm[list[Uint32]]:
-    """2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
+    """Loads 2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
 
-    constant: nobody writes them while the kernel runs. If not, the access stays behind what it must not pass.
+    constant: whether nothing writes them while the kernel runs. If not, the access stays in its place among others.
     """
     zeros = " ".join(f"mov.u32 ${i}, 0;" for i in range(num_words))
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words + 1} + {offset}];"
@@ -189,7 +189,7 @@ def load_global_if(
 
 @effect
 def copy_async(destination: Int32, source: Int64, num_bytes: Int32) -> Asm[None]:
-    """cp.async of 16 bytes, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
+    """Copies 16 bytes by cp.async, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
     return Asm("cp.async.cg.shared.global [$0], [$1], 16, $2;")
 
 
@@ -201,9 +201,9 @@ def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes
 
 @effect
 def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm[Int32]:
-    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0.
+    """Waits for ``num_threads`` threads at a named barrier. Returns 1 in all of them if the condition of any is not 0.
 
-    What they have written to shared memory before is seen by all after it.
+    What they have written to shared memory before is visible to all after it.
     """
     reduction = f"bar.red.or.pred q, $2, {num_threads}, p; selp.s32 $0, 1, 0, q;"
     return Asm(f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {reduction} }}")
@@ -211,13 +211,13 @@ def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm
 
 @effect
 def active_lanes() -> Asm[Uint32]:
-    """The lanes of the warp that are here. Never 0, which no compiler knows: a branch on it is one that stays."""
+    """The lanes of the warp that are active. It is never 0, which no compiler knows: a branch on it stays."""
     return Asm("activemask.b32 $0;", memory=False)
 
 
 @effect
 def copy_word_async_or(condition: Int32, destination: Int32, source: Int64, otherwise: Int32) -> Asm[None]:
-    """cp.async of a word, global -> shared, if condition is not 0; else ``otherwise`` is stored there at once."""
+    """Copies a word by cp.async, global -> shared, if condition is not 0; else stores ``otherwise`` there at once."""
     return Asm(
         "{ .reg .pred p; setp.ne.s32 p, $0, 0; "
         "@p cp.async.ca.shared.global [$1], [$2], 4; @!p st.shared.u32 [$1], $3; }"
@@ -226,31 +226,31 @@ def copy_word_async_or(condition: Int32, destination: Int32, source: Int64, othe
 
 @effect
 def arrive_when_copied(barrier: Int32) -> Asm[None]:
-    """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
+    """Arrives at an mbarrier, which counts this thread, once all of its cp.async so far are done."""
     return Asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];")
 
 
 @effect
 def prefetch_line_if(condition: Int32, address: Int64) -> Asm[None]:
-    """Brings the line of 128 bytes around an address into L2, if condition is not 0."""
+    """Prefetches the line of 128 bytes around an address into L2, if condition is not 0."""
     return Asm("{ .reg .pred p; setp.ne.s32 p, $0, 0; @p prefetch.global.L2 [$1]; }")
 
 
 @effect
 def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: Int32) -> Asm[None]:
-    """Brings ``num_bytes`` (a multiple of 16; the address too) into L2, if condition is not 0."""
+    """Prefetches ``num_bytes`` (a multiple of 16; the address too) into L2, if condition is not 0."""
     return Asm("{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; }")
 
 
 @pure
 def address_in(address: Int32, rank: Int32) -> Asm[Int32]:
-    """Where a place of this CTA's shared memory lies in that of CTA ``rank`` of the cluster."""
+    """The address, in CTA ``rank`` of the cluster, of the same place in this CTA's shared memory."""
     return Asm("mapa.shared::cluster.u32 $0, $1, $2;")
 
 
 @effect
 def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm[None]:
-    """1 or 4 words into a CTA's shared memory, counted as bytes on a barrier there; addresses of the cluster."""
+    """Stores 1 or 4 words in a CTA's shared memory, counted as bytes on a barrier there; addresses of the cluster."""
     words = ", ".join(f"${i + 1}" for i in range(len(values)))
     kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
     return Asm(f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];")
@@ -258,40 +258,42 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm
 
 @effect
 def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32) -> Asm[None]:
-    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory into a CTA of the
-    cluster, counted on a barrier there. Stores before it need a fence of the async proxy."""
+    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk from this CTA's shared memory to that of
+    a CTA of the cluster, counted on a barrier there. Stores before it need a fence of the async proxy."""
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
     return Asm(f"{copy} [$0], [$1], {num_bytes}, [$2];")
 
 
 @effect
 def copy_to_global(target: Int64, source: Int32, num_bytes: Int32) -> Asm[None]:
-    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory to global memory, in
-    the thread's bulk group. Stores before it need a fence of the async proxy."""
+    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk from this CTA's shared memory to global
+    memory, in the thread's bulk group. Stores before it need a fence of the async proxy."""
     return Asm("cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;")
 
 
 @effect
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32]) -> Asm[None]:
-    """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
+    """Stores two fp32 in the shared memory of a CTA of the cluster, by their address there."""
     return Asm(f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};")
 
 
 @effect
 def load_in_cluster(address: Int32, num_words: int) -> Asm[list[Uint32]]:
-    """2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
+    """Loads 2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
     return Asm(f"ld.shared::cluster{loaded(num_words)}, [${num_words}];", count=num_words)
 
 
 @effect
 def store_released(address: Int64, word: Uint32) -> Asm[None]:
-    """One word to global memory: who reads it by `load_acquired` sees all that was stored or seen before it."""
+    """Stores one word in global memory. A thread that reads it by `load_acquired` sees all that was stored or seen
+    before it."""
     return Asm("st.release.gpu.global.u32 [$0], $1;")
 
 
 @effect
 def load_acquired(address: Int64) -> Asm[Uint32]:
-    """One word of global memory; what follows sees what was stored before the `store_released` that it is of."""
+    """Loads one word of global memory. What follows sees all that was stored before the `store_released` that wrote
+    it."""
     return Asm("ld.acquire.gpu.global.u32 $0, [$1];")
 
 
@@ -299,7 +301,7 @@ def load_acquired(address: Int64) -> Asm[Uint32]:
 def arrive_in_cluster(barrier: Int32) -> Asm[None]:
     """Arrives at an mbarrier of any CTA of the cluster, by its address there.
 
-    Orders what is done with tiles, as arrivals at home do, but no stores to global memory: to release at the scope of
-    the cluster, ptxas waits for all of the thread's stores to be visible on the GPU.
+    It orders accesses to tiles, as arrivals in the own CTA do, but no stores to global memory: to release at the scope
+    of the cluster, ptxas waits for all of the thread's stores to be visible on the GPU.
     """
     return Asm("mbarrier.arrive.shared::cluster.b64 _, [$0];")

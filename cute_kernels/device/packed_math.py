@@ -1,6 +1,6 @@
-"""What decoders of codes compute with: words, byte permutations, and packed pairs of 16-bit floats.
+"""The arithmetic of decoders of codes: words, byte permutations, and packed pairs of 16-bit floats.
 
-A weight format is given one of these, so that its file needs no compiler to be imported.
+A weight format receives one of these objects, so that its file can be imported without the compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HopperMath:
         return numbers.multiply(number, Float32(factor))
 
     def scaled_pair(self, pair: Uint32, factor: Float32) -> Uint32:
-        """Both numbers times an fp32 one: products are fp32, subnormal ones too, then rounded to ``dtype``."""
+        """Multiplies both numbers by an fp32 one: products are fp32, subnormal ones too, then rounded to ``dtype``."""
         if self.dtype == "bf16":
             low, high, pack = ptx.bf16x2_low_to_float(pair), ptx.bf16x2_high_to_float(pair), ptx.pack_bf16x2
         else:

@@ -1,4 +1,4 @@
-"""Paged caches: which page a token of a request lies in, as a block table says it."""
+"""Paged caches: the page of a request's token, by a block table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pages:
     page_size: Divisor
 
     def ask(self, request, token):
-        """(the table's entry, place in its page) of a token that the table has an entry for."""
+        """Starts loading (the table's entry, place in its page) of a token that the table has an entry for."""
         index, place = self.page_size.divide_int(token)
         return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
 
@@ -39,14 +39,15 @@ class Pages:
         return replace(self, table=self.table + Int64(head * batch) * self.stride * 4)
 
     def existing(self, entry):
-        """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
+        """Replaces an entry that is no page of the cache by one that is: a wrong table yields wrong numbers, no illegal
+        access.
 
-        Apart from :meth:`ask`, so that nobody waits for an entry before it is needed.
+        It is apart from :meth:`ask`, so that no thread waits for an entry before it is needed.
         """
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
 
     def prefetch(self, request, sector, max_seq_len):
-        """Brings the entries of a sector of a request's row into L2, if it has so many."""
+        """Prefetches the entries of a sector of a request's row into L2, if it has so many."""
         first = sector * SECTOR_ENTRIES
         is_there = Int32(first * self.page_size.value < max_seq_len)
         numbers.prefetch_line_if(is_there, self._address(request, first))

@@ -30,7 +30,7 @@ from cute_kernels.device.types import Index
 
 @dataclass(frozen=True)
 class PipelineState:
-    """Where a role stands; run-time integers. stage: of its next use; phase: parity of the barrier it waits for."""
+    """A role's position; run-time integers. stage: of its next use; phase: parity of the barrier it waits for."""
 
     stage: Index
     phase: Index
@@ -55,7 +55,7 @@ class Pipeline:
     multicast: cutlass.Constexpr[int] = 1
 
     def init(self) -> None:
-        """Makes the barriers; one thread, before any other uses them. `fence_init` follows."""
+        """Initialises the barriers; one thread, before any other uses them. `fence_init` follows."""
         for i in range(self.num_stages):
             cute.arch.mbarrier_init(self.full + i, self.fills)
             cute.arch.mbarrier_init(self.empty + i, self.releases)
@@ -146,7 +146,7 @@ class Barrier:
     arrivals: cutlass.Constexpr[int] = 1
 
     def init(self) -> None:
-        """Makes it; one thread. `fence_init` follows."""
+        """Initialises it; one thread. `fence_init` follows."""
         cute.arch.mbarrier_init(self.pointer, self.arrivals)
 
     def expect(self, num_bytes) -> Any:
@@ -169,7 +169,7 @@ class Barrier:
 
 
 def fence_init() -> None:
-    """Makes new barriers known to copies and to the cluster; the thread that has made them."""
+    """Makes initialised barriers visible to copies and to the cluster; the thread that has initialised them."""
     cute.arch.mbarrier_init_fence()
 
 

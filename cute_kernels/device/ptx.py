@@ -136,7 +136,7 @@ def bf16x2_high_to_float(x: Uint32) -> Asm[Float32]:
 
 @dsl_user_op
 def pinned(x, *, loc=None, ip=None):
-    """``x`` as a value that the compiler cannot compute again: keeps loop invariants in registers."""
+    """The value, hidden so that the compiler cannot compute it again: keeps loop invariants in registers."""
     kind = type(x)
     move, letter, value = f"mov.b{kind.width} $0, $1;", REGISTERS[kind], x.ir_value(loc=loc, ip=ip)
     kept = llvm.inline_asm(kind.mlir_type, [value], move, f"={letter},{letter}", has_side_effects=True, loc=loc, ip=ip)
@@ -201,44 +201,46 @@ def store_matrix_x4(address: Int32, offset: int, words: Sequence[Uint32], *, tra
 
 @effect
 def bulk_copy_to_shared(destination: Int32, source: Int64, num_bytes: Int32, barrier: Int32) -> Asm[None]:
-    """cp.async.bulk global -> shared of ``num_bytes`` (a multiple of 16; addresses too), counted on ``barrier``."""
+    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk, global -> shared, counted on
+    ``barrier``."""
     return Asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];")
 
 
 @effect
 def async_copy_word(destination: Int32, source: Int64) -> Asm[None]:
-    """cp.async of 4 bytes, global -> shared: the narrowest, for rows that nothing wider can address."""
+    """Copies 4 bytes by cp.async, global -> shared: the narrowest copy, for rows that nothing wider can address."""
     return Asm("cp.async.ca.shared.global [$0], [$1], 4;")
 
 
 @effect
 def load_shared(address: Int32, offset: int) -> Asm[Uint32]:
-    """One 32-bit word of shared memory at ``address + offset`` bytes, ``offset`` known at compile time."""
+    """Loads one 32-bit word of shared memory at ``address + offset`` bytes, ``offset`` known at compile time."""
     return Asm(f"ld.shared.u32 $0, [$1 + {offset}];")
 
 
 @effect
 def load_shared_vector(address: Int32, offset: int, num_words: int) -> Asm[list[Uint32]]:
-    """``num_words`` (1, 2 or 4) words of shared memory in one access; the address is aligned to its width."""
+    """Loads ``num_words`` (1, 2 or 4) words of shared memory in one access; the address is aligned to its width."""
     return Asm(f"ld.shared{loaded(num_words)}, [${num_words} + {offset}];", count=num_words)
 
 
 @effect
 def load_shared_part(address: Int32, offset: int, num_bytes: int) -> Asm[Uint32]:
-    """1, 2 or 4 bytes of shared memory at ``address + offset``, zero-extended."""
+    """Loads 1, 2 or 4 bytes of shared memory at ``address + offset``, zero-extended."""
     return Asm(zero_extended("ld.shared", num_bytes, f"[$1 + {offset}]"))
 
 
 @effect
 def store_shared(address: Int32, offset: int, values: Sequence) -> Asm[None]:
-    """1, 2 or 4 values of 32 bits (all fp32 or all words) to shared memory in one access, aligned to its width."""
+    """Stores 1, 2 or 4 values of 32 bits (all fp32 or all words) in shared memory in one access, aligned to its
+    width."""
     kind, inputs = stored(values, 1)
     return Asm(f"st.shared{kind} [$0 + {offset}], {inputs};")
 
 
 @effect
 def store_shared_half(address: Int32, offset: int, word: Uint32) -> Asm[None]:
-    """The lower 16 bits of a word to shared memory."""
+    """Stores the lower 16 bits of a word in shared memory."""
     return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; st.shared.b16 [$0 + {offset}], low; }}")
 
 
@@ -256,9 +258,9 @@ def store_shared_zero(address: Int32, zero: Uint32 | int = 0) -> Asm[None]:
 
 @effect
 def load_global_words(address: Int64, offset: int, num_words: int, *, constant: bool = True) -> Asm[list[Uint32]]:
-    """1, 2 or 4 words of global memory in one access, issued where it stands.
+    """Loads 1, 2 or 4 words of global memory in one access, issued where it stands.
 
-    constant: nobody writes them while the kernel runs. If not, the access stays behind what it must not pass.
+    constant: whether nothing writes them while the kernel runs. If not, the access stays in its place among others.
     """
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words} + {offset}];"
     return Asm(load, count=num_words, memory=not constant)
@@ -266,32 +268,34 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, constant: 
 
 @effect
 def store_global(address: Int64, values: Sequence, *, offset: int = 0) -> Asm[None]:
-    """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access, ``offset`` bytes on."""
+    """Stores 1, 2 or 4 values of 32 bits (all fp32 or all words) in global memory in one access, ``offset`` bytes
+    on."""
     kind, inputs = stored(values, 1)
     return Asm(f"st.global{kind} [$0+{offset}], {inputs};")
 
 
 @effect
 def prefetch_line(address: Int64) -> Asm[None]:
-    """Asks for the line of global memory around an address, into the SM's L1 cache."""
+    """Prefetches the line of global memory around an address into the SM's L1 cache."""
     return Asm("prefetch.global.L1 [$0];", memory=False)
 
 
 @effect
 def load_relaxed(address: Int64, num_words: int, *, offset: int = 0) -> Asm[list[Uint32]]:
-    """2 or 4 words of global memory, ``offset`` bytes on, each as some CTA of the GPU has last written it."""
+    """Loads 2 or 4 words of global memory, ``offset`` bytes on, each as some CTA of the GPU has last written it."""
     return Asm(f"ld.relaxed.gpu.global{loaded(num_words)}, [${num_words}+{offset}];", count=num_words)
 
 
 @effect
 def load_relaxed_part(address: Int64, num_bytes: int) -> Asm[Uint32]:
-    """2 or 4 bytes of global memory as some CTA of the GPU has last written them, zero-extended."""
+    """Loads 2 or 4 bytes of global memory as some CTA of the GPU has last written them, zero-extended."""
     return Asm(zero_extended("ld.relaxed.gpu.global", num_bytes, "[$1]"))
 
 
 @effect
 def atomic_add(address: Int64, value: Int32) -> Asm[Int32]:
-    """Adds to a word of global memory, at GPU scope, without ordering anything else; the word's value before."""
+    """Adds to a word of global memory, at GPU scope, without ordering anything else. Returns the word's value
+    before."""
     return Asm("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;")
 
 

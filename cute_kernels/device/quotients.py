@@ -15,7 +15,7 @@ MANTISSA = 0x7FFFFF
 
 
 class Divisor:
-    """A divisor that several numbers are divided by, each quotient rounded as IEEE's.
+    """A divisor of several numbers, whose quotients are rounded as IEEE's.
 
     A quotient by a divisor that is not above 0 (NaN included) counts as 0: `or_zero` and `tame` see to it.
 
@@ -38,7 +38,7 @@ class Divisor:
         return quotient_of(self._scaled(value), self.step, self.reciprocal)
 
     def tame(self, value: Float32) -> Float32:
-        """What divided by `tame_step` without more ado gives the quotient."""
+        """A value whose plain division by `tame_step` gives the quotient."""
         value = self._scaled(value)
         value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
         return self.or_zero(value)
@@ -58,9 +58,9 @@ class Divisor:
 
 
 def reciprocal_of(divisor: Float32) -> Float32:
-    """1 / divisor rounded to nearest, for normal divisors with normal reciprocals: two of Newton's steps.
+    """Computes 1 / divisor rounded to nearest, for normal divisors with normal reciprocals, by two of Newton's steps.
 
-    They leave one mantissa aside, 0x7FFFFF, for which they may end an ulp low; its reciprocal's is 1.
+    For one mantissa, 0x7FFFFF, they may end an ulp low; it is handled apart, as its reciprocal's mantissa is 1.
     """
     guess = ptx.reciprocal(divisor)
     for _ in range(2):
@@ -81,9 +81,10 @@ def quotient_of(value: Float32, divisor: Float32, reciprocal: Float32, last=None
 
 
 def over_constant(value: Float32, divisor: float) -> Float32:
-    """value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
+    """Computes value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
 
-    By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
+    A rounded reciprocal cannot decide a quotient that lies halfway between two subnormals. With an odd divisor there is
+    none.
     """
     if divisor % 2 == 0:
         return numbers.divide(value, divisor)

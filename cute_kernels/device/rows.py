@@ -67,7 +67,7 @@ class Piece:
         return words
 
     def store(self, row: Int64, lane: Int32, words, offset: int = 0) -> None:
-        """Writes the runs of a lane; takes what `load` gives."""
+        """Writes the runs of a lane; takes what `load` returns."""
         address, first = row + Int64(lane * self.num_bytes), self.start + offset
         for r in range(self.runs):
             self._store_run(address, first + r * self.run_bytes, words[r * self.run_words : (r + 1) * self.run_words])
@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Elements:
-    """Rows of bf16, fp16 or fp32 numbers as they are: what kernels take in and give out.
+    """Rows of bf16, fp16 or fp32 numbers as they are, which kernels take and return.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".

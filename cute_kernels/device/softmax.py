@@ -1,12 +1,12 @@
 """Online softmax: references that follow the greatest logits, and sums of powers of 2 under them.
 
-Logits are in powers of 2. Of each query a thread keeps a *reference* r and a *total*, the sum of 2**(logit - r) over
-the keys that it has met. A reference may fall behind the greatest logit by `RESCALE_SLACK` before it is raised
-(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. Raising it gives the factor by which all that
-was added up shrinks.
+Logits are exponents of 2. For each query a thread keeps a *reference* r and a *total*, the sum of 2**(logit - r) over
+its keys so far. A reference may fall behind the greatest logit by `RESCALE_SLACK` before it is raised
+(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. Raising it returns the factor by which all
+accumulators shrink.
 
-Attention's mainloops differ in who shares a reference (a warp, four lanes of a row, a warpgroup) and where it is asked
-whether one has to be raised, not in what happens then.
+Attention's mainloops differ in which threads share a reference (a warp, four lanes of a row, a warpgroup) and where
+they test whether one has to be raised, not in what happens then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMN_LANES = (4, 8, 16)  # the same of the eight lanes of a column of mma's ac
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """What a thread keeps of its queries: rmem fp32 [count] each; totals are over the thread's own keys."""
+    """A thread's state of its queries: rmem fp32 [count] each; totals are over the thread's own keys."""
 
     references: RegisterTensor[Float32]
     totals: RegisterTensor[Float32]
@@ -61,8 +61,8 @@ class OnlineSoftmax:
         return factor
 
     def follow(self, query: int, highest, headroom: float = 0.0) -> Any:
-        """Takes a logit as reference, less ``headroom``, where it has come too far ahead; returns the factor by which
-        all that was added up shrinks. The total stays: :meth:`add` shrinks it."""
+        """Makes a logit, less ``headroom``, the reference where it exceeds the slack. Returns the factor by which all
+        accumulators shrink. The total stays: :meth:`add` shrinks it."""
         before = self.references[query]
         reached = highest - headroom if headroom else highest
         reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
@@ -75,7 +75,7 @@ class OnlineSoftmax:
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """(the greatest of several parts' references, what each part's sums are to be multiplied with under it)."""
+    """(the greatest of several parts' references, the factor of each part's sums under it)."""
     common = references[0]
     for reference in references[1:]:
         common = ptx.fmax(common, reference)

@@ -1,4 +1,4 @@
-"""Sizes of tensors that a kernel is given."""
+"""Sizes of tensors that a kernel receives."""
 
 from __future__ import annotations
 

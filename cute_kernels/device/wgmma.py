@@ -39,12 +39,12 @@ def descriptor(address) -> Uint32:
 
 
 def advanced(low: Uint32, num_bytes: int) -> Uint32:
-    """The descriptor of what lies ``num_bytes`` further on."""
+    """The descriptor ``num_bytes`` further on."""
     return low + Uint32(num_bytes // _UNIT)
 
 
 def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=None) -> list:
-    """One instruction that all of the registers go through unchanged."""
+    """An empty instruction that takes all of the registers and returns them unchanged."""
     # A one-element struct is no struct to inline assembly, so nothing less than two registers is taken.
     assert len(values) > 1
     struct = llvm.inline_asm(
@@ -61,13 +61,13 @@ def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=Non
 
 @dsl_user_op
 def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
-    """Hands registers of A over to the MMAs that follow; accumulators that were written before as well."""
+    """Hands registers of A, and accumulators that were written before, over to the MMAs that follow."""
     return _through("wgmma.fence.sync.aligned;", registers, Uint32, "r", loc=loc, ip=ip)
 
 
 @effect
 def commit() -> Asm[None]:
-    """Makes a group of the MMAs since the last one."""
+    """Ends a group: the MMAs since the last one."""
     return Asm("wgmma.commit_group.sync.aligned;")
 
 
@@ -85,13 +85,14 @@ def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
 
 @dsl_user_op
 def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
-    """Waits until at most the last ``pending`` groups are running, none of them of ``sums``; these as they are then."""
+    """Waits until at most the last ``pending`` groups are running, none of them of ``sums``. Returns these as they are
+    then."""
     return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """Starts D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
+    """Issues D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
     """
@@ -114,7 +115,7 @@ def wait_for_dots(dots: Sequence[Int32], pending: int, *, loc=None, ip=None) -> 
 def multiply_bytes(
     sums: Sequence[Int32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
 ) -> list[Int32]:
-    """Starts D += A B^T of signed bytes, exact in int32: A [64, 32], B [2 * count, 32]; without ``sums`` D = A B^T.
+    """Issues D += A B^T of signed bytes, exact in int32: A [64, 32], B [2 * count, 32]; without ``sums`` D = A B^T.
 
     Of lane (g, t) A register 0 is row g, columns 4t to 4t + 3, low byte first; 1 is eight rows below; 2 and 3 are as
     these, 16 columns on. Sums are as those of `mma`. Rows of B of 128 bytes, 32 for an instruction: `STEP_BYTES`.
@@ -131,12 +132,12 @@ def multiply_e4m3(
 
 
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
-    """One instruction; without ``sums`` its ``count`` results are the product alone."""
+    """Issues one instruction; without ``sums`` its ``count`` results are the product alone."""
     return _issue(sums, count, a, b_low, f"k16.f32.{dtype}.{dtype}", ", 1, 1, 0", Float32, "f", loc=loc, ip=ip)
 
 
 def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constraint: str, *, loc, ip) -> list:
-    """An MMA of a ``kind`` behind its m64nN; without ``sums`` its ``count`` results are the product alone.
+    """Issues an MMA of a ``kind`` behind its m64nN; without ``sums`` its ``count`` results are the product alone.
 
     scales: operands behind the predicate that says whether sums are added. number: what sums are, in registers of a
     ``constraint``.

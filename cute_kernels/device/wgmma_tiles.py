@@ -53,7 +53,8 @@ def _tensor(pointer, layout, dtype) -> cute.Tensor:
 def mma(
     n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: type[Numeric] = BFloat16
 ) -> cute.TiledMma:
-    """One warpgroup's product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
+    """The MMA of one warpgroup with M = 64, N = ``n`` and fp32 accumulators; made anew for every use, as it holds
+    state."""
     operation = warpgroup.MmaF16BF16Op(
         dtype,
         Float32,
@@ -110,5 +111,5 @@ def commit() -> None:
 
 
 def wait(pending: int = 0) -> None:
-    """Waits until at most ``pending`` groups are under way."""
+    """Waits until at most ``pending`` groups are running."""
     warpgroup.wait_group(pending)

@@ -9,7 +9,7 @@ from cute_kernels.device import numbers
 
 @cute.jit
 def encode_row(cache_row, values, given):
-    """What `store_row` stores of a team's row; all lanes of the warp take part.
+    """Encodes a team's row for `store_row`; all lanes of the warp take part.
 
     cache_row: what a family made of its format, such as :class:`cute_kernels.kv_cache.rows.CodedRow`; values: register
     tensor of the lane's fp32 numbers, changed where one is NaN or out of range; given: what `load_given` gave.
@@ -52,13 +52,13 @@ def store_row(cache_row, encoded, address, team_lane) -> None:
 
 
 def load_given(cache_row, scale, head, team_lane):
-    """Asks for the scale of a row's columns, from the address of the KV heads' scales; None if they have none.
+    """Starts loading the scale of a row's columns, from the address of the KV heads' scales; None if they have none.
 
-    Worth doing before the row itself has come: it is a latency of its own.
+    It pays to call it before the row has arrived: it is a latency of its own.
     """
     return None if cache_row.given_scale is None else cache_row.load_scale(scale, head, team_lane)
 
 
 def divide_by(value: Int64, divisor: Int64) -> Int64:
-    """value // d for 0 <= value < 2**63 / d by a multiplication, from ceil(2**63 / d)."""
+    """Computes value // d for 0 <= value < 2**63 / d by a multiplication, from ceil(2**63 / d)."""
     return Int64(numbers.multiply_high(Uint64(value << 1), Uint64(divisor)))

@@ -1,4 +1,4 @@
-"""KV cache formats: what a row of the cache holds, and which code reads and writes it. A format is one object.
+"""KV cache formats: the contents of a row of the cache, and which code reads and writes it. A format is one object.
 
 A row is one token of one KV head: its bytes are described, packed and proved by :mod:`layouts.kv`. Scales lie in the
 row, beside the cache (given to every call), or nowhere. Families ask a format what it can do and never which one it

@@ -1,4 +1,4 @@
-"""What a KV cache format is: one object, which families ask what it can do."""
+"""`KvFormat`, the object that describes a KV cache format and what it supports."""
 
 from __future__ import annotations
 
@@ -151,11 +151,12 @@ class KvFormat:
         return self.read_as or self.name
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Whether a cache goes with q, k and v of ``dtype``: rows of plain elements have just theirs."""
+        """Whether a cache can be used with q, k and v of ``dtype``: rows of plain elements need their own."""
         return self.is_coded or self.cache_dtype == dtype
 
     def row(self, head_dim: int) -> KvRow:
-        """The row's bytes at a head_dim; ValueError where there is no such row, or none but the elements."""
+        """The row's bytes at a head_dim; ValueError where there is no such row, or where it has nothing but
+        elements."""
         if self.make_row is None:
             raise ValueError(f"{self.name}: rows are the elements themselves")
         return self.make_row(head_dim)
@@ -178,7 +179,7 @@ class KvFormat:
         return self.row_bytes(head_dim) if self.is_coded else head_dim
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; of formats in blocks
+        """Converts elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; for formats in blocks
         [..., tokens, num_kv_heads, head_dim], whole blocks."""
         if self.by_token:
             return ChannelBlocks(x.shape[-1]).waiting(x)
@@ -189,7 +190,7 @@ class KvFormat:
     def dequantize(
         self, rows: torch.Tensor, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; of formats in blocks
+        """Converts cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; for formats in blocks
         [..., tokens, num_kv_heads, row], whole blocks."""
         if not self.is_coded:
             return rows.to(dtype)
@@ -199,7 +200,7 @@ class KvFormat:
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self, *uses: Use) -> tuple[str, ...]:
-        """Where the format's device code for some uses lies, for all if none is named, as "module:attribute"."""
+        """The places of the format's device code for some uses, for all if none is named, as "module:attribute"."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
         by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}

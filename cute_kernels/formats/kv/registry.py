@@ -21,8 +21,8 @@ _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in bl
 
 
 def ship(module: ModuleType) -> None:
-    """Makes the formats of a module of this package known: its `FORMS`, and its `BESIDE`, which are not both K's and
-    V's."""
+    """Registers the formats of a module of this package: its `FORMS`, and its `BESIDE`, which are not for both K and
+    V."""
     shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:
@@ -30,7 +30,7 @@ def ship(module: ModuleType) -> None:
 
 
 def register(form: KvFormat) -> KvFormat:
-    """Makes a format known by its name to every function that takes ``kv_format``; returns it.
+    """Registers a format by its name for every function that takes ``kv_format``; returns it.
 
     Registering an equal one again changes nothing.
 
@@ -59,7 +59,7 @@ def names() -> tuple[str, ...]:
 
 
 def format_of(name: str) -> KvFormat:
-    """The format called ``name``; ValueError lists the known names, TypeError says that it is no name."""
+    """The format called ``name``; ValueError lists the known names, TypeError is raised for no name."""
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:

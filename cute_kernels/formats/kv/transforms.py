@@ -1,4 +1,4 @@
-"""Transforms of a cache: what makes keys and values easy to quantise without changing what attention computes.
+"""Transforms of a cache, which make keys and values easy to quantise without changing what attention computes.
 
 A layer's cache holds k' and v' in place of k and v, and attention reads them with q' in place of q. After RoPE, for KV
 head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head_dim (`rotated`):
@@ -79,7 +79,7 @@ class CacheTransform:
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """The tensors there are, by name: k_center, k_factor, v_factor."""
+        """Its tensors by name: k_center, k_factor, v_factor, those that it has."""
         named = {"k_center": self.k_center, "k_factor": self.k_factor, "v_factor": self.v_factor}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -100,7 +100,7 @@ class CacheTransform:
 
     @cached_property
     def kind(self) -> tuple[Any, ...] | None:
-        """What of it decides a kernel and its launch: all but the numbers; None for the identity."""
+        """The part of it that decides a kernel and its launch: all but the numbers; None for the identity."""
         if self.identity:
             return None
         arrays = [(x.shape, x.device) if x is not None else None for x in (self.k_center, self.k_factor, self.v_factor)]
@@ -113,7 +113,7 @@ class CacheTransform:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Where k_center, k_factor, q_factor and v_factor lie; 0 for those that there are not."""
+        """The addresses of k_center, k_factor, q_factor and v_factor; 0 for those that it does not have."""
         center, k_factor, q_factor, v_factor = (
             0 if x is None else x.data_ptr() for x in (self.k_center, self.k_factor, self.q_factor, self.v_factor)
         )
@@ -121,7 +121,7 @@ class CacheTransform:
 
     @property
     def changes_values(self) -> bool:
-        """Whether V is written otherwise, so that attention's output has to be restored."""
+        """Whether V is transformed, so that attention's output has to be restored."""
         return self.v_factor is not None or self.v_rotation > 1
 
     @cached_property
@@ -164,7 +164,7 @@ class CacheTransform:
         return rotated(x, self.k_rotation).to(k.dtype)
 
     def original_keys(self, k: torch.Tensor) -> torch.Tensor:
-        """k of k': what `keys` has done, undone."""
+        """Recovers k from k': the inverse of `keys`."""
         x = rotated(_wide(k), self.k_rotation)
         x = x if self.k_factor is None else x / self.k_factor.to(x.dtype)
         return (x if self.k_center is None else x + self.k_center.to(x.dtype)).to(k.dtype)
@@ -245,7 +245,7 @@ def transform_of(
     k_rotation: int = 1,
     v_rotation: int = 1,
 ) -> CacheTransform | None:
-    """The transform of these parts, which a transform had: they are not looked at again, which would wait for a GPU."""
+    """The transform of these parts, which a transform had. They are not checked again, which would wait for a GPU."""
     if k_center is k_factor is v_factor is None and k_rotation == v_rotation == 1:
         return None
     made = object.__new__(CacheTransform)
@@ -267,7 +267,7 @@ def check_transform(name: str, transform: object) -> None:
 
 
 def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[CacheTransform | None, ...]:
-    """One transform or None for every layer: of one for all, or of a sequence of ``num_layers``.
+    """A transform or None for every layer, from one for all or from a sequence of ``num_layers``.
 
     Raises:
         TypeError, ValueError: it is neither.

@@ -1,8 +1,8 @@
-"""What a score option is: it changes attention's scores between q K^T and the softmax.
+"""`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
-An option says its part of a kernel's name, the tensors that a call gives it, what it does to scores in the reference,
-and where its device code is: a class like those of :mod:`.terms`, named as "module:attribute" and imported when a
-kernel is compiled.
+An option has its part of a kernel's name, the tensors that a call gives it, its formula for scores in the reference,
+and the place of its device code. That is a class like those of :mod:`.terms`, named as "module:attribute" and imported
+when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KeyBlock:
         return (self.keys_at - self.query_positions[:, :, None])[:, :, None, None, :]
 
     def by_head(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[num_q_heads] as [num_kv_heads, group, 1] that meets scores."""
+        """A tensor [num_q_heads] as [num_kv_heads, group, 1], to be combined with scores."""
         return values.to(dtype).reshape(self.call.num_kv_heads, self.call.group, 1)
 
 
@@ -102,7 +102,7 @@ class ScoreOption(ABC):
 
     @abstractmethod
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:
-        """Scores [batch, q_len, num_kv_heads, group, tokens] in natural units, as it makes them."""
+        """Computes scores [batch, q_len, num_kv_heads, group, tokens] in natural units."""
 
     def sample(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Tensors of a call of ``sizes`` for tests, on the generator's device: standard normal."""

@@ -1,4 +1,5 @@
-"""What a call asks of the kernel beyond softmax(q K^T) V, as compile-time facts. No GPU types here."""
+"""The features of attention that a call uses beyond softmax(q K^T) V, as compile-time facts. There are no GPU types
+here."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Features:
 
     @property
     def restores(self) -> bool:
-        """Whether the output is brought back from the transform of V."""
+        """Whether the output is transformed back from the transform of V."""
         return self.v_rotation > 1 or self.v_factor
 
     def problem(self, v_head_dim: int) -> str | None:

@@ -20,7 +20,7 @@ _registered: dict[str, ScoreOption] = {}
 
 
 def register(option: ScoreOption) -> ScoreOption:
-    """Makes an option known by its name and its tensors' names; returns it. Its class again changes nothing.
+    """Registers an option by its name and its tensors' names; returns it. Registering its class again changes nothing.
 
     Raises:
         ValueError: its name, or a tensor's, is no identifier or another option's, or a tensor has an unknown size.
@@ -39,7 +39,7 @@ def register(option: ScoreOption) -> ScoreOption:
 
 
 def known() -> tuple[ScoreOption, ...]:
-    """All options, in the order in which scores meet them."""
+    """All options, in the order in which they are applied to scores."""
     return (*OPTIONS, *_registered.values())
 
 

@@ -9,7 +9,7 @@ from cute_kernels.formats.scores.features import Features
 
 
 class Shift(ScoreOption):
-    """softmax_scale times a number of each query: what a transformed cache's centre has taken off its scores."""
+    """Adds softmax_scale times a number of each query: what a transformed cache's centre has taken off its scores."""
 
     name, term = "shift", f"{TERMS}:ShiftTerm"
     fits_four_blocks = True
@@ -40,7 +40,7 @@ class SoftCap(ScoreOption):
 
 
 class Alibi(ScoreOption):
-    """A slope of each head times the distance from the query to the key (Press et al. 2022)."""
+    """Adds a slope of each head times the distance from the query to the key (Press et al. 2022)."""
 
     name, term = "alibi", f"{TERMS}:AlibiTerm"
 
@@ -55,7 +55,7 @@ class Alibi(ScoreOption):
 
 
 class Sinks(ScoreOption):
-    """One more logit of each head in the denominator: no score changes; `reference.apply_sinks` says what does."""
+    """Adds one more logit of each head to the denominator: no score changes; `reference.apply_sinks` says what does."""
 
     name, term = "sinks", f"{TERMS}:SinksTerm"
     fits_four_blocks = True
@@ -68,7 +68,7 @@ class Sinks(ScoreOption):
 
 
 class Bias(ScoreOption):
-    """A number of each request, query, head and key."""
+    """Adds a number of each request, query, head and key."""
 
     name, term = "bias", f"{TERMS}:BiasTerm"
 
@@ -85,7 +85,7 @@ class Bias(ScoreOption):
 
 
 class Window(ScoreOption):
-    """Keys far back are not seen: no score changes, and `reference.seen_keys` says which are."""
+    """Hides keys far back: no score changes, and `reference.seen_keys` says which are hidden."""
 
     name, term = "window", f"{TERMS}:WindowTerm"
     fits_four_blocks = True

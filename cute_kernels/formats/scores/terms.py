@@ -71,11 +71,12 @@ class ScoreTerm:
         """Starts a block, before any of its columns is opened."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
-        """What is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
+        """Returns what is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
         return None
 
     def change(self, state: ScoreState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
-        """A score that may have been changed already, times log2 e; ``place``: (row of the block, column) of it."""
+        """Changes a score, times log2 e, that earlier terms may have changed. ``place``: (row of the block, column) of
+        it."""
         return x
 
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
@@ -101,7 +102,8 @@ class ScoreTerm:
 
 
 class ShiftTerm(ScoreTerm):
-    """A softmax is the same whatever is added to all scores of a query: only a cap needs the shift at once."""
+    """Adds a query's shift. A softmax is the same whatever is added to all scores of a query: only a cap needs the
+    shift at once."""
 
     def open(self, state, work, query, softmax_scale):
         if not self.features.soft_cap:
@@ -111,7 +113,7 @@ class ShiftTerm(ScoreTerm):
 
 
 class SoftCapTerm(ScoreTerm):
-    """cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends."""
+    """Computes cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends."""
 
     changes_scores = True
 
@@ -136,7 +138,7 @@ class AlibiTerm(ScoreTerm):
 
 
 class SinksTerm(ScoreTerm):
-    """The sink is added by :mod:`.merge`, which asks for it: a line that is asked for here costs more than it saves."""
+    """Does nothing: :mod:`.merge` adds the sink, and loads it. A prefetch here would cost more than it saves."""
 
 
 class BiasTerm(ScoreTerm):
@@ -174,7 +176,7 @@ class BiasTerm(ScoreTerm):
         return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
 
     def number(self, word: Uint32):
-        """A bias in fp32. Where it is used and not where it is loaded: what computes with a load waits for it."""
+        """Converts a bias to fp32, where it is used and not where it is loaded: arithmetic on a load waits for it."""
         return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 
 
@@ -224,7 +226,7 @@ class ScoreTerms:
         self.load = any(type(term).ask is not ScoreTerm.ask for term in terms)
 
     def open(self, state: ScoreState, work, queries: list[QueryColumn], softmax_scale: Float32) -> None:
-        """Has ``state`` keep what they want of the lane's queries."""
+        """Stores in ``state`` what they keep of the lane's queries."""
         state.kept = {name: [] for name in self.terms}
         for term in self.terms.values():
             term.start(state)
@@ -233,7 +235,7 @@ class ScoreTerms:
                 state.kept[name].append(term.open(state, work, query, softmax_scale))
 
     def change(self, state: ScoreState, place: tuple[int, int], x, token):
-        """What they make of a scaled score, at a lane's (row, column)."""
+        """Applies them to a scaled score, at a lane's (row, column)."""
         for name, term in self.terms.items():
             x = term.change(state, state.kept[name][place[1]], place, x, token)
         return x

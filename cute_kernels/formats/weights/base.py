@@ -1,4 +1,4 @@
-"""`WeightFormat`, what every part of the package asks about the bytes of a weight, and the registry of formats."""
+"""`WeightFormat`, which describes the bytes of a weight for every part of the package, and the registry of formats."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def codes_name(self) -> str:
-        """What codes are, such as "w4": lower-case letters and digits."""
+        """The codes' part of the key, such as "w4": lower-case letters and digits."""
 
     @property
     def scales_name(self) -> str:
-        """What scales are, such as "g128"."""
+        """The scales' part of the key, such as "g128"."""
         return f"g{self.group_size or 'channel'}"
 
     @property
@@ -107,12 +107,12 @@ class WeightFormat(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What names the format where people read it, and in saved configurations."""
+        """The format's name for people and in saved configurations."""
         return {"format": self.key}
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What state dicts of version 1 have of the format; none of a format that came later, whose key they have."""
+        """The numbers of the format in state dicts of version 1; none for later formats, whose key they have."""
         return ()
 
     def __str__(self) -> str:
@@ -122,12 +122,12 @@ class WeightFormat(ABC):
 
     @property
     def group_scale_bytes(self) -> int:
-        """Scales of one group of a tile's 64 rows."""
+        """Bytes of the scales of one group of a tile's 64 rows."""
         return TILE_N * self.scale_bytes
 
     @property
     def group_zero_bytes(self) -> int:
-        """Zero points of one group of a tile's 64 rows."""
+        """Bytes of the zero points of one group of a tile's 64 rows."""
         return TILE_N if self.has_zeros else 0
 
     @property
@@ -141,7 +141,7 @@ class WeightFormat(ABC):
 
     @property
     def sums_inputs(self) -> bool:
-        """Whether products of bytes of its codes lack sums of x over groups: times zero points, or times shifts."""
+        """Whether products of bytes of its codes lack sums of x over groups, times zero points or shifts."""
         return bool(self.has_zeros)
 
     @property
@@ -149,8 +149,8 @@ class WeightFormat(ABC):
         return 0
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """The format and the zero points of a weight, without the latter where the format can do without; may wait for
-        a GPU."""
+        """The simplest format for a weight, and its zero points: without zero points where the weight needs none. May
+        wait for a GPU."""
         return self, zeros
 
     def with_zero_points(self, has_zeros: bool) -> WeightFormat:
@@ -193,7 +193,7 @@ class WeightFormat(ABC):
         return scales
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Scales near to fp32 ``values``, which are positive, as they are stored for activations of ``dtype``."""
+        """The stored scales nearest to fp32 ``values``, which are positive, for activations of ``dtype``."""
         return values.to(self.scale_dtype(dtype))
 
     @abstractmethod
@@ -217,15 +217,15 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
-        """What makes numbers of ``dtype`` of codes, exactly, without their scales.
+        """Makes the decoder from codes to numbers of ``dtype``, exactly, without their scales.
 
         math: words, and packed pairs of ``dtype``, as the architecture has them: of `cute_kernels.device.packed_math`.
             A format computes with nothing else, so its file needs no compiler.
         """
 
     def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
-        """What makes scaled weights of codes at once, rounded once, on Hopper; of formats that `scales_codes`. Others
-        are decoded by `decoder`, and multiplied with their scales."""
+        """Makes the decoder from codes to scaled weights, rounded once, on Hopper; for formats that `scales_codes`.
+        Other formats use `decoder`, and weights are multiplied by their scales."""
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
 
     def scales_codes(self, dtype: str) -> bool:
@@ -233,7 +233,8 @@ class WeightFormat(ABC):
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
-        """What makes signed bytes of codes, 16 times a weight but for its scale; of formats with `codes_as_bytes`."""
+        """Makes the decoder from codes to signed bytes, 16 times a weight without its scale; for formats with
+        `codes_as_bytes`."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     # -- identity ------------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ _NAMES: dict[str, WeightFormat] = {}
 
 
 def register(weight_format: Format) -> Format:
-    """Makes a format known by its key; returns it.
+    """Registers a format by its key; returns it.
 
     Raises:
         ValueError: the key is taken by another object.

@@ -1,4 +1,4 @@
-"""Scales of one byte, which bf16 has exactly, and of four: what formats of several kinds of codes share."""
+"""Scales of one byte, which bf16 holds exactly, and of four, for formats of several kinds of codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ E8M0_BIAS, E8M0_MOST, E8M0_NAN = 127, 254, 255
 
 
 class ByteScales:
-    """Scales are bytes; activations are bf16. The base in front of `WeightFormat`."""
+    """A mixin before `WeightFormat`: scales are bytes, activations are bf16."""
 
     scale_bytes: ClassVar[int] = 1
     dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -33,7 +33,7 @@ class ByteScales:
 
 
 class WordScales:
-    """Scales are four bytes. The base in front of `WeightFormat`.
+    """A mixin before `WeightFormat`: scales are four bytes.
 
     They are stored as int32 for bf16 activations and as uint32 for fp16 ones: so a module's ``half()`` and
     ``to(dtype)`` round none of them.
@@ -52,7 +52,7 @@ class WordScales:
 
 
 class PowerScales(ByteScales):
-    """E8M0, powers of two: 2**(byte - 127); 255 is NaN."""
+    """E8M0 scales, powers of two: 2**(byte - 127); 255 is NaN."""
 
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e8m0fnu)
 

@@ -1,4 +1,4 @@
-"""`CodeDecoder`: how a consumer warp makes its A operand of codes, and numbers of stored scales."""
+"""`CodeDecoder`, by which a consumer warp makes its A operand of codes, and numbers of stored scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PackedMath(Protocol):
-    """What decoders compute with, for one dtype: see `cute_kernels.device.packed_math`, which has two."""
+    """The arithmetic of decoders for one dtype: see `cute_kernels.device.packed_math`, which has two."""
 
     def word(self, value: int | Uint32) -> Uint32: ...
 
@@ -34,7 +34,7 @@ class PackedMath(Protocol):
 
 
 class ByteDecoder(ABC):
-    """4-bit codes of one format to signed bytes: 16 times the weight but for its scale.
+    """Decodes 4-bit codes of one format to signed bytes: 16 times the weight without its scale.
 
     Of formats with zero points it is the code less 8, instead of less its zero point.
     """
@@ -49,7 +49,7 @@ class ByteDecoder(ABC):
 
 
 class CodeDecoder(ABC):
-    """Codes of one format to one 16-bit float.
+    """Decodes codes of one format to one 16-bit float.
 
     A thread's 16 bytes of a tile are its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` registers
     each. Of 4-bit codes a register's fields, lowest first, are columns 0 and 1 of fragment registers in this order:
@@ -83,7 +83,7 @@ class CodeDecoder(ABC):
         return ()
 
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
-        """What `fragment` wants to know of the thread's two rows.
+        """The numbers of the thread's two rows that `fragment` takes.
 
         scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the
             accumulators; points: their zero points, `symmetric_zero` where none are stored.

@@ -34,7 +34,7 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 @dataclass(frozen=True, eq=False)
 class Fp4Format(ByteScales, WeightFormat):
-    """W = the number of a code, times its group's scale. Activations are bf16, which has every scale."""
+    """FP4: W = the number of a code, times its group's scale. Activations are bf16, which holds every scale exactly."""
 
     bits: int = 4
     group_size: int = 32
@@ -93,7 +93,7 @@ class MxFp4(PowerScales, Fp4Format):
 
 @dataclass(frozen=True, eq=False)
 class NvFp4(Fp4Format):
-    """E4M3 for every 16 inputs, and fp32 for each row."""
+    """NVFP4: an E4M3 scale for every 16 inputs, and an fp32 scale for each row."""
 
     group_size: int = 16
     row_scales: ClassVar[bool] = True
@@ -118,7 +118,7 @@ class NvFp4(Fp4Format):
         return values.clamp(E4M3_LEAST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
-        """One power of two for the tensor, with which the largest group's scale is at most 448."""
+        """Chooses one power of two for the tensor, with which the largest group's scale is at most 448."""
         most = quotient(w.abs().max().float().clamp(min=2.0**-100), LEVELS[-1] * E4M3_MOST)
         return torch.ldexp(torch.ones_like(most), ceil_log2(most)).expand(len(w)).contiguous()
 
@@ -127,9 +127,8 @@ class NvFp4(Fp4Format):
 
 
 class Fp4Decoder(CodeDecoder):
-    """Codes to bf16: exponent and mantissa lie where bf16 has its lowest ones, subnormal numbers among them. A product
-    with 2**126 makes them what they stand for. 20 instructions per 8 codes.
-    """
+    """Decodes codes to bf16. Exponent and mantissa are put where bf16 has its lowest ones, subnormal numbers among
+    them, and a product with 2**126 completes them. 8 codes take 20 instructions."""
 
     def __init__(self, math: PackedMath) -> None:
         super().__init__(bits=4)
@@ -159,7 +158,7 @@ class NvFp4Decoder(Fp4Decoder):
 
 
 class Fp4Bytes(ByteDecoder):
-    """Looks bytes up by PRMT, those of positive codes and those of negative ones. 18 instructions per 8 codes."""
+    """Looks up bytes by PRMT, for positive codes and for negative ones. 8 codes take 18 instructions."""
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math

@@ -40,7 +40,7 @@ UNIT_EXPONENTS = {"bf16": 32, "fp16": 0}  # scaled weights come in units of two 
 
 @dataclass(frozen=True, eq=False)
 class Fp8Format(WeightFormat):
-    """W = the number of a code, times its scale."""
+    """FP8: W = the number of a code, times its scale."""
 
     bits: int = 8
     group_size: int = 128
@@ -117,7 +117,7 @@ class FloatFp8(WordScales, Fp8Format):
 
 @dataclass(frozen=True, eq=False)
 class PowerFp8(PowerScales, Fp8Format):
-    """Powers of two for groups. 255 is NaN, and stays it."""
+    """FP8 with powers of two as scales of groups. 255 is NaN, and stays NaN."""
 
     @property
     def scales_name(self) -> str:
@@ -146,9 +146,8 @@ def is_nan(codes: torch.Tensor) -> torch.Tensor:
 
 
 class Fp8Decoder(CodeDecoder):
-    """A code's sign, exponent and mantissa, put where the float has its own, the exponent's lowest bits; subnormal
-    numbers stay subnormal. A product with a power of two makes them what they stand for. 18 instructions per 8 codes.
-    """
+    """Decodes a code by putting sign, exponent and mantissa where the float has its own, the exponent's lowest bits.
+    Subnormal numbers stay subnormal, and a product with a power of two completes them. 8 codes take 18 instructions."""
 
     def __init__(self, dtype: str, math: PackedMath) -> None:
         super().__init__(bits=8)
@@ -180,8 +179,8 @@ class PowerFp8Decoder(Fp8Decoder):
 
 
 class ScaledFp8Decoder(Fp8Decoder):
-    """Times an fp32 scale: products are fp32, and rounded once more to the activations' dtype. 34 instructions per 8
-    codes."""
+    """Decodes FP8 times an fp32 scale: products are fp32, and rounded once more to the activations' dtype. 8 codes take
+    34 instructions."""
 
     scales_weights = True
 

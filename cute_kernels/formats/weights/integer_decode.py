@@ -36,11 +36,11 @@ SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 
 
 class NibbleBytes(ByteDecoder):
-    """A code less 8, times 16: a nibble at the upper end of its byte, with its first bit turned. Three instructions per
-    8 codes: a word's lower nibbles are row g's, its upper ones row g + 8's."""
+    """Decodes a code to 16 times (code less 8): a nibble at the upper end of its byte, with its first bit inverted. 8
+    codes take three instructions: a word's lower nibbles are row g's, its upper ones row g + 8's."""
 
     def masks(self, nothing) -> Any:
-        """Kept in a register: an instruction has room for one constant."""
+        """A constant kept in a register, as an instruction has room for one."""
         return nothing + Uint32(SIGNS)
 
     def fragment(self, word, masks) -> list[Any]:
@@ -48,7 +48,7 @@ class NibbleBytes(ByteDecoder):
 
 
 class IntegerDecoder(CodeDecoder):
-    """Code less zero point, exactly.
+    """Decodes a code less its zero point, exactly.
 
     Args:
         math: of `cute_kernels.device.packed_math`, for ``dtype``.
@@ -66,7 +66,7 @@ class IntegerDecoder(CodeDecoder):
         }[bits, dtype]
 
     def offsets(self, zeros) -> list[Any]:
-        """What is added to the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
+        """The offsets of the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
         zeros = [Uint32(zero) for zero in zeros]
         if (self.bits, self.dtype) == (8, "bf16"):
             return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
@@ -129,7 +129,7 @@ class IntegerDecoder(CodeDecoder):
 
 
 def packed_power(exponent: int) -> int:
-    """Two to an exponent, twice, in packed bf16."""
+    """Two to an exponent, in both halves of a packed bf16 pair."""
     return BF16_ONES + exponent * BF16_EXPONENT
 
 
@@ -163,7 +163,7 @@ class SubnormalDecoder(CodeDecoder):
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """(factor, offset) of the codes of each row; without scales those of 1.
+        """(factor, offset) of the codes of each row; without scales those for scale 1.
 
         points: zero points, of symmetric weights half the range, which is not looked at.
         """

@@ -20,13 +20,13 @@ SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2*
 
 
 class UnsignedCodes:
-    """Integer codes from 0 on. The base in front of `WeightFormat`."""
+    """A mixin before `WeightFormat`: integer codes from 0 on."""
 
     bits: int
 
     @property
     def symmetric_zero(self) -> int:
-        """The code that stands for 0 without zero points, or for a shift: 8 or 128."""
+        """The code for 0 without zero points, or with a shift: 8 or 128."""
         return 1 << (self.bits - 1)
 
     @property
@@ -97,7 +97,7 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         check_zeros("zeros", zeros, self.bits)
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Round to nearest: the range of a group always contains 0.
+        """Chooses scales for rounding to nearest: the range of a group always contains 0.
 
         Without a zero point the scale is the smallest that covers the range with codes -8..7 (-128..127); with one, 15
         (255) steps span it. Scales are rounded up to ``dtype``.
@@ -168,7 +168,7 @@ def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = Fa
 
 
 def _size_of(group_size: object) -> Any:
-    """0 for one scale per row, None for what is no group size."""
+    """The group size: 0 for one scale per row, None for what is no group size."""
     if group_size is None or (is_one_of(group_size, (0, -1))):
         return 0
     return group_size if is_one_of(group_size, GROUP_SIZES) else None

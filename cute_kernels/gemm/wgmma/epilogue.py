@@ -228,7 +228,7 @@ class TileEpilogue:
         """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.
 
         Gate and up of two tokens are in lanes four apart. Each lane takes one of the tokens: they exchange what they do
-        not use.
+        not use. For an activation without a gate nothing is emitted: its branch is never taken.
         """
         if not self.activate.gated:
             return
