@@ -99,7 +99,9 @@ def _linear(options: argparse.Namespace) -> int:
     if options.fp8:
         from bench import linear_fp8
 
-        linear_fp8.run(bench, options.layers or linear_fp8.LAYERS, options.rows or linear_fp8.ROWS)
+        chosen = options.layers or linear_fp8.LAYERS, options.rows or linear_fp8.ROWS
+        _make_ready(bench, partial(linear_fp8.specs, *chosen))
+        linear_fp8.run(bench, *chosen)
         return _finish(bench.recorder, linear_fp8.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn
 from cute_kernels import quantize_activations, quantize_weight, quantized_linear
+from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.fp8 import kept_row_codes, takes_row_codes
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import x_group
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, X_GROUP, Fp8RowsConfig, x_group
+from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.runtime import KernelSpec
 
 FORMATS = ("fp8", "fp8_block", "w4g128", "mxfp4")
 LAYERS = ((8192, 8192), (7168, 4096), (4096, 14336))  # N, K
@@ -26,6 +34,26 @@ ROWS = (1, 16, 64, 256, 1024, 8192)
 TOLERANCE = 4e-3  # 3e-3 of sums, and a rounding to bf16
 CHECKED_ROWS = 16
 Calls = dict[str, Callable[[], torch.Tensor]]
+
+
+def row_specs(form: WeightFormat, k_pad: int) -> list[KernelSpec]:
+    """The kernels that round rows of x: for whoever asks, and for products."""
+    scales = BY_GROUP if form.group_size else BY_ROW
+    plain, tail = Fp8RowsConfig("bf16", scales, for_products=False), bool(k_pad % X_GROUP)
+    return [GemmSpec(plain), GemmSpec(Fp8RowsConfig("bf16", scales, half_last=tail))]
+
+
+def specs(
+    layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS, formats: Iterable[str] = FORMATS
+) -> list[KernelSpec]:
+    """The kernels that the benchmark runs, those of products that torch serves among them."""
+    found: dict[KernelSpec, None] = {}
+    for (n, k), form, m in product(layers, map(weight_format, formats), rows):
+        k_pad = padded_shape((n, k), form.group_size or None)[1]
+        problem = LinearProblem(m, n, k, k_pad, form, "bf16")
+        configs = chosen(problem).config, fp8_schedule(problem).config
+        found |= dict.fromkeys([*map(GemmSpec, configs), *row_specs(form, k_pad)])
+    return list(found)
 
 
 def run(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.linear import FEW_SAMPLES, MANY_FLOPS
+from bench.linear_fp8 import row_specs
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, check
 from bench.report import aligned, number
 from bench.suites import Bench
@@ -23,9 +24,8 @@ from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, Routin
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, X_GROUP, Fp8RowsConfig, x_group
+from cute_kernels.gemm.operands.fp8_config import x_group
 from cute_kernels.gemm.problem import GroupedProblem
-from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
 from cute_kernels.runtime import KernelSpec
 
@@ -60,15 +60,13 @@ def specs(layers: Iterable[Fp8Layer] = LAYERS) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, ExpertSpec(GatherConfig()): None}
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for layer in layers:
-        scales = BY_GROUP if weight_format(layer.format).group_size else BY_ROW
-        found[GemmSpec(Fp8RowsConfig("bf16", scales, for_products=False))] = None
         for tokens in layer.tokens:
             problems = layer.problems(tokens)
             assignments = tokens * layer.model.topk
             found |= dict.fromkeys(layer_specs(assignments, problems, [chosen(problem) for problem in problems]))
             for problem in problems:
-                rows = Fp8RowsConfig("bf16", scales, half_last=bool(problem.k_pad % X_GROUP))
-                found |= {GemmSpec(rows): None, ExpertSpec(make_fp8_tiles(problem).config): None}
+                found |= dict.fromkeys(row_specs(problem.format, problem.k_pad))
+                found[ExpertSpec(make_fp8_tiles(problem).config)] = None
     return list(found)
 
 
