@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import make_call, make_extend_call
+from cute_kernels.attention.call import Given, make_call, make_extend_call
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.extend_config import ExtendConfig
@@ -66,10 +66,11 @@ def bind_config(
         call = make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, **more)
         check_alignment(call)
     plan = make_plan(call, config, num_splits)
-    given = (q, k_cache, v_cache, seq_lens, formats, None, num_splits, return_lse, out, complete, cu_seqlens_q)
+    numbers = None, num_splits, return_lse
+    given = Given(q, k_cache, v_cache, seq_lens, formats, *numbers, out, complete, cu_seqlens_q)
 
     def run() -> Any:
-        result = on_device_of(plan, *given)
+        result = on_device_of(plan, given)
         return out if cu_seqlens_q is None else result
 
     return run

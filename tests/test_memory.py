@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import cute_kernels as ck
 from cute_kernels.arguments import share_memory
 from cute_kernels.attention import ops
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.kv_cache import ops as append_ops
 from tests.attention.cases import make_call
@@ -219,11 +220,11 @@ def test_out_in_place_of_q_is_no_call_like_an_earlier_one():
     call = make_call("bf16", [9], num_kv_heads=2, group=2, head_dim=64)
     numbers = ("bf16", None, None, False)
     apart, same = torch.empty_like(call.q), call.q
-    assert ops._key(*call.tensors, *numbers, apart) != ops._key(*call.tensors, *numbers, same)
-    assert ops._key(*call.tensors, *numbers, None) != ops._key(*call.tensors, *numbers, apart)
+    keys = [ops._key(Given(*call.tensors, *numbers, out)) for out in (None, apart, same)]
+    assert len(set(keys)) == 3
     other = make_extend("bf16", [3], [9])
     keys = [
-        ops._key(*other.tensors, "bf16", None, None, False, out, NO_EXTEND_OPTIONS, other.cu_seqlens_q)
+        ops._key(Given(*other.tensors, *numbers, out, NO_EXTEND_OPTIONS, other.cu_seqlens_q))
         for out in (None, torch.empty_like(other.q), other.q)
     ]
     assert len(set(keys)) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,32 @@ from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.scores import SIZES, check_given, tensors_of
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.names import CacheLayout, WindowSize
+
+
+class Given(NamedTuple):
+    """The arguments of a call, before they are checked.
+
+    options: complete ones (see `NO_OPTIONS`), or None for a call of decode attention that uses none. cu_seqlens_q: of
+    extend attention; None for decode attention.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    kv_format: str | tuple[str, str]
+    softmax_scale: float | None = None
+    num_splits: int | None = None
+    return_lse: bool = False
+    out: torch.Tensor | None = None
+    options: Mapping[str, Any] | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that every call of its kind has, by name."""
+        ends = {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q}
+        return dict(zip(self._fields[:4], self[:4], strict=True)) | ends
 
 
 @dataclass(frozen=True, eq=False)

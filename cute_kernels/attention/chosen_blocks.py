@@ -17,7 +17,7 @@ from cute_kernels.arguments import check_dtype, check_place, check_tensors, shap
 from cute_kernels.runtime.operator import Plan
 
 if TYPE_CHECKING:
-    from cute_kernels.attention.call import AttentionCall
+    from cute_kernels.attention.call import AttentionCall, Given
     from cute_kernels.attention.operands import CacheOperand
 
 BLOCK_TOKENS = (64, 128)
@@ -190,18 +190,16 @@ def planned(call: AttentionCall, plan: Plan) -> Plan:
     page_size = call.page_size if paged else tokens
     pages_of_request = call.max_seq_len // page_size
 
-    def launch(
-        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options,
-        cu_seqlens_q=None,
-    ):  # fmt: skip
+    def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
+        options, caches = given.options, (given.k_cache, given.v_cache)
+        assert options is not None
         blocks = ChosenBlocks(options["block_list"], options["block_counts"], tokens)
-        pages, lengths = blocks.tables(seq_lens, options["block_table"], pages_of_request, page_size)
-        if not paged:
-            k_cache, v_cache = pages_of(k_cache, page_size), pages_of(v_cache, page_size)
-        given = {**options, "block_table": pages}
+        pages, lengths = blocks.tables(given.seq_lens, options["block_table"], pages_of_request, page_size)
+        k_cache, v_cache = caches if paged else (pages_of(cache, page_size) for cache in caches)
         return plan.launch(
-            q, k_cache, v_cache, lengths.flatten(), kv_format, softmax_scale, num_splits, return_lse, out, given,
-            cu_seqlens_q,
-        )  # fmt: skip
+            given._replace(
+                k_cache=k_cache, v_cache=v_cache, seq_lens=lengths.flatten(), options={**options, "block_table": pages}
+            )
+        )
 
     return Plan(plan.device_index, launch, plan.products)

@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.mainloops.tree import attend_to_trees
 from cute_kernels.attention.options import CallOptions, options_of, with_more
@@ -18,7 +19,7 @@ from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
-from cute_kernels.runtime.operator import as_kernels
+from cute_kernels.runtime.operator import as_kernels, new_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -217,8 +218,9 @@ def decode_attention(
         options = with_more(options, score_options=score_options)
     if block_list is not None or block_counts is not None or block_tokens is not None:
         options = with_more(options, block_list=block_list, block_counts=block_counts, block_tokens=block_tokens)
-    path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
-    result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+    values = q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options, None
+    given = new_call(Given, values)
+    result, lse = ops.path_of(given)(given)
     if transform is not None and transform.changes_values:
         result = restore(transform, result, out)
     return (result, lse) if return_lse else result

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.attention import ops
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.mainloops.tree import pack_tree_mask
 from cute_kernels.attention.options import AppendedOptions, BlockOptions, keys_seen
 from cute_kernels.attention.transformed import inputs_of, results_of
@@ -20,6 +22,7 @@ from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormats, WindowSize
+from cute_kernels.runtime.operator import new_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -196,6 +199,8 @@ def extend_attention(
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
+    if cu_seqlens_q is None:  # which would say that it is a call of decode attention
+        check_tensors(cu_seqlens_q=cu_seqlens_q)
     options: dict[str, Any] = {
         "block_table": block_table,
         "cache_layout": cache_layout,
@@ -226,10 +231,9 @@ def extend_attention(
         q, options["new_k"], options["new_v"], shift = inputs
         if shift is not None:  # which the kernels' scores lack: sinks are for the whole ones
             own_sinks, options["sinks"], needs_lse = sinks, None, True
-    path = ops.path_of(q, k_cache, v_cache, seq_lens, options, cu_seqlens_q=cu_seqlens_q)
-    results: Any = path(
-        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, needs_lse, out, options, cu_seqlens_q
-    )
+    tensors, numbers = (q, k_cache, v_cache, seq_lens), (softmax_scale, num_splits, needs_lse)
+    given = new_call(Given, (*tensors, kv_format, *numbers, out, options, cu_seqlens_q))
+    results: Any = ops.path_of(given)(given)
     if transform is not None and inputs is not None:
         result, lse = results
         restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)

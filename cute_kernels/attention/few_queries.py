@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
@@ -56,19 +56,17 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         return None
     launches, ends = extend_launches(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
 
-    def launch(
-        q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
-        cu_seqlens_q=None,
-    ):  # fmt: skip
+    def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches it as `DecodeLaunch` does."""
+        q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
         # All of them: the kernel looks for its own.
-        given = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
+        complete = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
         rows = (q.contiguous() if copies_q else q).view(shape)
-        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, given))
+        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, complete))
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))

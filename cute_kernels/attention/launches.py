@@ -6,12 +6,13 @@ first, for many queries; or its keys are rows of MMAs, for few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.decode_config import KEEP_PARTIALS, WRITE_LSE
 from cute_kernels.attention.decode_schedule import DecodeSchedule
 from cute_kernels.attention.extend_config import ExtendConfig
@@ -56,29 +57,17 @@ class DecodeLaunch:
     mode: int = 0
 
     def launch(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        kv_format: object,
-        softmax_scale: float | None,
-        num_splits: int | None,
-        return_lse: bool,
-        out: torch.Tensor | None,
-        options: Mapping[str, Any] | None = None,
-        cu_seqlens_q: None = None,
-        partials: torch.Tensor | None = None,
-        new: tuple[Any, ...] | None = None,
+        self, given: Given, partials: torch.Tensor | None = None, new: tuple[Any, ...] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for).
 
-        ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
-        partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
-        num_kv_heads, head_dim] each, and where a transform's constants lie. This is one flat function, without objects
-        on the way, because each decoding step of a model waits for it once a layer.
+        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: of a step
+        in one launch, k and v of the newest tokens, [batch, num_kv_heads, head_dim] each, and where a transform's
+        constants lie. This is one flat function, without objects on the way, because each decoding step of a model
+        waits for it once a layer.
         """
+        q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
             out = GPU.empty(*self.new_out)
         lse, lse_address, mode = None, 0, self.mode
@@ -309,22 +298,11 @@ class ExtendLaunches:
     has_cache: bool = True
     newer: ExtendLaunch | None = None
 
-    def launch(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        kv_format: object,
-        softmax_scale: float | None,
-        num_splits: int | None,
-        return_lse: bool,
-        out: torch.Tensor | None,
-        options: dict[str, Any],
-        cu_seqlens_q: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def launch(self, given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for)."""
+        q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, cu_seqlens_q = given
+        assert isinstance(options, dict) and cu_seqlens_q is not None
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = self._new_lse(q) if return_lse else None

@@ -20,7 +20,7 @@ from cute_kernels.arguments import (
     check_together,
 )
 from cute_kernels.attention import extend_checks, few_queries
-from cute_kernels.attention.call import AttentionCall, make_call, make_extend_call
+from cute_kernels.attention.call import AttentionCall, Given, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.chosen_blocks import as_paged, planned
 from cute_kernels.attention.device_values import check_device_values
@@ -35,7 +35,6 @@ from cute_kernels.attention.options import (
     OF_EXTEND,
     OF_NUMBERS,
     OF_SCORES,
-    CallOptions,
 )
 from cute_kernels.attention.plan import check_alignment, make_plan
 from cute_kernels.attention.reference import attention_of
@@ -51,14 +50,12 @@ _PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
 ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
 
 
-def _key(
-    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
-    cu_seqlens_q=None,
-) -> tuple[Any, ...]:  # fmt: skip
+def _key(given: Given) -> tuple[Any, ...]:
     """What decides a plan. It leaves out what the compiled function compares: K's cache has V's blocks, its row follows
     from q's head_dim, and rows and elements have their strides. It leaves out the caches' dtypes, for signed bytes pass
     as unsigned ones, and their strides, for which the plan has chosen copies. It has the strides of several queries, by
     which kernels of few queries are told apart."""
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
     if cu_seqlens_q is not None:
@@ -125,7 +122,7 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
     return None if dense else (k_cache.stride(), v_cache.stride())
 
 
-def options_key(options: CallOptions) -> tuple[Any, ...]:
+def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """The part of decode attention's complete options (see `NO_OPTIONS`) that decides a plan. Tensors count by
     everything but their contents, and by the alignment of their place; other options by value.
 
@@ -151,24 +148,19 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
     )
 
 
-def _call_of(
-    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out, options, cu_seqlens_q
-) -> AttentionCall:
+def _call_of(given: Given) -> AttentionCall:
     """The call of these arguments, checked."""
-    given = {"kv_format": kv_format, "softmax_scale": softmax_scale, "num_splits": num_splits, "out": out}
-    given |= options or {}
-    if cu_seqlens_q is None:
-        return make_call(q, k_cache, v_cache, seq_lens, **given)
-    return make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, **given)
+    named = {name: getattr(given, name) for name in ("kv_format", "softmax_scale", "num_splits", "out")}
+    named |= given.options or {}
+    if given.cu_seqlens_q is None:
+        return make_call(*given[:4], **named)
+    return make_extend_call(*given[:4], cu_seqlens_q=given.cu_seqlens_q, **named)
 
 
-def _checked(
-    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None,
-    cu_seqlens_q=None,
-) -> AttentionCall:  # fmt: skip
+def _checked(given: Given) -> AttentionCall:
     """Makes all checks of a call that need not wait for the device; in debug mode lengths and pages are checked as
     well."""
-    call = _call_of(q, k_cache, v_cache, seq_lens, kv_format, None, num_splits, out, options, cu_seqlens_q)
+    call = _call_of(given._replace(softmax_scale=None))
     check_alignment(call)
     if arguments.DEBUG:
         check_device_values(call)
@@ -204,24 +196,12 @@ def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor 
 
 
 @as_kernels
-def reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str | tuple[str, str],
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: Mapping[str, Any] | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Any]:
+def reference(given: Given) -> tuple[torch.Tensor, Any]:
     """Attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
-    call = _call_of(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out, options, cu_seqlens_q)
+    call = _call_of(given)
     check_device_values(call)
     result, lse = attention_of(call)
-    return (result.to(q.dtype) if out is None else written(out, result, cu_seqlens_q)), lse
+    return (result.to(given.q.dtype) if given.out is None else written(given.out, result, given.cu_seqlens_q)), lse
 
 
 # -- each split by itself ----------------------------------------------------------------------------------------------
@@ -238,8 +218,8 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches attention with fixed splits and each split's own result; see ``decode_attention_splits``."""
     check_optional_positive("softmax_scale", softmax_scale)
-    given = (q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
-    call = _checked(*given)
+    given = Given(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
+    call = _checked(given)
     batch, q_len, heads, head_dim = call.out_shape
     if q_len != 1:
         raise ValueError(f"q: got q_len {q_len}, want 1")
@@ -250,7 +230,7 @@ def launch_splits(
     plan = make_plan(call)
     partial_words = plan.products[0].schedule.config.partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
-    out, _ = on_device_of(plan, *given, partials=workspace)
+    out, _ = on_device_of(plan, given, partials=workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens
     values = workspace.view(torch.float32)
     partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
@@ -266,41 +246,30 @@ def launch_splits(
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 
-def dispatch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str | tuple[str, str],
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: Mapping[str, Any] | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Any]:
+def dispatch(given: Given) -> tuple[torch.Tensor, Any]:
     """Calls the registered operator: (out, lse, asked for or not)."""
-    operator, ends = (_decode, ()) if cu_seqlens_q is None else (_extend, (cu_seqlens_q,))
-    given = flattened(options or {}) | {"softmax_scale": softmax_scale, "num_splits": num_splits}
-    result, lse = operator(q, k_cache, v_cache, seq_lens, *ends, *format_pair(kv_format), **given)
+    out, ends = given.out, given.cu_seqlens_q
+    operator = _decode if ends is None else _extend
+    named = flattened(given.options or {}) | {"softmax_scale": given.softmax_scale, "num_splits": given.num_splits}
+    result, lse = operator(*given.tensors.values(), *format_pair(given.kv_format), **named)
     if out is None:
         return result, lse
-    if cu_seqlens_q is None:
-        check_out(out, q, result.shape[3])
+    if ends is None:
+        check_out(out, given.q, result.shape[3])
     else:
-        extend_checks.check_out(out, q)
-    return written(out, result, cu_seqlens_q), lse
+        extend_checks.check_out(out, given.q)
+    return written(out, result, ends), lse
 
 
-def _implementation(path: Callable[..., Any], defaults: Mapping[str, Any], ragged: bool) -> Callable[..., Any]:
+def _implementation(path: Callable[[Given], Any], defaults: Mapping[str, Any], ragged: bool) -> Callable[..., Any]:
     """An operator on one device, by :func:`launch` or :func:`reference`."""
 
     def run(q, k_cache, v_cache, seq_lens, *others, softmax_scale=None, num_splits=None, **options):
         k_format, v_format = others[-2:]
         formats = k_format if k_format == v_format else (k_format, v_format)
-        given = {**defaults, **restored(options)} if options or ragged else None
-        ends = others[0] if ragged else None
-        return path(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given, ends)
+        complete = {**defaults, **restored(options)} if options or ragged else None
+        own = (softmax_scale, num_splits, True, None, complete, others[0] if ragged else None)
+        return path(Given(q, k_cache, v_cache, seq_lens, formats, *own))
 
     return run
 
@@ -327,33 +296,32 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, N
 
 def are_plain(values: Iterable[Any]) -> bool:
     """Whether no optional argument is a tensor of a class that only an operator can take."""
-    return not any(type(value) not in _PLAIN and isinstance(value, torch.Tensor) for value in values)
+    kinds = {*map(type, values)}
+    return kinds <= _PLAIN or not any(issubclass(kind, torch.Tensor) for kind in kinds - _PLAIN)
 
 
-def path_of(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    options: Mapping[str, Any] | None,
-    **more: torch.Tensor,
-) -> Callable[..., Any]:
-    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
+def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
+    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. more: other tensors that
-    the call wants. Raises TypeError for an argument that is no tensor at all.
+    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
+    argument that is no tensor at all.
     """
     if is_compiling():
         return dispatch
+    q, k_cache, v_cache, seq_lens, _, _, _, _, _, options, ends = given
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor and (
-        not more or all(type(tensor) is torch.Tensor for tensor in more.values())
+        ends is None or type(ends) is torch.Tensor
     ):
-        if options is not None and not are_plain((*options.values(), *(options.get("score_options") or {}).values())):
+        if options is not None and not (
+            are_plain(options.values()) and are_plain((options.get("score_options") or {}).values())
+        ):
             check_given_tensors(options)
             return dispatch
-        if not (q.is_cuda or q.is_cpu):
-            check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, **more)
-            return dispatch
-        return launch if q.is_cuda or GPU.takes_cpu else reference
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, **more)
+        if q.is_cuda or (q.is_cpu and GPU.takes_cpu):
+            return launch
+        if q.is_cpu:
+            return reference
+        check_together(**given.tensors)
+        return dispatch
+    check_tensors(**given.tensors)
     return dispatch

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.gemm import deferred, fp8, ops
 from cute_kernels.gemm.activations import ActivationFunction
-from cute_kernels.gemm.call import LinearCall, new_call
+from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.layer import call as layer_call
 from cute_kernels.gemm.layer.call import LayerRows
@@ -24,6 +24,7 @@ from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.names import Activation, Activations
+from cute_kernels.runtime.operator import new_call
 
 __all__ = [
     "LayerRows",

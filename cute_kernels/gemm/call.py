@@ -54,10 +54,6 @@ class LinearCall(NamedTuple):
         return *self.x.shape[:-1], out_features(self.weight.shape[0], self.activation)
 
 
-new_call = tuple.__new__
-"""Makes a call of its class and all of its values: a third of the class's own time, which each layer waits for."""
-
-
 def key_of(call: LinearCall) -> tuple[Any, ...]:
     """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
     x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, norm_apart = call

@@ -11,7 +11,7 @@ from torch import nn
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
-from cute_kernels.gemm.call import LinearCall, new_call
+from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import OfFormat
@@ -19,6 +19,7 @@ from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight, with_shifts
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
 from cute_kernels.names import Activations
+from cute_kernels.runtime.operator import new_call
 
 EXTRA_NAMES = ("bias", "activation_scale")  # tensors of a layer that its weight has not
 

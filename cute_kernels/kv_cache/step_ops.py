@@ -26,7 +26,7 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.device_values import check_device_values
@@ -52,7 +52,7 @@ from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.operator import Operator, as_kernels, launcher
+from cute_kernels.runtime.operator import Operator, as_kernels, launcher, new_call
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 Extras = tuple[torch.Tensor | None, ...]
@@ -144,9 +144,9 @@ class StepPlan:
             (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more
         )  # fmt: skip
         assert rotated is not None
-        result, lse = self.attention.launch(
-            rotated.view(self.q_shape), k_cache, v_cache, seq_lens, None, softmax_scale, None, return_lse, out, options
-        )
+        q = rotated.view(self.q_shape)
+        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
+        result, lse = self.attention.launch(new_call(Given, values))
         if transform is not None and transform.changes_values and not self.restores:
             result = restore(transform, result, out)
         return result, lse

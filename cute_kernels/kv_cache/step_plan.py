@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.launches import DecodeLaunch
 from cute_kernels.attention.options import NO_OPTIONS
@@ -25,6 +25,7 @@ from cute_kernels.kv_cache.step_config import StepConfig, serving_config
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.launch_arguments import Place
+from cute_kernels.runtime.operator import new_call
 from cute_kernels.runtime.plans import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -52,19 +53,10 @@ class OneLaunchPlan:
         constants = () if transform is None else transform.addresses
         if self.restores:
             options = restoring(options, transform)
-        result, lse = self.attention.launch(
-            step.q,
-            step.k_cache,
-            step.v_cache,
-            step.seq_lens,
-            None,
-            step.softmax_scale,
-            None,
-            step.return_lse,
-            step.out,
-            options,
-            new=(step.k[:, 0], step.v[:, 0], constants, step.extras),
-        )
+        (q, k, v, k_cache, v_cache, seq_lens, _, _, _, extras, softmax_scale, _, return_lse, out, _, _) = step
+        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
+        new = k[:, 0], v[:, 0], constants, extras
+        result, lse = self.attention.launch(new_call(Given, values), new=new)
         if transform is not None and transform.changes_values and not self.restores:
             result = restore(transform, result, step.out)
         return result, lse

@@ -30,6 +30,9 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 
+new_call = tuple.__new__
+"""Makes a call of its class and all of its values: a third of the class's own time, which each layer waits for."""
+
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from cute_kernels import decode_attention, extend_attention
 from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import decode_arguments, extend_arguments
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.chosen_blocks import ChosenBlocks, as_paged
 from cute_kernels.attention.options import NO_OPTIONS
@@ -139,9 +140,10 @@ def test_heads_of_no_block_give_nothing():
 
 def test_operators_take_chosen_blocks():
     call, blocks = case("bf16", page_size=64)
-    formats, options = ("bf16", None, None, True, None), {**NO_OPTIONS, **call.options, **blocks}
-    out, lse = ops.dispatch(*call.tensors, *formats, options)
-    want, want_lse = ops.reference(*call.tensors, *formats, options)
+    options = {**NO_OPTIONS, **call.options, **blocks}
+    given = Given(*call.tensors, "bf16", return_lse=True, options=options)
+    out, lse = ops.dispatch(given)
+    want, want_lse = ops.reference(given)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 

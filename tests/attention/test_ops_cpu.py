@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 import cute_kernels
 from cute_kernels.attention import decode_attention, decode_attention_splits, ops
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.reference import combine
 from tests.attention import strategies
@@ -277,14 +278,15 @@ def test_rows_past_the_length_are_never_looked_at():
 def test_sinks_that_are_a_parameter_do_not_leave_the_short_way():
     call = small_call("bf16", sinks=True)
     parameter = torch.nn.Parameter(call.options["sinks"])
-    assert ops.path_of(*call.tensors, {"sinks": parameter}) is ops.reference
+    assert ops.path_of(Given(*call.tensors, "bf16", options={"sinks": parameter})) is ops.reference
     assert torch.equal(call.run(sinks=parameter), call.run())
 
 
 def test_other_kinds_of_tensors_do():
     call = small_call("bf16", sinks=True)
     with torch._subclasses.FakeTensorMode() as mode:
-        assert ops.path_of(*call.tensors, {"sinks": mode.from_tensor(call.options["sinks"])}) is ops.dispatch
+        options = {"sinks": mode.from_tensor(call.options["sinks"])}
+        assert ops.path_of(Given(*call.tensors, "bf16", options=options)) is ops.dispatch
 
 
 def test_the_public_call_hands_on_complete_options_in_their_order():
@@ -293,7 +295,7 @@ def test_the_public_call_hands_on_complete_options_in_their_order():
         call.run()
         call.run(sinks=None)
         torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", attn_bias=None, causal=False)
-    seen = [one.arguments["options"] for one in calls]
+    seen = [one.arguments["given"].options for one in calls]
     assert list(seen[0]) == list(NO_OPTIONS) and seen[1] is None
     assert all(seen[0][name] == default for name, default in NO_OPTIONS.items() if name != "sinks")
 

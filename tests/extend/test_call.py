@@ -200,3 +200,8 @@ def test_parts_of_a_fused_projection_are_taken(kv_format):
     assert torch.equal(apart.run(), call.run())
     out = apart.run()
     assert out.is_contiguous(), "whatever q is"
+
+
+def test_a_call_without_bounds_of_requests_is_none_of_decode_attention():
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: got NoneType, want a torch\.Tensor"):
+        run(cu_seqlens_q=None)

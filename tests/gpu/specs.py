@@ -28,7 +28,6 @@ from tests.launchers import recording
 from tests.observed import calls_of
 
 ARCH, NUM_SMS = "sm_90a", 132
-TENSORS = ("q", "k_cache", "v_cache", "seq_lens")
 
 
 def by_module() -> dict[str, Callable[[], list[Any]]]:
@@ -85,11 +84,11 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         work()
     for function, given in calls:
         if function is attention_ops.reference:
-            if given["cu_seqlens_q"] is not None:
+            asked, num_splits = given["given"], given["given"].num_splits
+            if asked.cu_seqlens_q is not None:
                 continue
-            tensors, num_splits = [given[name] for name in TENSORS], given["num_splits"]
-            options = given["options"] or {}
-            call = make_call(*tensors, kv_format=given["kv_format"], num_splits=num_splits, **options)
+            options = asked.options or {}
+            call = make_call(*asked[:4], kv_format=asked.kv_format, num_splits=num_splits, **options)
             found[AttentionSpec(make_schedule(problem_of(call), num_splits).config)] = None
         elif function is append_ops.reference:
             found[AppendSpec(append_ops.config_of(given["call"]))] = None
