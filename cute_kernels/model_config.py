@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.module import OfExperts, QuantizedExperts
 from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear
 from cute_kernels.gemm.weight import FORMAT_VERSION, SCALE_DTYPES, TENSOR_NAMES
 
@@ -32,7 +32,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
             linear.setdefault(_form(module, module, (*TENSOR_NAMES[2:], *EXTRA_NAMES)), []).append(name)
-        elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
+        elif isinstance(module, OfExperts):
             for own in ("gate_up", "down"):
                 form = _form(getattr(module, own), module, ("zeros", "bias"))
                 experts.setdefault(form, []).append(f"{name}.{own}")
@@ -117,7 +117,7 @@ def untie_quantised(model: nn.Module) -> Mapping[str, str]:
 
 def _form(
     layer: QuantizedLinear | QuantizedExperts,
-    owner: QuantizedLinear | QuantizedMoE | QuantizedRoutedExperts,
+    owner: QuantizedLinear | OfExperts,
     names: tuple[str, ...],
 ) -> tuple[tuple[str, Any], ...]:
     """owner: what multiplies with the layer's weight. names: of tensors that the layer may have."""

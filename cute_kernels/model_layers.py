@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_moe_block, refusal
+from cute_kernels.gemm.experts.blocks import is_moe_block, refusal
 from cute_kernels.gemm.experts.module import QuantizedExperts
 from cute_kernels.gemm.experts.stored import WANTED, is_experts
 from cute_kernels.gemm.module import QuantizedLinear, is_conv1d
@@ -68,7 +68,7 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
         if is_experts(module):  # of a block that is not served as a whole
             if module in skipped or _is_skipped(name, skip):
                 left[module] = _left(name, module, "skip says so", False)
-            elif (reason := experts_refusal(module) or _hooks_reason(module)) is not None:
+            elif (reason := refusal(module) or _hooks_reason(module)) is not None:
                 left[module] = _left(name, module, reason, True)
             else:
                 places[module] = [name]

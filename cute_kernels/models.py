@@ -13,8 +13,7 @@ from torch import nn
 from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_moe_block
-from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.gemm.experts.stored import is_experts
+from cute_kernels.gemm.experts.module import OfExperts, quantized_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
@@ -94,11 +93,7 @@ def quantize_model(
     while found.places:
         module = next(iter(found.places))
         names = found.places.pop(module)
-        make: Callable[..., Any] = QuantizedMoE._from_known_block
-        if is_dense(module):
-            make = QuantizedLinear.from_linear
-        elif is_experts(module):
-            make = QuantizedRoutedExperts.from_experts
+        make: Callable[..., Any] = QuantizedLinear.from_linear if is_dense(module) else quantized_experts
         try:
             layer = make(module, bits, group_size, zero_point, dtype, device=device, format=format)
         except (TypeError, ValueError) as error:
@@ -119,7 +114,7 @@ def quantize_model(
     return given
 
 
-def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | QuantizedRoutedExperts) -> ReportedLayer:
+def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | OfExperts) -> ReportedLayer:
     if isinstance(layer, QuantizedLinear):
         form, before, packed = layer.weight_format, weight_bytes(swapped), layer.weight.nbytes
     else:

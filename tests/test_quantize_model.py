@@ -193,8 +193,8 @@ def minimax() -> Any:
     return filled(tf.MiniMaxM2ForCausalLM(tf.MiniMaxM2Config(**SMALL)))
 
 
-def llama4() -> Any:
-    config = tf.Llama4TextConfig(**SMALL, intermediate_size_mlp=96, moe_layers=[0])
+def llama4_of_gelu() -> Any:
+    config = tf.Llama4TextConfig(**SMALL, intermediate_size_mlp=96, moe_layers=[0], hidden_act="gelu")
     return filled(tf.Llama4ForCausalLM(config))
 
 
@@ -206,7 +206,7 @@ def test_experts_with_biases_are_quantised():
 
 
 def test_experts_that_stay_in_16_bits_are_warned_of_by_name():
-    model = llama4()
+    model = llama4_of_gelu()
     with pytest.warns(UserWarning, match=r"most of the weights, .*Experts model\.layers\.0\.[a-z_]+\.experts"):
         quantize_model(model, group_size=32)
     (name,) = [name for name in reasons(model) if name.endswith(".experts")]

@@ -31,14 +31,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.formats.weights import WeightFormat, integers, weight_format
-from cute_kernels.gemm.experts.blocks import experts_refusal, is_moe_block, refusal, shared_of
-from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
-from cute_kernels.gemm.experts.stored import known_experts
+from cute_kernels.gemm.experts.blocks import is_moe_block, refusal
+from cute_kernels.gemm.experts.module import OfExperts, QuantizedExperts, layer_for
+from cute_kernels.gemm.experts.stored import is_experts, known_experts
 from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
-from cute_kernels.integrations.saved_names import keep_names, list_experts
+from cute_kernels.integrations.saved_names import keep_names
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
@@ -127,7 +127,6 @@ class CuteKernelsQuantizer(HfQuantizer):
                 "quantization_config: got no forms of layers, want those that quantize_model puts into a saved "
                 "model's config.json"
             )
-        list_experts(model, [name for name, _ in self._forms("linear")])
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
         for name, form in self._forms("linear"):
@@ -226,20 +225,19 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     return layer
 
 
-def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | QuantizedRoutedExperts:
+def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> OfExperts:
     """An empty `QuantizedMoE` for a block that it takes, or for experts by themselves."""
     weights = getattr(block, "experts", block)
-    known, alone = known_experts(weights), weights is block
-    if known is None or not (alone or is_moe_block(block)):
+    known = known_experts(weights)
+    if known is None or not (is_experts(block) or is_moe_block(block)):
         raise TypeError(f"got {type(block).__name__} in the model, want a mixture of experts that is served")
-    reason = experts_refusal(block) if alone else refusal(block)
-    if reason is not None:
+    if (reason := refusal(block)) is not None:
         raise TypeError(f"got a {type(block).__name__} in the model that is not served: {reason}")
     if pair.keys() != {"gate_up", "down"}:
         raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
     experts = {}
     biases: dict[str, torch.Tensor] = {}
-    kind, activation = known
+    kind = known[0]
     count, hidden, inner = kind.sizes(weights)
     for own, n, k in (("gate_up", kind.rows(inner), hidden), ("down", hidden, inner)):
         form = pair[own]
@@ -252,11 +250,8 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
         biases[own] = meta_tensor((count, n), form["dtype"])
-    if alone:
-        kept = (biases["gate_up"], biases["down"]) if kind.biased else None
-        layer = QuantizedRoutedExperts(**experts, biases=kept, activation=activation)
-    else:
-        layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block), activation=activation)
+    kept = (biases["gate_up"], biases["down"]) if kind.biased else None
+    layer = layer_for(block, known, **experts, biases=kept)
     layer.batch_invariant, layer.activations = pair["down"]["batch_invariant"], pair["down"].get("activations")
     for own, weight in experts.items():
         _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])

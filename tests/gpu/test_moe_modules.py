@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.gemm.experts import fused_moe
+from cute_kernels.gemm.experts.module import QuantizedInputScaledMoE
 from cute_kernels.gemm.packed_experts import quantize_experts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_one_graph_serves, assert_replays, captured, compiled
@@ -49,7 +50,7 @@ def specs() -> list[KernelSpec]:
 
     def work() -> None:
         for tokens in EVERY_TOKENS:
-            for made in (module(device="cpu"), module_with_shared_expert("cpu")):
+            for made in (module(device="cpu"), module_with_shared_expert("cpu"), module_of_scaled_inputs("cpu")):
                 made(call(FORMS["w4"], tokens, device="cpu")[0])
         module(LOADED, device="cpu")(call(LOADED, LOADED_TOKENS, device="cpu")[0])
         model_of_blocks()(numbers(MMA_N, BLOCK_HIDDEN, device="cpu"))
@@ -70,7 +71,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(numbers(count, hidden, dtype=torch.float32, device="cpu"), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = functional.linear(x.float(), self.weight)
         shares, ids = logits.softmax(-1).topk(TOPK, dim=-1)
         return logits, shares / shares.sum(-1, keepdim=True), ids
@@ -86,6 +87,35 @@ def module_with_shared_expert(device: str = CUDA) -> QuantizedMoE:
     shared = {"shared_expert": QuantizedLinear(weight), "shared_expert_gate": nn.Linear(HIDDEN, 1, dtype=BF16)}
     made = QuantizedMoE(Router(HIDDEN, EXPERTS), *layer(FORMS["w4"], device="cpu"), shared).to(device)
     return made.requires_grad_(False)
+
+
+class ScoringRouter(Router):
+    """Llama 4's: (sigmoid of the chosen logits [tokens, experts], all logits)."""
+
+    top_k = TOPK
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = functional.linear(x.float(), self.weight)
+        values, ids = logits.topk(TOPK, dim=-1)
+        return torch.zeros_like(logits).scatter(1, ids, values.sigmoid()).to(x.dtype), logits
+
+
+def module_of_scaled_inputs(device: str = CUDA) -> QuantizedInputScaledMoE:
+    return QuantizedInputScaledMoE(ScoringRouter(HIDDEN, EXPERTS), *layer(FORMS["w4"], device="cpu")).to(device)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_take_what_their_router_has_scaled(tokens):
+    made: Any = module_of_scaled_inputs()
+    x = call(FORMS["w4"], tokens)[0]
+    found, logits = made(x)
+    shares, ids = made.router(x)[0].topk(TOPK, dim=-1)
+    rows, ones = (x[:, None] * shares[..., None]).flatten(0, 1), torch.ones(tokens * TOPK, 1, device=CUDA)
+    want = exact_layer(FORMS["w4"], rows, ids.view(-1, 1), ones).view(tokens, TOPK, HIDDEN).sum(1)
+    assert torch.equal(logits, made.router(x)[1])
+    assert_near(found, want, LAYER_TOLERANCE)
+    inputs = [call(FORMS["w4"], tokens, seed)[:1] for seed in range(3)]
+    assert_replays(lambda x: made(x)[0], inputs[0], inputs[1:])
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

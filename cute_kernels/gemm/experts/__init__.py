@@ -14,7 +14,7 @@ import torch
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
-from cute_kernels.gemm.experts.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.module import QuantizedInputScaledMoE, QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.experts.router import Routing, route
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
@@ -23,6 +23,7 @@ from cute_kernels.names import Activation, Activations
 __all__ = [
     "ClampedSwiglu",
     "PackedExperts",
+    "QuantizedInputScaledMoE",
     "QuantizedMoE",
     "QuantizedRoutedExperts",
     "Routing",

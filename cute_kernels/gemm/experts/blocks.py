@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +35,12 @@ def is_moe_block(module: object) -> bool:
     if not isinstance(module, nn.Module):
         return False
     children = dict(module.named_children())
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}
-    if own or others or not {"gate", "experts"} <= children.keys() or all(name in children for name in SHARED_NAMES):
+    known = known_experts(children.get("experts"))
+    if known is None:
         return False
-    return is_experts(children["experts"])
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    others = children.keys() - {known[0].router, "experts", *SHARED_NAMES, SHARED_GATE}
+    return not own and not others and known[0].router in children and not children.keys() >= {*SHARED_NAMES}
 
 
 def shared_of(block: nn.Module) -> dict[str, nn.Module]:
@@ -56,13 +57,17 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 
 
 def refusal(block: nn.Module) -> str | None:
-    """Why a block with the right parts (`is_moe_block`) is not supported, or None if it is.
+    """Why a block with the parts of one (`is_moe_block`), or experts (`is_experts`), cannot be served, or None.
 
     For a block on the meta device, small copies of its experts are tried, and its router is judged by its options.
     """
-    reason = _router_refusal(block) or experts_refusal(block.get_submodule("experts"))
+    if is_experts(block):
+        return experts_refusal(block)
+    known = known_experts(block.get_submodule("experts"))
+    assert known is not None
+    reason = _router_refusal(block.get_submodule(known[0].router)) or experts_refusal(block.get_submodule("experts"))
     if reason is None and not any(tensor.is_meta for tensor in block.parameters()):
-        reason = _probe_refusal(block)
+        reason = _probe_refusal(block, *known)
     return reason
 
 
@@ -107,7 +112,7 @@ def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunct
         x, shares = torch.cat((x, -x)), torch.tensor([[0.7, 0.3], [1.0, 0.5], [0.2, 0.1], [0.6, 0.4]])
         for magnitude in (each for each in _MAGNITUDES if dtype != torch.float16 or each <= _FP16_MAGNITUDE):
             inputs = x * magnitude
-            found = tried(inputs, ids, shares.to(dtype))
+            found = _called(tried, kind, inputs, ids, shares.to(dtype))
             wanted = _routed(tried, kind, activation, inputs, shares.to(dtype), ids)
             off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
             if bool(off.any()):
@@ -116,15 +121,24 @@ def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunct
     return None
 
 
-def _router_refusal(block: nn.Module) -> str | None:
+def _called(experts: Any, kind: Stored, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden] of experts, as their block calls them."""
+    if not kind.scales_inputs:
+        return experts(x, ids, shares)
+    scores = shares.new_zeros(len(x), _SMALL_EXPERTS).scatter(1, ids, shares)
+    rows = x * scores.T[..., None]
+    return experts(rows.flatten(0, 1)).reshape(rows.shape).sum(0)
+
+
+def _router_refusal(router: nn.Module) -> str | None:
     """Why the router depends on more than hidden states, or None."""
-    asked = inspect.signature(block.get_submodule("gate").forward).parameters.values()
+    asked = inspect.signature(router.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     wanted = [each.name for each in asked if each.default is inspect.Parameter.empty and each.kind in kinds]
     if len(wanted) == 1:
         return None
-    gate = type(block.get_submodule("gate")).__name__
-    return f"its router {gate} takes {', '.join(wanted) or 'nothing'}, want one that takes hidden states alone"
+    kind, names = type(router).__name__, ", ".join(wanted) or "nothing"
+    return f"its router {kind} takes {names}, want one that takes hidden states alone"
 
 
 def _activation_refusal(experts: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
@@ -161,11 +175,8 @@ def _said_of(activation: ActivationFunction) -> str:
 
 
 @torch.no_grad()
-def _probe_refusal(block: nn.Module) -> str | None:
+def _probe_refusal(block: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
     """Why the block's results for tokens differ from those of a `QuantizedMoE`, or None."""
-    known = known_experts(block.get_submodule("experts"))
-    assert known is not None
-    kind, activation = known
     w = kind.weights(block.get_submodule("experts")).first
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator, dtype=torch.float32, device="cpu")
@@ -177,8 +188,7 @@ def _probe_refusal(block: nn.Module) -> str | None:
         size = max(functional.linear(x, w[e]).abs().max().item() for e in range(min(len(w), 8)))
         for magnitude in (size, _BLOCK_MAGNITUDE):
             inputs = x * (magnitude / size) if size else x
-            found, router = block(inputs[None].clone()), cast("nn.Module", block.gate)(inputs)
-            if not _agree(block, kind, activation, inputs, found, router):
+            if not _agree(block, kind, activation, inputs, block(inputs[None].clone())):
                 return (
                     f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with "
                     f"{_said_of(activation)}, weighted by what its router says, plus its shared expert"
@@ -190,14 +200,17 @@ def _probe_refusal(block: nn.Module) -> str | None:
     return None
 
 
-def _agree(
-    block: nn.Module, kind: Stored, activation: ActivationFunction, x: torch.Tensor, found: Any, router: Any
-) -> bool:
+def _agree(block: nn.Module, kind: Stored, activation: ActivationFunction, x: torch.Tensor, found: Any) -> bool:
     """Whether the results of the block and its router for x are those of a `QuantizedMoE`, token by token."""
+    router: Any = block.get_submodule(kind.router)
+    chosen = router(x)
+    if kind.scales_inputs:
+        found, scores = found[0], chosen[0]
+        chosen = scores, *scores.topk(router.top_k)
     shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
-    if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
+    if not (shapes_fit and isinstance(chosen, tuple) and len(chosen) == 3 and chosen[1].shape == chosen[2].shape):
         return False
-    y = _routed(block.get_submodule("experts"), kind, activation, x, *router[1:])
+    y = _routed(block.get_submodule("experts"), kind, activation, x, *chosen[1:])
     shared = next(iter(shared_of(block).keys() & {*SHARED_NAMES}), None)
     wanted = (y if shared is None else with_shared(block, shared, x, y)).float()
     off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
@@ -219,9 +232,10 @@ def _routed(
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):
         for share, e in zip(own, chosen, strict=True):
-            sums = functional.linear(x[token], first[e], None if biases is None else biases[0][e]).float()
+            row, factor = (x[token] * share, 1.0) if kind.scales_inputs else (x[token], share)
+            sums = functional.linear(row, first[e], None if biases is None else biases[0][e]).float()
             hidden = activation.reference(*kind.operands(sums)).to(x.dtype)
-            y[token] += share * functional.linear(hidden, second[e], None if biases is None else biases[1][e]).float()
+            y[token] += factor * functional.linear(hidden, second[e], None if biases is None else biases[1][e]).float()
     return y
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
@@ -16,20 +16,22 @@ from cute_kernels.gemm.experts import ops
 from cute_kernels.gemm.experts.blocks import (
     SHARED_GATE,
     SHARED_NAMES,
-    experts_refusal,
     is_moe_block,
     refusal,
     shared_of,
     with_shared,
 )
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
-from cute_kernels.gemm.experts.stored import WANTED, is_experts, known_experts
+from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.gemm.module import OfWeight, describe, products_in
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
 from cute_kernels.names import Activations
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class QuantizedExperts(OfWeight):
@@ -102,14 +104,39 @@ class QuantizedExperts(OfWeight):
         self._weight = None
 
 
+Biases = tuple[torch.Tensor, torch.Tensor] | None
+
+
 class OfExperts(nn.Module):
     """A layer of two products of experts, and the format that these round activations to."""
 
-    gate_up: QuantizedExperts
-    down: QuantizedExperts
     batch_invariant: bool = False
     activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
     _activations: Activations | None = None
+
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        biases: Biases = None,
+        activation: str | ActivationFunction = "swiglu",
+    ) -> None:
+        super().__init__()
+        check_experts("gate_up", gate_up)
+        check_experts("down", down)
+        self.activation = experts_activation(activation)
+        check_pair(gate_up, down, self.activation)
+        first, second = biases or (None, None)
+        self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
+
+    def _routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the experts' results [tokens, hidden]; weights, ids: [tokens, topk]."""
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            return differentiable(lambda x, weights: self._routed(x, ids, weights), _refuse_gradients, x, weights)
+        modules: Any = self._modules  # nn.Module takes a detour to them as attributes
+        gate_up, down = modules["gate_up"], modules["down"]
+        options = self.activation, None, self.batch_invariant, None, gate_up.bias, down.bias, self._activations
+        return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, *options))
 
     @property
     def activations(self) -> Activations | None:
@@ -129,7 +156,65 @@ class OfExperts(nn.Module):
         return products_in(self._activations)
 
 
-class QuantizedMoE(OfExperts):
+class OfBlock(OfExperts):
+    """A layer of experts with their router and shared expert, which stands for a whole block."""
+
+    router_name: ClassVar[str] = "gate"
+
+    def __init__(
+        self,
+        gate: nn.Module,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        shared: dict[str, nn.Module] | None = None,
+        activation: str | ActivationFunction = "swiglu",
+    ) -> None:
+        if not isinstance(gate, nn.Module):
+            raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
+        super().__init__(gate_up, down, activation=activation)
+        self.add_module(self.router_name, gate)
+        self._shared: str | None = None
+        for name, module in _checked_shared(shared).items():
+            self.add_module(name, module)
+            if name in SHARED_NAMES:
+                self._shared = name
+
+    @classmethod
+    def from_block(
+        cls,
+        block: nn.Module,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
+    ) -> Self:
+        """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
+
+        The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
+        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
+        [E, hidden, I], and possibly shared experts. Its code, and tokens of several sizes through it, tell whether it
+        means what this layer computes (:mod:`.blocks`). Router and shared experts become this layer's; they
+        stay as and where they are.
+
+        Raises:
+            TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
+                is wrong; the message says which.
+        """
+        if not (is_moe_block(block) and cls.router_name in block._modules):
+            raise TypeError(
+                f"block: got {type(block).__name__}, want one with a router {cls.router_name!r} and 'experts' that "
+                f"hold {WANTED}"
+            )
+        if (reason := refusal(block)) is not None:
+            raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
+        layer = quantized_experts(block, bits, group_size, zero_point, dtype, device=device, format=format)
+        return cast("Self", layer)
+
+
+class QuantizedMoE(OfBlock):
     """A mixture of experts with gated SiLU and quantised weights. It is for inference: its backward pass is an error.
 
     The result is that of `cute_kernels.fused_moe` with the router's choice, plus that of the shared expert, if there is
@@ -151,119 +236,53 @@ class QuantizedMoE(OfExperts):
 
     gate: nn.Module
 
-    def __init__(
-        self,
-        gate: nn.Module,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        shared: dict[str, nn.Module] | None = None,
-        activation: str | ActivationFunction = "swiglu",
-    ) -> None:
-        super().__init__()
-        if not isinstance(gate, nn.Module):
-            raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
-        check_experts("gate_up", gate_up)
-        check_experts("down", down)
-        self.activation = experts_activation(activation)
-        check_pair(gate_up, down, self.activation)
-        self.gate = gate
-        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
-        self._shared: str | None = None
-        for name, module in _checked_shared(shared).items():
-            self.add_module(name, module)
-            if name in SHARED_NAMES:
-                self._shared = name
-
-    @classmethod
-    def from_block(
-        cls,
-        block: nn.Module,
-        bits: int = 4,
-        group_size: int | None = 128,
-        zero_point: bool = False,
-        dtype: torch.dtype | None = None,
-        *,
-        device: torch.device | str | None = None,
-        format: WeightFormat | str | None = None,
-    ) -> QuantizedMoE:
-        """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
-
-        The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
-        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
-        [E, hidden, I], and possibly shared experts. Its code, and tokens of several sizes through it, tell whether it
-        means what this layer computes (:mod:`.blocks`). Router and shared experts become this layer's; they
-        stay as and where they are.
-
-        Raises:
-            TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
-                is wrong; the message says which.
-        """
-        if not is_moe_block(block):
-            raise TypeError(
-                f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold {WANTED}"
-            )
-        reason = refusal(block)
-        if reason is not None:
-            raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
-        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device, format=format)
-
-    @classmethod
-    def _from_known_block(
-        cls,
-        block: Any,
-        bits: int,
-        group_size: int | None,
-        zero_point: bool,
-        dtype: torch.dtype | None,
-        *,
-        device: torch.device | str | None,
-        format: WeightFormat | str | None = None,
-    ) -> QuantizedMoE:
-        """Quantises as `from_block` does a block that is known to be supported."""
-        gate_up, down, _, activation = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
-        return cls(block.gate, gate_up, down, shared_of(block), activation).train(block.training)
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
-        modules: Any = self._modules  # nn.Module takes a detour to them as attributes
+        modules: Any = self._modules
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids = modules["gate"](x)
-        y = _routed(modules, x, ids, weights, self.batch_invariant, self.activation, self._activations)
+        y = self._routed(x, ids, weights)
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
 
 
+class QuantizedInputScaledMoE(OfBlock):
+    """Llama 4's mixture: the router's weights are put on what experts take, and its logits are returned, too.
+
+    Each assignment is a row of its own, already scaled, of one expert. The router is ``router``; it makes (scores
+    [tokens, experts], logits), and its ``top_k`` largest scores are those of the chosen experts.
+    """
+
+    router_name = "router"
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([tokens, hidden], the router's logits [tokens, experts]) of hidden_states [..., hidden]."""
+        modules: Any = self._modules
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = modules["router"](x)
+        weights, ids = scores.topk(modules["router"].top_k, dim=-1)
+        rows = (x[:, None] * weights[..., None]).flatten(0, 1)
+        y = self._routed(rows, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        y = y if ids.shape[1] == 1 else y.view(*ids.shape, -1).sum(1)
+        return y if self._shared is None else with_shared(self, self._shared, x, y), logits
+
+
 class QuantizedRoutedExperts(OfExperts):
     """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
 
-    It is for experts in blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, and for experts with
-    biases, as gpt-oss has.
+    It is for experts in blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's and Nemotron-H's, and
+    for experts with biases, as gpt-oss has.
 
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
-        biases: None, or those of both, [E, 2 I] in turn as the rows of gate_up, and [E, hidden].
+        biases: None, or those of both, [E, rows of gate_up] in their order, and [E, hidden].
         activation: as of `cute_kernels.fused_moe`.
 
     Attributes:
         batch_invariant, activations: as of `QuantizedMoE`.
     """
-
-    def __init__(
-        self,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-        activation: str | ActivationFunction = "swiglu",
-    ) -> None:
-        super().__init__()
-        check_experts("gate_up", gate_up)
-        check_experts("down", down)
-        self.activation = experts_activation(activation)
-        check_pair(gate_up, down, self.activation)
-        first, second = biases or (None, None)
-        self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
 
     @classmethod
     def from_experts(
@@ -288,63 +307,43 @@ class QuantizedRoutedExperts(OfExperts):
         """
         if not is_experts(experts):
             raise TypeError(f"experts: got {type(experts).__name__}, want {WANTED}")
-        reason = experts_refusal(experts)
-        if reason is not None:
+        if (reason := refusal(experts)) is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
-        parts = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
-        return cls(*parts).train(experts.training)
+        layer = quantized_experts(experts, bits, group_size, zero_point, dtype, device=device, format=format)
+        return cast("QuantizedRoutedExperts", layer)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
-        options = self.batch_invariant, self.activation, self._activations
-        return _routed(self._modules, hidden_states, top_k_index, top_k_weights, *options)
-
-
-def _routed(
-    modules: Any,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    invariant: bool,
-    activation: ActivationFunction,
-    activations: Activations | None,
-) -> torch.Tensor:
-    """[tokens, hidden] of a layer's experts"""
-    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-        return differentiable(
-            lambda x, weights: _routed(modules, x, ids, weights, invariant, activation, activations),
-            _refuse_gradients,
-            x,
-            weights,
-        )
-    gate_up, down = modules["gate_up"], modules["down"]
-    last = None, gate_up.bias, down.bias, activations
-    return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, activation, None, invariant, *last))
+        return self._routed(hidden_states, top_k_index, top_k_weights)
 
 
 def _refuse_gradients(_: torch.Tensor) -> NoReturn:
     raise NotImplementedError("hidden_states: got some that want a gradient, which quantised experts have not")
 
 
-def _quantized(
-    experts: Any,
-    bits: int,
-    group_size: int | None,
-    zero_point: bool,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    form: WeightFormat | str | None,
-) -> tuple[PackedExperts, PackedExperts, tuple[torch.Tensor, torch.Tensor] | None, ActivationFunction]:
-    """(gate_up with alternating gates and ups, down, both biases or None, the activation) of experts that are known."""
+def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfExperts:
+    """Returns the layer with quantised weights for experts, or a block around some, that are known to be supported;
+    weights, options: as of `quantize_experts`."""
+    experts = getattr(swapped, "experts", swapped)
     known = known_experts(experts)
     assert known is not None
-    (kind, activation), weights = known, (bits, group_size, zero_point, dtype)
-    options: dict[str, Any] = {"device": device, "format": form}
-    first, second, biases = kind.weights(experts)
+    kind, (first, second, biases) = known[0], known[0].weights(experts)
     gate_up = quantize_experts(first, *weights, halves_in_turn=kind.gated and not kind.in_turn, **options)
-    return gate_up, quantize_experts(second, *weights, **options), biases, activation
+    return layer_for(swapped, known, gate_up, quantize_experts(second, *weights, **options), biases)
+
+
+def layer_for(
+    swapped: nn.Module, known: Known, gate_up: PackedExperts, down: PackedExperts, biases: Biases = None
+) -> OfExperts:
+    """Returns the layer that stands for experts, or for a block around some, with these weights."""
+    kind, activation = known
+    if "experts" not in swapped._modules:
+        return QuantizedRoutedExperts(gate_up, down, biases, activation).train(swapped.training)
+    made = QuantizedInputScaledMoE if kind.scales_inputs else QuantizedMoE
+    router, shared = swapped.get_submodule(kind.router), shared_of(swapped)
+    return made(router, gate_up, down, shared, activation).train(swapped.training)
 
 
 def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:

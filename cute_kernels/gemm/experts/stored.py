@@ -32,12 +32,20 @@ class Stored:
         transposed: whether they are [E, K, N], not [E, N, K].
         in_turn: whether gates and ups come in turn; else all gates come before the ups.
         biased: whether there are biases, named as the weights with "_bias".
+        scales_inputs: whether the router's weights are put on what experts take. They are called with the rows of all
+            experts, one expert's behind another's, and their block has a "router", not a "gate".
     """
 
     first: str = GATE_UP
     transposed: bool = False
     in_turn: bool = False
     biased: bool = False
+    scales_inputs: bool = False
+
+    @property
+    def router(self) -> str:
+        """The router's name in the block around them."""
+        return "router" if self.scales_inputs else "gate"
 
     @property
     def gated(self) -> bool:
@@ -79,8 +87,13 @@ class Stored:
         return (sums[..., ::2], sums[..., 1::2]) if self.in_turn else sums.chunk(2, dim=-1)
 
 
-KINDS = (Stored(), Stored(transposed=True, in_turn=True, biased=True), Stored(UP))
-"""Those of most models, of gpt-oss and of Nemotron-H."""
+KINDS = (
+    Stored(),
+    Stored(transposed=True, in_turn=True, biased=True),
+    Stored(UP),
+    Stored(transposed=True, scales_inputs=True),
+)
+"""Those of most models, of gpt-oss, of Nemotron-H and of Llama 4."""
 
 WANTED = (
     "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else, or up_proj [E, I, hidden] "
@@ -100,10 +113,14 @@ def stored_as(module: object) -> Stored | None:
 
 def is_experts(module: object) -> bool:
     """Whether it is a module with exactly the weights that `QuantizedRoutedExperts.from_experts` takes."""
-    return isinstance(module, nn.Module) and known_experts(module) is not None
+    known = known_experts(module)
+    return known is not None and not known[0].scales_inputs
 
 
-def known_experts(module: nn.Module) -> tuple[Stored, ActivationFunction] | None:
+Known = tuple[Stored, ActivationFunction]
+
+
+def known_experts(module: object) -> Known | None:
     """How a module stores experts' weights, and the activation that its attributes name; None if either is unknown.
 
     `experts_refusal` tries that activation.
@@ -113,7 +130,7 @@ def known_experts(module: nn.Module) -> tuple[Stored, ActivationFunction] | None
     return None if kind is None or activation is None else (kind, activation)
 
 
-def _activation_of(experts: nn.Module, kind: Stored) -> ActivationFunction | None:
+def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
     """The activation that attributes name. A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with
     one it is gpt-oss's."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from cute_kernels.formats.weights import weight_format
-from cute_kernels.gemm.activations import ActivationFunction
-from cute_kernels.gemm.experts.module import QuantizedExperts, QuantizedRoutedExperts
-from cute_kernels.gemm.experts.stored import NAMES, Stored, known_experts
+from cute_kernels.gemm.experts.module import QuantizedExperts, layer_for
+from cute_kernels.gemm.experts.stored import NAMES, Known, known_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import check_activations, fp8_problem
@@ -146,13 +145,13 @@ class Filling:
         self.found = found = {name: form for name, form in found.items() if not self.is_unused(join(name, form.mark))}
         stacked = [name for name, form in found.items() if is_stacked(entries, name, form)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
-        self._known: dict[str, tuple[Stored, ActivationFunction, tuple[int, int, int]]] = {}  # of experts, and sizes
+        self._known: dict[str, tuple[Known, tuple[int, int, int]]] = {}  # of experts, and their sizes
         for name, place in self.places.items():
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             wants_bias, why = getattr(dense, "bias", None) is not None, "layer has a bias"
             if (known := None if place.role is None else known_experts(dense)) is not None:
-                self._known[place.module] = (*known, known[0].sizes(dense))
+                self._known[place.module] = known, known[0].sizes(dense)
                 wants_bias, why = known[0].biased, "experts have one"
             if wants_bias and not has_bias:
                 raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's {why}")
@@ -178,7 +177,7 @@ class Filling:
         for done, (name, layer) in enumerate(layers, start=1):
             self._take(name, layer)
             declared = declared_activations(config_of(config, name))
-            module = self._modules[self.places[name].module]
+            module = self._swapped(name)
             products = getattr(self._made.get(module, layer), "products", "")  # of experts, when the last one is there
             self._notes[module] = (
                 f"{layer.weight_format.title}, {products}{f', declared {declared} activations' if declared else ''}"
@@ -200,7 +199,8 @@ class Filling:
             else:
                 self._unpacked[module] = {"weight": layer.dequantize(), "bias": layer.bias}
             return
-        kind, activation, (count, hidden, inner) = self._known[place.module]
+        known, (count, hidden, inner) = self._known[place.module]
+        kind = known[0]
         if isinstance(layer, QuantizedExperts):
             experts: Any = self._experts.setdefault(place.module, {})
             wanted = (count, hidden, inner) if place.role == "down" else (count, kind.rows(inner), hidden)
@@ -222,12 +222,19 @@ class Filling:
             if isinstance(experts, dict):
                 biases = (pair["gate_up"].bias, pair["down"].bias) if kind.biased else None
                 pair = {role: layer.weight for role, layer in pair.items()}
-            made = QuantizedRoutedExperts(**pair, biases=biases, activation=activation)
+            target = self._swapped(name)
+            made = layer_for(target, known, **pair, biases=biases)
             # Experts have no static scales: those of a checkpoint that declares some stay with 16-bit products.
             rounds = self._activations is not None and getattr(layer, "activation_scale", None) is None
             if rounds and all(fp8_problem(one.format) is None for one in pair.values()):
                 made.activations = self._activations
-            self._made[module] = made.train(module.training)
+            self._made[target] = made
+
+    def _swapped(self, name: str) -> Any:
+        """The module that is swapped when a layer, or all experts beside it, are there."""
+        place = self.places[name].module
+        known = self._known.get(place)
+        return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]
 
     def _swap(self, model: nn.Module) -> None:
         """Puts the layers in all places of the modules that they stand for."""
@@ -248,7 +255,8 @@ class Filling:
         for name, module in self._modules.items():
             names.setdefault(module, name)
         for module, layer in self._made.items():
-            dense: list[torch.Tensor] = [getattr(module, name) for name in ("weight", *NAMES) if hasattr(module, name)]
+            own = getattr(module, "experts", module)
+            dense: list[torch.Tensor] = [getattr(own, name) for name in ("weight", *NAMES) if hasattr(own, name)]
             parts: Any = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
             packed = sum(part.weight.nbytes for part in parts)
             sizes = sum(tensor.nbytes for tensor in dense), packed

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from cute_kernels.gemm.experts.blocks import experts_refusal
+from cute_kernels.gemm.experts.blocks import is_moe_block, refusal
 from cute_kernels.gemm.experts.stored import WANTED, is_experts, known_experts, stored_as
 from cute_kernels.model_layers import is_dense, routers_of
 from cute_kernels.weight_readers import layers_read_by_code
@@ -155,10 +155,11 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
     for name, found in blocks.items():
         experts: Any = modules.get(name)
         first = next(iter(found.values()))
-        kind, known = type(experts).__name__, known_experts(experts)
-        if known is None:
+        kind, known, block = type(experts).__name__, known_experts(experts), modules.get(name.rpartition(".")[0])
+        swapped = experts if is_experts(experts) else block
+        if known is None or swapped is None or not (swapped is experts or is_moe_block(swapped)):
             raise ValueError(f"{first}: got experts for {name}, a {kind} of the model, want {WANTED}")
-        if (reason := experts_refusal(experts)) is not None:
+        if (reason := refusal(swapped)) is not None:
             raise ValueError(f"{first}: got experts for {name}, a {kind} that is not served: {reason}")
         wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
         if any(expert is not None for expert, _ in found):

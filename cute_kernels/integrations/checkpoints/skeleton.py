@@ -25,7 +25,6 @@ from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_j
 from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, join
 from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.saved_names import list_experts
 from cute_kernels.model_config import record_layers, untie_quantised
 from cute_kernels.names import Activations
 
@@ -103,7 +102,6 @@ class Import(CuteKernelsConfig):
 
     def prepare(self, model: nn.Module) -> None:
         """Makes room in the skeleton."""
-        list_experts(model, self.found)
         self.filling = Filling(model, self.entries, self.found)
         for name in {place.module for place in self.filling.places.values()}:
             _make_room(model.get_submodule(name))

@@ -15,8 +15,8 @@ from torch import nn
 
 from cute_kernels import QuantizedLinear
 from cute_kernels.gemm.activations import Relu2
-from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
-from cute_kernels.gemm.experts.stored import Stored, stored_as
+from cute_kernels.gemm.experts.module import QuantizedInputScaledMoE, QuantizedRoutedExperts
+from cute_kernels.gemm.experts.stored import stored_as
 from cute_kernels.integrations.checkpoints import load_model
 from tests.integrations.checkpoints import goldens
 from tests.integrations.checkpoints.test_model import BF16, FORMATS, llama, write
@@ -219,7 +219,7 @@ def with_experts_apart(path: Path, model: Any) -> Any:
     model.to(BF16).eval().save_pretrained(path, max_shard_size="50GB")
     tensors = {key: x for key, x in load_file(path / "model.safetensors").items() if ".experts." not in key}
     for name, module in model.named_modules():
-        kind = Stored(transposed=True) if type(module).__name__ == "Llama4TextExperts" else stored_as(module)
+        kind = stored_as(module)
         if kind is None:
             continue
         first, down, _ = kind.weights(module)
@@ -250,7 +250,9 @@ def test_experts_that_transformers_knows_stacked_alone(tmp_path):
 def test_experts_whose_router_scales_what_they_take(tmp_path):
     want = with_experts_apart(tmp_path / "packed", llama4())
     found = load_model(tmp_path / "packed")
-    assert sum(isinstance(module, QuantizedLinear) for module in found.modules()) == 4 * 3
+    block = found.model.layers[0].feed_forward
+    assert type(block) is QuantizedInputScaledMoE and not any(isinstance(m, QuantizedLinear) for m in found.modules())
+    assert [layer.name for layer in found.quantization_report.quantized] == ["model.layers.0.feed_forward"]
     assert agree(found, want, text)
     found.save_pretrained(tmp_path / "ours")
     with torch.no_grad():
