@@ -60,7 +60,7 @@ class QuantizationReport:
         done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
         if self.quantized and done >= open_:
             return None
-        reasons = "; ".join(_reasons(missed)) or "it has no layers with weights"
+        reasons = "; ".join(_reasons(missed or self.left)) or "it has no layers with weights"
         if not self.quantized:
             return f"nothing is quantised: {reasons}"
         return f"most of the weights, {_size(open_)} of {_size(done + open_)}, stay as they are: {reasons}"

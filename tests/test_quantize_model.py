@@ -278,6 +278,11 @@ def test_nothing_to_quantise_is_warned_of():
     with pytest.warns(UserWarning, match="nothing is quantised"):
         quantize_model(model)
     assert reasons(model) == {"0": "not an nn.Linear", "1": "a convolution"}
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    with pytest.warns(UserWarning, match="nothing is quantised: Linear 0 .*: skip says so"):
+        quantize_model(model, skip=("*",))
+    with pytest.warns(UserWarning, match="nothing is quantised: QuantizedLinear 0 .*: it is quantised already"):
+        quantize_model(quantize_model(model))
 
 
 # -- Linear layers that are more than a weight and a bias --------------------------------------------------------------
