@@ -1,4 +1,4 @@
-"""Which kernels the attention of a served model will ask for."""
+"""Lists the kernels that the attention of a served model will need."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches_up_to(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """A layer of attention, as far as its kernels differ by it. Engines' own objects of layers have the same fields."""
+    """A layer of attention, as far as its kernels depend on it. Engines' own objects of layers have the same fields."""
 
     formats: Formats
     head_size: int
@@ -60,9 +60,9 @@ class EngineLayer:
 class Decodes:
     """The decoding steps of an engine.
 
-    batches: requests of a step. q_len: new tokens of a request, at most, where they are speculated. max_seq_len,
-    page_size: of the block table. dtype: of queries. invariant: whether extend attention serves
-    them as well, so that a token's result does not depend on the batch.
+    batches: requests of a step. q_len: most new tokens of a request, where they are speculated. max_seq_len, page_size:
+    of the block table. dtype: of queries. invariant: whether extend attention serves them as well, so that a token's
+    result does not depend on the batch.
     """
 
     batches: tuple[int, ...]
@@ -79,13 +79,14 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Whether extend attention makes rows of 16 bits of such caches for many queries, or finds them."""
+    """Whether extend attention unpacks such caches to 16 bits for many queries, or receives them so."""
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
     return not config.coded or config.why_as_it_lies is None
 
 
 def key_rows_of(impl: Foreign) -> ExtendConfig | None:
-    """What serves a layer's requests of the most queries for which keys are rows of products; None if nothing does.
+    """The configuration with keys as rows of MMAs for a layer's requests of the most queries that it takes; None if
+    there is none.
 
     The kernel of whole pages: whether tensor maps bring rows, and of how many heads, is the same to how many queries.
     """
@@ -99,7 +100,8 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
     """Why a token's result would depend on the batch; None if it does not.
 
-    Extend attention looks at the greatest scale of a tile of V's rows, and a tile has what a prompt's part has.
+    Extend attention uses the greatest scale of a tile of V's rows, and which rows a tile has depends on how a prompt is
+    cut.
     """
     if not can_extend(formats, head_size):
         return f"head size {head_size}, which extend attention does not serve"
@@ -120,7 +122,7 @@ def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> l
 
 
 def _kind(impl: Foreign) -> tuple[object, ...]:
-    """What kernels know of a layer; most layers of a model are alike."""
+    """The part of a layer that its kernels depend on; most layers of a model are alike."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
     options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, reads_anothers_cache(impl)
     return *shape, *options, row_transform_of(impl.transform, shift=False)

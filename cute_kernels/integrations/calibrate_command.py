@@ -1,4 +1,4 @@
-"""`cute-kernels calibrate`: its arguments, and what it says. transformers is imported when it runs."""
+"""`cute-kernels calibrate`: its arguments and its output. transformers is imported when it runs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrates, writes the file, and says what is in it."""
+    """Calibrates, writes the file, and prints what is in it."""
     _check(arguments)
     arguments.kv_format = arguments.kv_format or "int4_g4"
     try:
@@ -160,7 +160,7 @@ def _write_constants(path: Path, constants: CacheConstants) -> None:
 
 
 def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> int:
-    """Writes formats by layer, and constants beside them if there are any; says what was measured."""
+    """Writes formats by layer, and constants to a file of their own if there are any; prints what was measured."""
     formats.save(path)
     report = cast("dict[str, Any]", formats.report)
     print(f"{path}: {len(formats)} layers, {report['bytes_per_token']} bytes a token")
@@ -178,7 +178,7 @@ def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for what can be seen before a model is loaded."""
+    """Raises ValueError for errors that can be found before a model is loaded."""
     if arguments.budget is not None:
         if arguments.kv_format is not None:
             raise ValueError("--kv-format: got it with --budget, want it in a run after that, with the file of formats")
@@ -233,7 +233,7 @@ def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]
 
 
 def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:
-    """Prompts of about ``length`` tokens, each with a number told at another depth and asked for at its end."""
+    """Prompts of about ``length`` tokens. Each tells a number, at depths that differ, and asks for it at its end."""
     from cute_kernels.integrations.transformers.budget import Needle
 
     drawn, needles = random.Random(0), []

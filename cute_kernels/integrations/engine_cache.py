@@ -1,4 +1,4 @@
-"""KV caches of engines in formats of this package: which formats, the rows' bytes, and what keeps them from a layer."""
+"""KV caches of engines in formats of this package: their formats, the rows' bytes, and why a layer cannot have them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class Formats:
-    """K's and V's format. ``name``: what calls are given."""
+    """K's and V's format. ``name``: as calls take it."""
 
     k: KvFormat
     v: KvFormat
@@ -49,7 +49,7 @@ def formats_named(text: str, variable: str) -> Formats:
 
 
 def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
-    """Why rows of these formats do not serve a layer; None if they do."""
+    """Why a layer cannot have rows of these formats; None if it can."""
     if head_size not in HEAD_DIMS:
         return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
     for form in (formats.k, formats.v):
@@ -75,8 +75,9 @@ def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> 
 
 
 def rows_of(queries: torch.Tensor) -> torch.Tensor:
-    """Queries [..., num_heads, head_size] as kernels take them, as they lie: parts of a fused projection, say. A copy
-    only where a query's heads do not lie together, or queries not on multiples of 16 bytes."""
+    """Queries [..., num_heads, head_size] as kernels take them, without a copy where possible: parts of a fused
+    projection, for example. A copy is made only where a query's heads do not lie together, or queries not on multiples
+    of 16 bytes."""
     if queries.is_contiguous():
         return queries
     *apart, head, column = strides_of(queries)

@@ -1,4 +1,4 @@
-"""Quantised linear layers as engines have them: what they may be, how their tensors are packed, and the product."""
+"""Quantised linear layers of engines: which are supported, how their tensors are packed, and the product."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rows_first(parameter: Foreign) -> torch.Tensor:
 
 
 def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of: Foreign) -> PackedWeight:
-    """The weight of an engine's parameters; zero points and groups of inputs are looked at where the form has them."""
+    """Packs an engine's parameters into a weight; zero points and groups of inputs are read where the form has them."""
     return PackedWeight.from_compressed_tensors(
         rows_first(codes),
         rows_first(scales),
@@ -80,7 +80,7 @@ def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of
 
 
 class LayerTensors(NamedTuple):
-    """What a layer keeps of its weight: zeros and perm are there where its form has such things, None elsewhere."""
+    """The tensors that a layer keeps of its weight: zeros and perm where its form has them, else None."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -105,7 +105,7 @@ def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
 def product(
     form: Form, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None, batch_invariant: bool
 ) -> torch.Tensor:
-    """The layer's result [rows, n] of x [..., k], by one registered operator, opaque to torch.compile.
+    """Computes the layer's result [rows, n] of x [..., k], by one registered operator, opaque to torch.compile.
 
     Raises:
         TypeError: x or bias is of another dtype than the form's.

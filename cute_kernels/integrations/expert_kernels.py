@@ -1,4 +1,4 @@
-"""Which kernels a layer of experts of an engine will ask for, and its result for any number of tokens."""
+"""Lists the kernels that an engine's layer of experts will need, and computes its result for any number of tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def multiply(
 
 
 def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
-    """The numbers of tokens, ``most`` at most, whose kernels serve steps of an engine that runs such rows."""
+    """The numbers of tokens, ``most`` at most, whose kernels cover steps of an engine that runs such rows."""
     return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 

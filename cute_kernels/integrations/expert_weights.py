@@ -22,7 +22,7 @@ AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """[E, 2 I, ...] with gate's rows before up's as rows of both in turn."""
+    """Reorders [E, 2 I, ...] with gate's rows before up's to alternating rows."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
@@ -97,8 +97,8 @@ def _pack(
     group_size: int | None,
     dtype: torch.dtype,
 ) -> PackedExperts:
-    """sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G]. codes_of: rows of all experts, one behind the
-    other."""
+    """Packs rows of all experts, one behind the other. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
+    codes_of: makes the codes."""
     experts, n, k = sizes
     assert n % TILE_N == 0, n
     packed = pack_codes(

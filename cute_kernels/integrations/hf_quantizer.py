@@ -51,7 +51,7 @@ _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):
-    """How the layers of a model are quantised: of a saved one the form of each, of a dense one what to do.
+    """How the layers of a model are quantised: each layer's form for a saved model, the options for a dense one.
 
     Args:
         bits, group_size, zero_point, skip, batch_invariant: as for `cute_kernels.quantize_model`, for a dense model
@@ -85,7 +85,7 @@ class CuteKernelsConfig(QuantizationConfigMixin):
         yield from self.to_dict().items()
 
     def prepare(self, model: nn.Module) -> None:
-        """Changes the skeleton of a model that is quantised while it is loaded, before its weights come."""
+        """Changes the skeleton of a model that is quantised while it is loaded, before its weights arrive."""
 
     def finish(self, model: nn.Module) -> None:
         """Quantises such a model."""
@@ -299,12 +299,12 @@ def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
 
 
 def _expect_format(layer: nn.Module, wanted: torch.Tensor) -> None:
-    """Has transformers load the layer's "format" too; `_check_loaded` takes it away again."""
+    """Makes transformers load the layer's "format" too; `_check_loaded` removes it again."""
     layer.register_buffer(_FORMAT, torch.empty_like(wanted, device="meta"))
 
 
 def _check_loaded(name: str, layer: Any) -> None:
-    """Raises ValueError unless all of a layer's tensors came from the files, and are what the configuration said.
+    """Raises ValueError unless all of a layer's tensors came from the files, and are as the configuration says.
 
     transformers gives a tensor that is missing random values and says so in a table; a layer would compute with them.
     """

@@ -1,4 +1,4 @@
-"""The type of what belongs to an engine or to a model, and has attributes by name."""
+"""The type of objects that belong to an engine or to a model, and have attributes by name."""
 
 from __future__ import annotations
 

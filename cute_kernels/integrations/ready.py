@@ -1,7 +1,7 @@
-"""Kernels that a served model will ask for, compiled or loaded before its first step.
+"""Compiles or loads the kernels that a served model will need, before its first step.
 
-Inside a CUDA graph capture nothing may be compiled, and in a step that a user waits for nothing should be. The layers
-say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
+Nothing may be compiled inside a CUDA graph capture, and nothing should be compiled in a step that a user waits for. The
+layers register here. The first one whose weights are processed loads all of their kernels, many at a time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logger) -> None:
-    """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
+    """Loads kernels, and compiles those that exist nowhere, many at a time; logs it once for all of them."""
     index = index_of(device)
     arch = arch_of(index)
     asked = list(dict.fromkeys(specs))
@@ -112,14 +112,14 @@ def index_of(device: torch.device) -> int:
 
 
 def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
-    """The kernels that serve ``m`` rows of a layer."""
+    """The kernels of a layer for ``m`` rows."""
     return [GemmSpec(chosen(replace(problem, m=m)).config)]
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:
-    """What keeps kernels from being ready before the first capture; None where nothing does.
+    """Why kernels cannot be ready before the first capture; None if they are.
 
-    Those that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from: the
+    Kernels that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from: the
     file ``file_name`` in the directory of the kernel cache.
     """
     if compiler_version() is not None:
@@ -143,7 +143,7 @@ def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: 
 
 @functools.cache
 def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int, file_name: str) -> str | None:
-    """`why_not_ready` of a linear layer, found once for all that are alike."""
+    """The `why_not_ready` of a linear layer, found once for all that are alike."""
     if compiler_version() is not None:
         return None
     specs = [spec for m in rows.all() for spec in specs_for(problem, m)]

@@ -1,7 +1,7 @@
 """The names under which `save_pretrained` writes quantised layers.
 
-transformers writes some models as their first checkpoints were: q, k and v as one tensor, rows permuted. What makes
-these of a 16-bit weight makes nothing of packed codes, so such a model is written by its own modules' names.
+transformers writes some models in the form of their first checkpoints: q, k and v as one tensor, rows permuted. It
+cannot convert packed codes so. Such a model is written by its own modules' names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cute_kernels.gemm.module import QuantizedLinear
 
 
 def keep_names(model: PreTrainedModel) -> None:
-    """Has a model's tensors written as they are, if a conversion on the way would change those of a quantised layer."""
+    """Makes transformers write a model's tensors as they are, if a conversion would change those of a quantised
+    layer."""
     targets = [
         re.compile(target)
         for conversion in get_model_conversion_mapping(model, add_legacy=False)

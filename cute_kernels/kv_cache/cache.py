@@ -212,8 +212,8 @@ class KVCache:
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
         """Keeps a sequence's first ``num_tokens`` tokens, as speculative decoding does when it rejects tokens.
 
-        Of keys in blocks up to 32 tokens can always be taken back, and to a multiple of 32 tokens any number;
-        ValueError else.
+        With keys in blocks, up to 32 tokens can always be removed; more only if a multiple of 32 tokens is kept. Raises
+        ValueError otherwise.
         """
         if self.tails is not None and seq_id in self._pages and isinstance(num_tokens, int):
             self.tails.check_truncate(seq_id, num_tokens)

@@ -140,6 +140,6 @@ class ResidentKernel:
         return store, self.store.ask(operands, store.tid, shape.m)
 
     def keep(self, operands, store: Store | None, asked) -> None:
-        """Puts it where the store finds it."""
+        """Stores what `ask` loaded where the store finds it."""
         if self.store is not None:
             self.store.keep_asked(operands, store, asked)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantised layers: where that stands, and what of it goes for one layer."""
+"""The part of a checkpoint's configuration about quantised layers: where it is, and what applies to one layer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def checked(name: str, config: object) -> Config:
 
 
 def read_config(path: Path) -> Config:
-    """The quantisation configuration beside the files, or an empty one.
+    """Reads the quantisation configuration beside the files, or an empty one.
 
-    Of config.json it is taken from wherever it stands: some models have it in "text_config" or deeper.
+    In config.json it is taken from wherever it is: some models have it in "text_config" or deeper.
 
     Raises:
         TypeError, ValueError: config.json has several that differ, or one that is no mapping.
@@ -83,7 +83,7 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
 
 
 def config_of(config: Config, name: str) -> dict[str, Any]:
-    """The configuration of a layer, with what patterns of names say of it.
+    """The configuration of a layer, with the settings of patterns that match its name.
 
     Those are GPTQModel's "dynamic", AutoRound's "extra_config", and the "config_groups" of compressed-tensors, of
     which the layer's own becomes "group".
@@ -111,7 +111,7 @@ _MODELOPT_ACTIVATIONS = {
 
 
 def declared_activations(config: Config) -> str:
-    """What a layer's configuration (`config_of`) says that its inputs are rounded to, or "" for 16 bits."""
+    """The format that a layer's configuration (`config_of`) rounds its inputs to, or "" for 16 bits."""
     said = (config.get("group") or {}).get("input_activations")
     if isinstance(said, Mapping):
         kind = "INT" if said.get("type") == "int" else "FP"
@@ -122,7 +122,8 @@ def declared_activations(config: Config) -> str:
 
 
 def _dynamic_of(config: Config, name: str) -> Config:
-    """GPTQModel's values for layers whose names a pattern matches from the start; "-:" is of layers left alone."""
+    """GPTQModel's values for layers whose names a pattern matches from the start; "-:" marks layers that are not
+    quantised."""
     dynamic = _mappings("dynamic", config)
     for pattern, own in dynamic.items():
         if _compiled("dynamic", pattern, "+:").match(name):
@@ -131,7 +132,7 @@ def _dynamic_of(config: Config, name: str) -> Config:
 
 
 def _extra_of(config: Config, name: str) -> Config:
-    """AutoRound's values for a layer: of its name, or else of the first pattern that is found in its name."""
+    """AutoRound's values for a layer, from its name or else from the first pattern that is found in its name."""
     extra = _mappings("extra_config", config)
     if name in extra:
         return extra[name]

@@ -1,4 +1,4 @@
-"""Stacking the experts of a checkpoint as they are read, one at a time."""
+"""Stacks the experts of a checkpoint as they are read, one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
 
 class Stack:
-    """`PackedExperts` that fill up: what there is of them is there once, beside the expert that comes."""
+    """`PackedExperts` that fill up. Each expert is in memory once, besides the one that is being added."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -49,7 +49,7 @@ class Stack:
         return self._filled == self._count
 
     def finish(self) -> PackedExperts:
-        """The experts, all of which must have been put."""
+        """The experts, once all have been put."""
         assert self.is_full and self._first is not None
         zeros, first = self._tensors.get("zeros"), self._first
         form = first.format.with_zero_points(zeros is not None)
@@ -58,7 +58,7 @@ class Stack:
 
 
 class Experts:
-    """The experts of a layer, with a gate or without one, whose projections come one by one, in any order."""
+    """The experts of a layer, with a gate or without one, whose projections are added one by one, in any order."""
 
     def __init__(self, count: int, gated: bool = True) -> None:
         self._gated = gated
@@ -66,7 +66,7 @@ class Experts:
         self._waiting: dict[int, tuple[str, PackedWeight]] = {}  # a gate or up, until the other one comes
 
     def put(self, role: str, expert: int, weight: PackedWeight) -> None:
-        """Takes a projection; ValueError as `Stack.put` and `interleave_weights`."""
+        """Adds a projection; ValueError as `Stack.put` and `interleave_weights`."""
         if role == DOWN or not self._gated:
             self._stacks["down" if role == DOWN else "gate_up"].put(expert, weight)
             return

@@ -1,4 +1,4 @@
-"""What the importers share: codes in words, groups, scales and zero points under their checkpoint's names."""
+"""The common part of importers: codes in words, groups, scales and zero points under their checkpoint's names."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def load_safetensors(
     device: torch.device | str | None = None,
     activations: Activations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
-    """The quantised layers of a checkpoint, one after the other, each read when it is asked for.
+    """Loads the quantised layers of a checkpoint, one after the other, each read when it is requested.
 
     Formats are AWQ, GPTQ, AutoRound, compressed-tensors, ModelOpt, FP8, HQQ, torchao and state dicts of
     `QuantizedLinear` and `QuantizedMoE`. Before the first layer is read, every file is checked to be whole and every
@@ -237,7 +237,7 @@ class Filling:
         return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]
 
     def _swap(self, model: nn.Module) -> None:
-        """Puts the layers in all places of the modules that they stand for."""
+        """Puts the layers in all places of the modules that they replace."""
         for place, module in self._modules.items():
             layer = self._made.get(module)
             if layer is not None:
@@ -263,7 +263,7 @@ class Filling:
             yield ReportedLayer(names[module], type(module).__name__, *sizes, note=self._notes[module])
 
     def _left(self, model: nn.Module) -> Iterator[ReportedLayer]:
-        """What has its weights in 16 bits, by the checkpoint or because they were unpacked."""
+        """The layers that have weights in 16 bits, by the checkpoint or because they were unpacked."""
         found = survey(model, ())
         unpacked = {name for name, module in self._modules.items() if module in self._unpacked}
         for layer in found.left:
@@ -298,7 +298,8 @@ def path_of(path: object) -> Path:
 def look_into(
     path: Path, config: Config | None, activations: Activations | None
 ) -> tuple[Headers, Config, dict[str, LayerFormat]]:
-    """The tensors of a checkpoint, its configuration and its quantised layers; arguments as of `load_safetensors`."""
+    """Reads the tensors of a checkpoint, its configuration and its quantised layers; arguments as of
+    `load_safetensors`."""
     entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
     check_activations(activations, None, FP8_WEIGHTS)
@@ -353,7 +354,7 @@ def read_layers(
 def _static_scale(
     entries: Mapping[str, Entry], name: str, config: Config, read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor | None:
-    """The scale of all of a layer's inputs, of a checkpoint that declares FP8 activations with one; else None."""
+    """The scale of all of a layer's inputs, if the checkpoint declares FP8 activations with one; else None."""
     if declared_activations(config) != STATIC_FP8:
         return None
     keys = [key for own in ("input_scale", "activation_scale") if (key := join(name, own)) in entries]
@@ -363,7 +364,7 @@ def _static_scale(
 
 
 def _round_activations(layer: QuantizedLinear, activations: Activations, scale: torch.Tensor | None) -> None:
-    """Has a layer's products in FP8, where its format allows that."""
+    """Sets a layer's products to FP8, where its format allows that."""
     if fp8_problem(layer.weight_format) is not None:
         return
     layer.activations = activations

@@ -45,7 +45,7 @@ _Made = TypeVar("_Made", PackedWeight, PackedExperts)
 
 @dataclass(frozen=True)
 class Names:
-    """What a project calls the tensors of a layer.
+    """A project's names for the tensors of a layer.
 
     Args:
         codes, scales, second: their names; second of the scale of the second level, "" if there is none.
@@ -122,7 +122,7 @@ def made_of(
 
 
 def format_of_codes(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
-    """The format of a layer's dtypes whose groups are as many as the scales have; TypeError or ValueError for none."""
+    """The format of a layer's dtypes whose groups match the scales; TypeError or ValueError for none."""
     found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
     if not found:
         raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")

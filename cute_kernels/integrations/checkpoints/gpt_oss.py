@@ -66,7 +66,7 @@ def is_original(settings: Mapping[str, Any]) -> bool:
 
 
 def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers' GptOssConfig takes of such a config.json.
+    """The settings of such a config.json as transformers' GptOssConfig takes them.
 
     Raises:
         ValueError: it lacks a setting; the message names it.
@@ -86,7 +86,7 @@ def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_common_names(entries: Headers) -> Headers:
-    """The same tensors; those of gpt-oss under the names that models and layers have here.
+    """The same tensors, with those of gpt-oss under the names that models and layers have here.
 
     Raises:
         ValueError: a tensor of original files is one that gpt-oss does not have.

@@ -1,4 +1,4 @@
-"""What safetensors files say they hold, checked before any of it is read.
+"""The headers of safetensors files, checked before any tensor is read.
 
 A file is 8 bytes of header length, little-endian, the header in JSON, and the tensors' bytes; `data_offsets` count from
 the end of the header. The safetensors package refuses a file that was cut off; this says which tensors it has lost.
@@ -34,7 +34,7 @@ class Entry:
 
 
 class Headers(dict[str, Entry]):
-    """The tensors of files by name, and what the files say beside them."""
+    """The tensors of files by name, and the files' metadata."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What a file of settings holds; ValueError naming the file if that is no JSON object."""
+    """The contents of a file of settings; ValueError naming the file if that is no JSON object."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:

@@ -69,7 +69,7 @@ def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]
 
 
 def _stored_as(path: Path) -> str | None:
-    """What kv_cache_scheme says the cache holds."""
+    """The format of the cache that kv_cache_scheme declares."""
     from cute_kernels.integrations.checkpoints.configuration import read_config
 
     file = (path if path.is_dir() else path.parent) / "hf_quant_config.json"

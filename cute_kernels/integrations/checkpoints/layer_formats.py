@@ -1,4 +1,4 @@
-"""How checkpoints keep a layer: the tensors it has, by which it is known, and who converts them."""
+"""How checkpoints store a layer: its tensors, those by which it is recognised, and its converter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Converted = PackedWeight | PackedExperts
 
 
 class Options(TypedDict):
-    """What converters of layers take besides: see `cute_kernels.load_safetensors`."""
+    """Further arguments of layers' converters: see `cute_kernels.load_safetensors`."""
 
     dtype: torch.dtype | None
     device: torch.device | str | None
@@ -42,7 +42,7 @@ class Options(TypedDict):
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a checkpoint keeps a layer.
+    """How a checkpoint stores a layer.
 
     Args:
         name: what errors call it.
@@ -139,7 +139,7 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
 
 
 def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
-    """What compressed-tensors' configuration says of a layer's weights, which are stored so, of "int" or "float".
+    """The part of compressed-tensors' configuration about a layer's weights, of "int" or "float" as they are stored.
 
     Raises:
         TypeError, ValueError: it says something else.
@@ -158,7 +158,8 @@ def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
 
 
 def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """compressed-tensors' configuration is compared with the tensors; others say no more than these."""
+    """Converts floating codes. compressed-tensors' configuration is compared with the tensors; other projects' says no
+    more."""
     if config.get("quant_method") in COMPRESSED:
         stored = "float-quantized"
         if names.codes == "weight_packed":
@@ -177,7 +178,7 @@ def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpa
 def _gpt_oss(
     tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> PackedExperts:
-    """All experts of a layer: blocks uint8 [E, N, K / 32, 16], scales uint8 [E, N, K / 32]; packed where they go."""
+    """Converts all experts of a layer: blocks uint8 [E, N, K / 32, 16], scales uint8 [E, N, K / 32]."""
     blocks = tensors["blocks"]
     check_tensor("blocks", blocks, (torch.uint8,), 4, "[experts, N, K / 32, 16]")
     if blocks.shape[-1] != 16:
@@ -188,7 +189,7 @@ def _gpt_oss(
 
 
 def _check_no_transforms(config: Config) -> None:
-    """Raises ValueError if inputs are rotated before a layer takes them, which nothing here would do."""
+    """Raises ValueError if the checkpoint rotates inputs before a layer, which nothing here would do."""
     for key in ("transform_config", "rotation_config", "hadamard_config"):
         found = config.get(key)
         if found and (not isinstance(found, Mapping) or any(found.values())):
@@ -205,13 +206,13 @@ def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
 
 
 def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
-    """Raises ValueError if the groups of inputs are missing that the configuration promises, or does not rule out."""
+    """Raises ValueError if the groups of inputs are missing that the configuration announces, or does not exclude."""
     if name not in tensors and weight.group_size is not None:
         raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
 
 
 def _hqq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
-    """Each layer says what it is in tensors of its own; what none says is HQQ's default."""
+    """Converts an HQQ layer by the settings in its own tensors; HQQ's defaults apply to what none says."""
     shape = tensors.pop("shape").tolist()
     numbers = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
     found = {"nbits": 4, "axis": 1} | {name: config[name] for name in ("nbits", "axis") if name in config}
@@ -258,7 +259,8 @@ def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """AutoRound keeps AutoGPTQ's or AutoAWQ's words; zero points less one only where its packing format says so."""
+    """Converts AutoGPTQ's or AutoAWQ's words; zero points are less one only where AutoRound's packing format says
+    so."""
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")
     if data_type not in ("int", "int_asym", "int_sym"):
@@ -422,7 +424,7 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
 
 def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFormat]:
     """The formats that a tensor marks: of those for its dtype alone, if there are any. A "weight" marks a format only
-    beside its scales."""
+    together with its scales."""
     stored = entries[join(name, mark)].dtype
     found = [form for form in LAYER_FORMATS if form.mark == mark and (not form.dtypes or stored in form.dtypes)]
     if mark == "weight":
@@ -431,7 +433,7 @@ def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFo
 
 
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
-    """Raises ValueError for a layer that is quantised in a way nobody reads, rather than pass it over."""
+    """Raises ValueError for a layer that is quantised in an unsupported way, rather than pass over it."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
         if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):
@@ -467,12 +469,12 @@ def _format_of(
 
 
 def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bool:
-    """Whether a layer of ours, or of gpt-oss, is all experts' weights."""
+    """Whether a layer of ours, or of gpt-oss, has all experts' weights."""
     return form in (OWN, GPT_OSS) and len(entries[join(name, form.mark)].shape) == 4
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
-    """What the files' metadata says of a layer's weight, as "tensor": torchao writes it there, in JSON."""
+    """The description of a layer's weight in the files' metadata, as "tensor": torchao writes it there, in JSON."""
     text = getattr(entries, "metadata", {}).get(join(name, "weight"))
     if text is None:
         return {}

@@ -33,7 +33,8 @@ def load_model(
     progress: ModelProgress | None = None,
     activations: Activations | None = None,
 ) -> Any:
-    """The transformers model of a directory with config.json and safetensors files, with its quantised layers packed.
+    """Loads the transformers model of a directory with config.json and safetensors files, with its quantised layers
+    packed.
 
     Args:
         path: the directory. Formats as for `load_safetensors`, and what `save_pretrained` wrote of a quantised model.

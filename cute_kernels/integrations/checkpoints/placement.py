@@ -142,7 +142,7 @@ def _renamer(model: Any) -> Renamer:
 
 
 def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
-    """Raises ValueError unless each block of experts is one that is served, with each expert's projections once."""
+    """Raises ValueError unless each block of experts is supported, with each expert's projections once."""
     blocks: dict[str, dict[tuple[Any, Any], str]] = {}
     for name, place in places.items():
         if place.role is None:

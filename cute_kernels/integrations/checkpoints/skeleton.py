@@ -1,4 +1,4 @@
-"""The transformers model of a checkpoint.
+"""Makes the transformers model of a checkpoint.
 
 transformers makes the skeleton and loads what is not quantised; packed layers are read one at a time straight to where
 they belong.
@@ -30,7 +30,7 @@ from cute_kernels.names import Activations
 
 
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
-    """The configuration of transformers, and the model's class, neither of them from the directory's own code."""
+    """transformers' configuration, and the model's class; neither comes from code in the directory."""
     said = read_json(path / "config.json")
     if is_original(said):
         settings = transformers.GptOssConfig(**common_settings(said))
@@ -113,7 +113,7 @@ class Import(CuteKernelsConfig):
         self.filling.fill(model, self.config, self.layer_options, self.progress, self.activations)
 
     def model(self, model_class: Any, settings: Foreign, ignored: set[str], options: dict[str, Any]) -> Any:
-        """The model, but for what is said of generation. ignored: tensors that are none of its."""
+        """The model without its generation settings. ignored: tensors that do not belong to it."""
         register()
         quantised = {
             join(name, own)
@@ -154,13 +154,13 @@ class Import(CuteKernelsConfig):
 
 
 def _part(handle: safe_open, entry: Entry) -> object:
-    """What is read of a tensor, or those of its rows that are meant."""
+    """Reads a tensor, or some of its rows."""
     found = handle.get_slice(entry.key)
     return found if entry.rows is None else found[entry.rows[0] : entry.rows[1]]
 
 
 def generate_as_said(model: Foreign, path: Path) -> None:
-    """Gives a model that generates the directory's generation_config.json, or what its config.json says of it."""
+    """Gives a generating model the directory's generation_config.json, or the settings in its config.json."""
     if not model.can_generate():
         return
     from_config = {"config_file_name": "config.json", "_from_model_config": True}
@@ -169,8 +169,8 @@ def generate_as_said(model: Foreign, path: Path) -> None:
 
 
 def _make_room(module: nn.Module) -> None:
-    """Has transformers load nothing where packed tensors will be, and initialise nothing: of layers and experts
-    their weights and biases.
+    """Prevents transformers from loading and initialising anything where packed tensors will be: weights and biases of
+    layers and experts.
 
     Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
     """

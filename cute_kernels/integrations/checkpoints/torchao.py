@@ -190,7 +190,7 @@ def from_tensor(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a torchao layer; zero points that are no codes are kept as they are.
+    """Converts a torchao layer's weight; zero points that are no codes are kept as they are.
 
     Args:
         kind: the name of the tensor's class, one of `KINDS`.
@@ -216,7 +216,7 @@ def from_tensor(
 
 
 def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
+    """Converts W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
     n, k = _shape_of(attributes)
     qdata, scale, zero_point = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8, torch.uint8), 2, "[N, K / 2]")
@@ -236,7 +236,7 @@ def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 
 
 def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
+    """Converts W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
     n, k = _shape_of(attributes)
     codes_of, scales, shifts, _ = _tiles(tensors["qdata"], tensors["scale_and_zero"], (n, k))
     _, size = _grouping(attributes, (n, k))
@@ -246,7 +246,7 @@ def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Codes of up to 4 bits are kept in 4, others in 8."""
+    """Converts integers of any size: up to 4 bits are kept in 4, others in 8."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
     if name not in [f"int{bits}" for bits in range(1, 9)]:
@@ -255,7 +255,8 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 
 
 def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """W = number(q) * s, times per_tensor_scale: qdata [N, K] or [N, K / 2], scale [N, groups], or that in blocks."""
+    """Converts W = number(q) * s, times per_tensor_scale: qdata [N, K] or [N, K / 2], scale [N, groups], or in
+    blocks."""
     if attributes.get("is_swizzled_scales"):
         qdata, block = tensors["qdata"], attributes.get("block_size")
         if type(block) is not int or block < 1:
@@ -277,7 +278,7 @@ def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 def _plain(
     tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device, *, bits: int
 ) -> PackedWeight:
-    """W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
+    """Converts W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
     n, k = qdata.shape
@@ -323,7 +324,7 @@ def _packed(
     input_scale: torch.Tensor | None,
     device: Device,
 ) -> PackedWeight:
-    """W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
+    """Packs W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
     bits, group_size, shape = form
     zeros = None
     if shifts is not None:

@@ -37,7 +37,7 @@ WHAT: str = f"attention with --attention-backend {NAME}"
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
-    """What is put around functions of SGLang's, by their full names.
+    """The hooks around functions of SGLang's, by their full names.
 
     Raises:
         ImportError, AttributeError: this SGLang has no such backends.
@@ -52,7 +52,8 @@ def hooks(interface: Interface) -> dict[str, Hook]:
 
 
 def serve(interface: Interface, wanted: bool) -> None:
-    """Adds the backend to what the command line takes and to what makes one, as every hook is in place, or nowhere."""
+    """Registers the backend for the command line and for its construction, once every hook is in place; else
+    nowhere."""
     if wanted:
         pkgutil.resolve_name(interface.attention_backends)[NAME] = make
         choices = pkgutil.resolve_name(interface.attention_choices)
@@ -70,7 +71,7 @@ def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign)
 
 
 def _pool_class(original: Callable[..., type], configurator: Foreign, *, kind: str, default: type) -> type:
-    """What makes a model's pool: rows of this package, where the environment asks for them.
+    """The class of a model's pool: rows of this package, where the environment asks for them.
 
     Raises:
         ValueError: the server has what knows nothing of such rows; the message has every reason.
@@ -141,7 +142,7 @@ def layers_of(model: torch.nn.Module) -> list[Foreign]:
 
 
 def _reasons_of_server(runner: Foreign) -> list[str]:
-    """What of the server's configuration is not supported."""
+    """The reasons why the server's configuration is not supported."""
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
     parallel, execution = get_parallel(), get_exec()
@@ -157,7 +158,7 @@ def _reasons_of_server(runner: Foreign) -> list[str]:
 
 
 def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
-    """What of a model, of its layers and of its pool is not supported."""
+    """The reasons why a model, its layers or its pool are not supported."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from cute_kernels.integrations.sglang.pool import RowsPool
@@ -179,7 +180,7 @@ def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
 
 
 def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
-    """What of a layer is not supported; None for nothing."""
+    """The reason why a layer is not supported; None if it is."""
     wrong = {
         "cross attention": layer.is_cross_attention,
         f"attention of type {layer.attn_type}": getattr(layer.attn_type, "value", layer.attn_type) != "decoder",
@@ -193,7 +194,7 @@ def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
 
 
 def _make_ready(runner: Foreign, layers: Iterable[Foreign]) -> list[str]:
-    """Has the kernels of a model's steps loaded or compiled; what keeps them from being ready."""
+    """Loads or compiles the kernels of a model's steps. Returns why they are not ready."""
     device = torch.device(runner.device)
     if device.type != "cuda":
         return []
@@ -217,7 +218,8 @@ def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
 
 
 def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
-    """Layers as `attention_kernels` knows them. Some that read a cache have not written it if one reads another's."""
+    """Layers as `attention_kernels` knows them. If one reads another's cache, some layers read a cache that they have
+    not written."""
     layers = list(layers)
     shared = len({layer.layer_id for layer in layers}) < len(layers)
     sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in runner.model.named_parameters())

@@ -62,7 +62,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Foreign) -> None:
-        """A step outside graphs, or of a prompt whose graph leaves attention out."""
+        """Prepares a step outside graphs, or a prompt whose graph leaves attention out."""
         mode, lengths, requests = forward_batch.forward_mode, forward_batch.seq_lens, forward_batch.req_pool_indices
         decodes = mode.is_decode_or_idle()
         if not (decodes or mode.is_extend_or_draft_extend_or_mixed()):
@@ -95,7 +95,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         self.forward_metadata = self._captured(forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Foreign) -> None:
-        """Four launches that are part of the graph."""
+        """Prepares a step by four launches that are part of the graph."""
         step, requests = self._captured(forward_batch.batch_size), forward_batch.req_pool_indices
         torch.mul(forward_batch.seq_lens, requests != PADS, out=step.seq_lens)
         torch.index_select(self.first_slots, 0, requests, out=step.block_table)
@@ -121,7 +121,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: object,
     ) -> torch.Tensor:
-        """q: [requests, heads * head size]; k, v: [requests, KV heads, head size], or None where they are cached."""
+        """Decodes q [requests, heads * head size]; k, v: [requests, KV heads, head size], or None where they are
+        cached."""
         step = self.forward_metadata
         assert step is not None
         q = rows_of(q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim))
@@ -144,7 +145,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: object,
     ) -> torch.Tensor:
-        """Prompts, parts of them and what follows a cached prefix, decoding requests among them (MIXED)."""
+        """Attends for prompts, their parts and tokens behind a cached prefix, with decoding requests among them
+        (MIXED)."""
         step = self.forward_metadata
         assert step is not None and step.starts is not None
         caches, options = self._caches(layer), self._options(layer, more)

@@ -1,4 +1,4 @@
-"""What the plug-in would serve in the SGLang that is installed; nothing of SGLang is imported."""
+"""Finds what the plug-in would serve in the installed SGLang, without importing it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def installed() -> str | None:
 
 
 def examine() -> Finding:
-    """What `python -m cute_kernels doctor` says of SGLang."""
+    """The findings of `python -m cute_kernels doctor` about SGLang."""
     version = installed()
     if version is None:
         return Finding("sglang", OK, "not installed")

@@ -41,7 +41,7 @@ in_place = False
 
 
 class Served(NamedTuple):
-    """What a layer's tensors are; names of its parameters in the order of `LayerTensors`."""
+    """The form of a layer's tensors, and names of its parameters in the order of `LayerTensors`."""
 
     form: Form
     names: tuple[str, str, str, str]
@@ -68,7 +68,7 @@ class Kind:
 
 
 def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
-    """Packs a loaded layer, or leaves it to SGLang and says why."""
+    """Packs a loaded layer, or leaves it to SGLang and logs why."""
     if getattr(layer, SERVED, None) is not None:
         return  # nothing was loaded since: parameters that are packed have no loader
     old: list[Any] = [getattr(layer, name, None) for name in kind.names]
@@ -132,7 +132,7 @@ def _gptq_form(kernel: Foreign, layer: torch.nn.Module) -> Form:
 
 
 def _awq_form(kernel: Foreign, layer: Foreign) -> Form:
-    """SGLang keeps no configuration of such a layer: its parameters say what it is."""
+    """The form of an AWQ layer from its parameters, as SGLang keeps no configuration of it."""
     config = kernel.quant_config
     if config.pack_factor != 8:
         raise ValueError(f"codes of {32 // config.pack_factor} bits; supported: 4")
@@ -165,11 +165,11 @@ KINDS = (
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
-    """What is put around methods of SGLang's, by their full names."""
+    """The hooks around methods of SGLang's, by their full names."""
     return hooks_of_layers(interface, KINDS, _load, _multiply, ("x", "bias"))
 
 
 def serve(interface: Interface, wanted: bool) -> None:
-    """Serves layers from now on, as every hook is in place, or none."""
+    """Serves layers from now on, once every hook is in place; else none."""
     global in_place
     in_place = wanted

@@ -43,7 +43,7 @@ in_place = False
 
 
 class Form(NamedTuple):
-    """What an owner's weights are; group_size 0 for one scale per row."""
+    """The form of an owner's weights; group_size 0 for one scale per row."""
 
     bits: int
     group_size: int
@@ -81,7 +81,7 @@ class Kind:
 
 
 def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
-    """Packs a loaded layer, or leaves it to SGLang and says why."""
+    """Packs a loaded layer, or leaves it to SGLang and logs why."""
     if getattr(layer, SERVED, None) is not None:
         return  # nothing was loaded since: parameters that are packed have no loader
     try:
@@ -152,7 +152,7 @@ def _wrong_of_server() -> dict[str, bool]:
 
 
 def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
-    """Has the kernels of a layer's steps loaded or compiled; what keeps them from being ready."""
+    """Loads or compiles the kernels of a layer's steps. Returns why they are not ready."""
     device = packed[0].device
     if device.type != "cuda":
         return []
@@ -211,11 +211,11 @@ KINDS = (
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
-    """What is put around methods of SGLang's, by their full names."""
+    """The hooks around methods of SGLang's, by their full names."""
     return hooks_of_layers(interface, KINDS, _load, _multiply, ("dispatch_output",))
 
 
 def serve(interface: Interface, wanted: bool) -> None:
-    """Serves layers from now on, as every hook is in place, or none."""
+    """Serves layers from now on, once every hook is in place; else none."""
     global in_place
     in_place = wanted

@@ -1,4 +1,4 @@
-"""What SGLang calls: it hooks what is wanted, and sees to it that the hooks took effect.
+"""SGLang's entry point: it hooks the wanted seams, and checks that the hooks took effect.
 
 SGLang's loader logs errors of plug-ins and of hooks and goes on, and applies hooks after the last plug-in has run. So a
 seam serves only once all of its hooks are seen in place: one alone would hand packed weights to Marlin.
@@ -22,7 +22,7 @@ SWITCH = "CUTE_KERNELS_SGLANG"
 
 
 class Seam(Protocol):
-    """A module that takes over from SGLang somewhere. WHAT: in words."""
+    """A module that takes over from SGLang at one place. WHAT: in words."""
 
     WHAT: str
 
@@ -87,7 +87,7 @@ def _hook(seam: Seam, interface: versions.Interface) -> None:
 def _then_look(
     apply_hooks: Callable[[], Any], seam: Seam, interface: versions.Interface, originals: Mapping[str, object]
 ) -> Callable[[], None]:
-    """SGLang's function that applies hooks, and a look at what it did."""
+    """Wraps SGLang's function that applies hooks, with a check of the result."""
 
     @functools.wraps(apply_hooks)
     def applied() -> None:

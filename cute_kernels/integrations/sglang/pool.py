@@ -39,7 +39,8 @@ class RowsPool(MHATokenToKVPool):
         v_scale: object = None,
         **more: object,
     ) -> None:
-        """Writes rows of new tokens, for whoever does not do it itself. cache_k, cache_v: [tokens, heads, columns]."""
+        """Writes rows of new tokens, for callers that do not do it themselves. cache_k, cache_v: [tokens, heads,
+        columns]."""
         if given := [name for name, value in more.items() if value is not None]:
             raise NotImplementedError(f"set_kv_buffer: got {', '.join(given)}, want none")
         slots, _, _ = unwrap_write_loc(loc_info)

@@ -1,4 +1,4 @@
-"""What the server of this process runs, as SGLang's resolved configuration and the environment have it."""
+"""The rows that the server of this process runs, from SGLang's resolved configuration and the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine_rows() -> RowCounts:
 
 
 def is_deterministic() -> bool:
-    """Whether a row may not depend on the rows beside it (`--enable-deterministic-inference`)."""
+    """Whether a row may not depend on the rows computed with it (`--enable-deterministic-inference`)."""
     from sglang.srt.runtime_context import get_exec
 
     try:

@@ -1,4 +1,5 @@
-"""What seams have in common: hooks around SGLang's functions, what keeps any of them from serving, lines of the log."""
+"""The common part of seams: hooks around SGLang's functions, reasons that keep all of them from serving, lines of the
+log."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ def hooks_of_layers(
     multiply: Callable[..., Any],
     parameters: tuple[str, ...],
 ) -> dict[str, Hook]:
-    """What is put around the two methods of the owners of layers, by their full names.
+    """The hooks around the two methods of the owners of layers, by their full names.
 
-    kinds: each with its ``owner``, a field of the interface, and ``product``, the owner's method that multiplies.
-    load: around what brings loaded weights into order, with the kind before. parameters: of ``multiply``.
+    kinds: each with its ``owner``, a field of the interface, and ``product``, the owner's method that multiplies. load:
+    wraps the method that reorders loaded weights, with the kind as first argument. parameters: of ``multiply``.
     """
     found: dict[str, Hook] = {}
     for kind in kinds:
@@ -54,7 +55,7 @@ def hooks_of_layers(
 
 
 def reasons_against(device: torch.device) -> list[str]:
-    """Why no seam serves anything on a device of this server."""
+    """The reasons why no seam serves anything on a device of this server."""
     reasons = []
     if (capability := capability_of(device)) != CAPABILITY:
         reasons.append(f"compute capability {capability}; supported: {CAPABILITY} (Hopper)")
@@ -67,6 +68,6 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def share_workspaces() -> None:
-    """Has captured graphs share workspaces: SGLang replays its graphs one at a time, and they share a memory pool."""
+    """Makes captured graphs share workspaces: SGLang replays its graphs one at a time, and they share a memory pool."""
     for pool in (POOL, COUNTERS):
         pool.share_among_captures()

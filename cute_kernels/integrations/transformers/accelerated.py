@@ -75,7 +75,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` did to a model; prints as a table.
+    """A summary of what `accelerate` did to a model; prints as a table.
 
     Attributes:
         rows: (what, before, after).
@@ -223,7 +223,8 @@ def restore(model: nn.Module) -> None:
 
 
 class _State:
-    """What an accelerated model has besides: its own methods, and memory for caches that `generate` has let go of."""
+    """The additional state of an accelerated model: its own methods, and memory of caches that `generate` has
+    released."""
 
     def __init__(self, model: Foreign, make_cache: functools.partial[DecodeCache] | None, graphs: bool) -> None:
         self.make_cache = make_cache
@@ -274,7 +275,7 @@ class _State:
         return _asked(self.model, options, "cache_implementation") in _DEFAULT_CACHES
 
     def cache_for(self, batch: int, columns: int) -> DecodeCache:
-        """An empty cache, in the memory of one that nobody holds any more if that is large enough."""
+        """An empty cache, in the memory of a released one if that is large enough."""
         columns = -(-columns // GRANULE) * GRANULE
         found = self.spare.copy()
         self.spare.clear()
@@ -330,7 +331,7 @@ def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
 
 
 def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
-    """(requests, columns) that a call of `generate` comes to: where it is off, the cache grows."""
+    """(requests, columns) that a call of `generate` is expected to reach; where that is wrong, the cache grows."""
 
     def asked(name: str, default: int) -> int:
         return _asked(model, options, name) or default
@@ -422,7 +423,8 @@ def _checked_latents(model: nn.Module, kv_format: object) -> bool:
 
 
 def _set_attention(model: Foreign, config: Foreign) -> None:
-    """Raises ValueError, with the attention as it was, for a model that takes no other."""
+    """Sets the attention implementation; raises ValueError, with the attention as it was, for a model that takes no
+    other."""
     model.set_attn_implementation(ATTENTION_NAME)
     if config._attn_implementation != ATTENTION_NAME:
         raise ValueError(
@@ -441,7 +443,7 @@ def _output_name(model: Foreign) -> str:
 
 
 def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> str:
-    """Quantises the layer that makes logits, unless it is; says what it is then."""
+    """Quantises the layer that makes logits, unless it is already; returns its format then."""
     if not isinstance(model.get_submodule(name), QuantizedLinear):
         others = [other for other, _ in model.named_modules() if other != name]
         quantize_model(model, **options, skip=others)
@@ -451,7 +453,7 @@ def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> st
 
 
 def _weight_options(argument: str, weights: object, model: nn.Module) -> dict[str, Any]:
-    """What "w4g128" or "mxfp4" says, as `quantize_model` takes it."""
+    """The arguments of `quantize_model` for "w4g128" or "mxfp4"."""
     if not isinstance(weights, str):
         raise TypeError(f"{argument}: got {type(weights).__name__}, want a str such as 'w4g128' or 'mxfp4', or None")
     form = weight_format(weights, argument)

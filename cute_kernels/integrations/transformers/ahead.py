@@ -1,13 +1,13 @@
-"""The decode step after the one that was asked for, begun before it is asked for.
+"""Begins the decode step after the one that was asked for, before it is asked for.
 
-Between two steps `generate` waits for the device, and then makes the next one's inputs on the host; the device has
-nothing to do meanwhile. Where it takes the likeliest token, the device knows those inputs: that token, and the next
-position. So the next step is begun at once, on a stream of its own. When it is asked for, what is given is compared
-with what it was begun with: only if that is the same are its outputs handed out. Else it is called back: its token is
-taken off the lengths, its row is written anew, and the step runs as usual.
+Between two steps `generate` waits for the device, and then makes the next one's inputs on the host; the device is idle
+meanwhile. In greedy decoding the device knows those inputs: the likeliest token, and the next position. So the next
+step is begun at once, on a stream of its own. When `generate` asks for it, its inputs are compared with those that were
+used. Only if they are equal are its outputs returned. Otherwise it is called back: its token is taken off the lengths,
+its row is written anew, and the step runs as usual.
 
-What the host does for it is little. A step that is recorded for such calls ends with the next one's inputs, where it
-reads them, and begins with a copy of its own on the host. So beginning the next one is one replay.
+This costs the host little. A step that is recorded for such calls ends by making the next one's inputs, where it reads
+them, and begins with a copy of its own on the host. So beginning the next one is one replay.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Lane:
-    """A stream beside the current one. On a CPU all is done in order, and nothing is waited for.
+    """A stream besides the current one. On a CPU all is done in order, and nothing is waited for.
 
-    Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is asked for once.
+    Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is looked up once.
 
     Attributes:
         outside: the stream that was the current one when the lane was entered last; None on a CPU.
@@ -62,17 +62,17 @@ class Lane:
         self._on_device.__exit__(*error)
 
     def follow(self) -> None:
-        """The lane goes on once the current stream's work is done."""
+        """Makes the lane wait for the current stream's work."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def mark(self) -> None:
-        """Marks a moment of the lane: all that it has been given so far."""
+        """Marks a moment of the lane: all work so far."""
         if self._moment is not None:
             self._moment.record(self.stream)
 
     def wait(self) -> None:
-        """The current stream goes on once the lane has come to the moment that was marked last."""
+        """Makes the current stream wait for the moment that was marked last."""
         if self.stream is not None and self._moment is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(self._moment)
 
@@ -104,7 +104,7 @@ class NextInputs:
 
 @dataclass
 class Begun:
-    """A step under way that nobody has asked for yet; it reads the recorded step's inputs, and fills its outputs.
+    """A step in flight that has not been asked for yet; it reads the recorded step's inputs, and fills its outputs.
 
     Attributes:
         step: the recorded step. lane: where it runs. of: the call that it was begun for.
@@ -115,7 +115,7 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Forgets it. Its row is behind the lengths then, as if it had never been written."""
+        """Forgets the step. Its row is behind the lengths then, as if it had never been written."""
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()

@@ -1,4 +1,4 @@
-"""transformers' attention function: which path a call takes.
+"""transformers' attention function: it chooses the path of a call.
 
 | keys and values | call | path |
 |---|---|---|
@@ -52,7 +52,7 @@ def attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as transformers' layers call it; the module's table says which path it takes.
+    """Computes attention as transformers' layers call it; the module's table says which path it takes.
 
     Args:
         module: the layer. Its ``is_causal`` (default True) holds where the argument is None.
@@ -153,7 +153,7 @@ _IMPOSSIBLE = torch.empty(0)
 
 
 def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:
-    """What is added to the scores, as the kernels have it: fp32 [batch, q_len, heads, capacity]; None for nothing."""
+    """The additive bias of the scores for the kernels: fp32 [batch, q_len, heads, capacity]; None for nothing."""
     if mask is not None:
         added = additive(mask, torch.float32 if bias is None else bias.dtype)
         bias = added if bias is None else bias + added
@@ -175,7 +175,7 @@ def _dense(
     causal: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over K and V as tensors."""
+    """Computes attention over K and V as tensors."""
     eager = [name for name in EAGER_OPTIONS if options.get(name) is not None]
     if options.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS:
         eager.append("position_bias")
@@ -218,8 +218,8 @@ def _can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
 
 
 def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`extend_attention` of all new columns; appends them. query: [batch, num_q_heads, new columns, head_dim]. Returns
-    [batch, new columns, num_q_heads, head_dim], 0 for padding."""
+    """Appends all new columns and computes `extend_attention` over them. query: [batch, num_q_heads, new columns,
+    head_dim]. Returns [batch, new columns, num_q_heads, head_dim], 0 for padding."""
     columns, is_first = tokens.columns, tokens.new == tokens.columns.count
     fresh = columns.fresh
     if is_first:

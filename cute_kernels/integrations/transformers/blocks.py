@@ -51,7 +51,7 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` in place of a module's own, which ``own`` is.
+    """A ``forward`` that replaces a module's own, which ``own`` is.
 
     Attributes:
         compiles: whether all that its call looks at is something that torch.compile guards.
@@ -69,11 +69,11 @@ class Block:
         self.module.forward = self
 
     def remove(self) -> None:
-        """Takes it away again, with all that it changed."""
+        """Removes the block again, with all that it changed."""
         self.module.__dict__.pop("forward", None)
 
     def _of_output(self, layer: nn.Module) -> Product:
-        """The product of the layer that the results come from: another one, if it was put in the first one's place."""
+        """The product of the layer that makes the results; made anew if another layer was put in its place."""
         if self._last.layer is not layer:  # never one that is served in order
             self._last = Product(layer)
         return self._last
@@ -91,8 +91,8 @@ BlockT = TypeVar("BlockT", bound=Block)
 
 
 def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
-    """A module's block of a kind, which may be called in the module's place: nobody looks at what goes into the module
-    or comes out. None while torch.compile traces, which follows modules."""
+    """A module's block of a kind, which may be called in the module's place, since no hook sees the module's inputs or
+    results. None while torch.compile traces, which follows modules."""
     block = vars(module).get("forward")
     if not isinstance(block, kind) or has_hooks(module) or torch.compiler.is_compiling():
         return None
@@ -233,7 +233,7 @@ class OrderedInputs:
         self.product = Product(layer, in_order=True)
 
     def is_current(self) -> bool:
-        """Whether the layer wants the order that it wanted: what is loaded into it may have another, or none.
+        """Whether the layer still has the same order: loading may give it another one, or none.
 
         Waits for the GPU in the first call after the layer was moved, or written: not one that is captured.
         """
@@ -254,15 +254,15 @@ class OrderedInputs:
 
 
 def wants_order(layer: nn.Module) -> bool:
-    """Whether a layer is quantised, has its inputs in act-order, and nothing else to do with them."""
+    """Whether a layer is quantised, has its inputs in act-order, and needs nothing else done with them."""
     return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is None
 
 
 class MlpBlock(Block):
     """A gated MLP whose projections are quantised: see `interleave`.
 
-    A down projection in act-order gets its inputs from the "swiglu" epilogue in that order: the rows of gate and up
-    stand in it. So it costs nothing.
+    A down projection in act-order gets its inputs from the "swiglu" epilogue in that order: the rows of gate and up are
+    put in it. So it costs nothing.
     """
 
     compiles = True
@@ -309,7 +309,7 @@ class MlpBlock(Block):
 
     def products(self) -> tuple[Product, Product] | None:
         """The product that a norm is for, and the last one; None for a call that the module's own ``forward``
-        serves."""
+        computes."""
         return (cast("Product", self._first), self._of_output(self.module.down_proj)) if self._serves() else None
 
     def _serves(self) -> bool:
@@ -328,7 +328,7 @@ class MlpBlock(Block):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer stands in a model.
+    """The position of a layer in a model.
 
     Attributes:
         stack: has the model's ``layers``, and the ``norm`` behind them.
@@ -343,7 +343,7 @@ class Place:
     next_layer: nn.Module | None
 
     def is_current(self) -> bool:
-        """Whether the same layer comes next still, or none."""
+        """Whether the same layer, or none, still comes next."""
         layers, number = self.stack.layers, self.number + 1
         return (layers[number] if number < len(layers) else None) is self.next_layer
 
@@ -395,7 +395,7 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """What attention's results go into. following: the norm of what the layer returns, and its product."""
+        """Where attention's results go. following: the norm of what the layer returns, and its product."""
         products = None if mlp is None else mlp.products()
         if products is None:
             return None
@@ -407,7 +407,7 @@ class LayerBlock(Block):
         return Ending(middle, last, following, taker)
 
     def _attended(self, hidden_states: torch.Tensor, into: Sum | Ending | None, kwargs: Mapping[str, Any]) -> Any:
-        """What attention makes of the norm of hidden states; `NormedRows` or `LayerRows` if that is in ``into``
+        """The results of attention for the norm of hidden states; `NormedRows` or `LayerRows` if they are in ``into``
         already."""
         before = getattr(self.module, self.known.before)
         attention = direct(self.module.self_attn, AttentionBlock)
@@ -425,7 +425,7 @@ class LayerBlock(Block):
         return None if attention is None else attention.taker(rows, kwargs)
 
     def _seen_by_alone(self) -> nn.Module | None:
-        """The norm that the sum goes to as it is, of the next layer; None if others may see it."""
+        """The norm of the next layer that alone reads the sum; None if others may."""
         following, next_layer = self.place.following, self.place.next_layer
         if torch.compiler.is_compiling():  # which sees no notes on tensors
             return None

@@ -1,8 +1,8 @@
-"""A format for each layer of a model's cache, from a budget of bytes.
+"""Chooses a format for each layer of a model's cache within a budget of bytes.
 
 Windows of text are read once with exact K and V. Their last tokens are then read again with the cache of one layer in
-one format: the KL divergence of the next token is that layer's loss. Losses of layers add up, nearly. A knapsack over
-them finds the formats, and the model with all of these is measured once more, beside each format in all layers.
+one format: the KL divergence of the next token is that layer's loss. Losses of layers nearly add up. A knapsack over
+them finds the formats. The model with all of these is measured once more, and compared with each format in all layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COLUMNS = 32  # that share a scale in the INT4 candidates, where a head has as 
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt, int64 [tokens], whose last ``answer`` tokens it has told before; the question takes ``asked`` more."""
+    """A prompt, int64 [tokens], that contains its last ``answer`` tokens before; the question takes ``asked`` more."""
 
     tokens: torch.Tensor
     asked: int
@@ -57,7 +57,7 @@ class _Read:
     scales: Scales
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [batch, heads, tokens, columns] behind the cache."""
+        """K and V [batch, heads, tokens, columns] as read from the cache."""
         transform = self.transform or CacheTransform()
         written = transform.keys(k.transpose(1, 2)), transform.values(v.transpose(1, 2))
         k_read, v_read = (
@@ -69,7 +69,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Probe:
-    """A text whose beginning is in ``cache``, exactly, and what the model says of the tokens that follow.
+    """A text whose beginning is in ``cache``, exactly, and the model's predictions for the tokens that follow.
 
     tokens: int64 [batch, tokens]. exact: fp32 log probabilities [batch, scored, vocabulary] of the last ones.
     """
@@ -165,7 +165,7 @@ def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
 
 
 def candidates_for(head_dim: int, dtype: torch.dtype) -> tuple[Pair, ...]:
-    """What a layer may have: 16 bits, K and V in INT8, V in INT4 beside it, INT4.
+    """The candidates of a layer: 16 bits; K and V in INT8; K in INT8 and V in INT4; INT4.
 
     head_dim: columns of the model's heads, of which 32 share a scale in INT4, or all there are. dtype: the model's.
     """
@@ -253,7 +253,7 @@ def choose_formats(
 
 
 def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """Which candidate each layer takes: the least sum of losses whose sizes add up to at most ``most``.
+    """The candidate of each layer with the least sum of losses whose sizes add up to at most ``most``.
 
     Raises ValueError if even the smallest are too many.
 

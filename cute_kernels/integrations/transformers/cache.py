@@ -41,7 +41,7 @@ _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) 
 
 
 def tokens_to_forget(count: int, length: int) -> int:
-    """How many of ``length`` tokens `Cache.crop(count)` forgets in the installed release of transformers.
+    """The number of ``length`` tokens that `Cache.crop(count)` forgets in the installed release of transformers.
 
     A negative count is tokens to forget. A positive one is the length to keep until 5.17, an error from 5.18 on; zero
     is a length as well where the argument is called max_length.
@@ -134,7 +134,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         return tuple(getattr(self, name) for name in self.stored)
 
     def operands(self) -> dict[str, Any]:
-        """What the kernels' calls want to know of the cache."""
+        """The arguments of the kernels' calls about the cache."""
         (k, v), (k_scale, v_scale) = self.rows, self.scales
         known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
         known["cache_layout"] = "HND"
@@ -176,7 +176,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def take(self, requests: torch.Tensor) -> None:
-        """Request b becomes what request requests[b] was; within the allocation if the batch stays as large."""
+        """Makes request b what request requests[b] was; within the allocation if the batch stays as large."""
         if not self.is_initialized:
             return
         for name, rows in zip(self.stored, self.rows, strict=True):
@@ -187,7 +187,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def keep(self, rows: torch.Tensor) -> None:
-        """The first rows of a request become those that ``rows`` [batch, rows] names."""
+        """Makes the first rows of a request those that ``rows`` [batch, rows] names."""
         for own in self.rows:
             first = own[..., : rows.shape[1], :].view(torch.uint8)
             index = rows.view(rows.shape[0], *[1] * (first.dim() - 3), rows.shape[1], 1)
@@ -200,7 +200,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         return self.count
 
     def get_max_length(self) -> int:
-        """Columns that there may be; -1 for no limit."""
+        """The most columns; -1 for no limit."""
         return -1 if self.book.max_seq_len is None else self.book.max_seq_len
 
     get_max_cache_shape = get_max_length  # as older releases call it
@@ -232,7 +232,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of columns that there are (not of the whole allocation)."""
+        """Bytes of the rows of existing columns (not of the whole allocation)."""
         if not self.is_initialized:
             return 0
         return sum(rows[..., : self.count, :].numel() * rows.element_size() for rows in self.rows)
@@ -273,7 +273,7 @@ class LatentCacheLayer(DecodeCacheLayer):
 
 @dataclass(eq=False)
 class _Book:
-    """What the layers of a cache have in common. It holds no layer and no cache: those are freed by being forgotten."""
+    """The common state of a cache's layers. It holds no layer and no cache: those are freed when they are forgotten."""
 
     kv_format: object
     max_seq_len: int | None
@@ -294,7 +294,7 @@ class _Book:
         return self.scales[index]
 
     def transform_of(self, index: int) -> CacheTransform | None:
-        """A layer's, None for one that changes nothing."""
+        """A layer's transform; None for one that changes nothing."""
         found = self.transforms
         if isinstance(found, Sequence):
             if index >= len(found):
@@ -313,7 +313,7 @@ class _Book:
         return self.columns
 
     def make_room(self, columns: int) -> None:
-        """Raises ValueError for more columns than there may be; else sees to it that the capacity suffices."""
+        """Raises ValueError for more columns than the cache may have; else ensures the capacity."""
         if self.max_seq_len is not None and columns > self.max_seq_len:
             raise ValueError(
                 f"key_states: got token {columns}, want at most the cache's max_seq_len {self.max_seq_len}"
@@ -374,7 +374,7 @@ class DecodeCache(Cache):
 
     @classmethod
     def over(cls, layers: list[Any], book: _Book) -> DecodeCache:
-        """An empty cache in the memory of another one, which nobody uses any more: its recorded steps serve again."""
+        """An empty cache in the memory of another one that is not used any more: its recorded steps stay valid."""
         cache = cls.__new__(cls)
         cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
         cache._take_layers(layers)
@@ -383,7 +383,7 @@ class DecodeCache(Cache):
 
     @property
     def columns(self) -> Columns | None:
-        """What the layers share; None before the first pass."""
+        """The state that the layers share; None before the first pass."""
         return self.book.columns
 
     def reset(self) -> None:
@@ -402,7 +402,7 @@ class DecodeCache(Cache):
                 layer.count -= forgotten
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Request b becomes what request beam_idx[b] was; the rows are copied within the allocation."""
+        """Makes request b what request beam_idx[b] was; the rows are copied within the allocation."""
         self._select(lambda requests: requests[beam_idx.to(requests.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -415,7 +415,8 @@ class DecodeCache(Cache):
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses what layers cache besides K and V: states of convolutions and recurrences, indexers' keys."""
+        """Refuses everything that layers cache besides K and V: states of convolutions and recurrences, indexers'
+        keys."""
         layer = kwargs.get("layer_idx", next((one for one in args if isinstance(one, int)), "?"))
         raise NotImplementedError(
             f"past_key_values: layer {layer} caches another state than keys and values, of which a DecodeCache has "
@@ -426,7 +427,7 @@ class DecodeCache(Cache):
     update_conv_state = update_recurrent_state = update_indexer = _refuse
 
     def advance(self) -> None:
-        """A replay of a recorded step has added one token to each request."""
+        """Notes that a replay of a recorded step has added one token to each request."""
         assert self.columns is not None
         self.columns.advance()
         for layer in self._layers:
@@ -434,7 +435,7 @@ class DecodeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' rows of columns that there are."""
+        """Bytes of all layers' rows of existing columns."""
         return sum(layer.num_bytes for layer in self._layers)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -452,7 +453,7 @@ class DecodeCache(Cache):
 
 
 def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
-    """The layer after those that there are: transformers makes them in order, as the first pass reaches them."""
+    """Makes the next layer: transformers makes them in order, as the first pass reaches them."""
     kind = LatentCacheLayer if book.kv_format in LATENT_FORMATS else DecodeCacheLayer
     return kind(book, len(layers))
 

@@ -1,4 +1,4 @@
-"""What a `DecodeCache` is told: formats of its layers, scales beside it, transforms of K and V."""
+"""The options of a `DecodeCache`: formats of its layers, scales beside it, transforms of K and V."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
 def constants_for(
     scales: Scales | None, kv_transform: object
 ) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
-    """(scales, transforms) of what `DecodeCache` is given of both.
+    """(scales, transforms) from the arguments of `DecodeCache`.
 
     Raises:
         TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.

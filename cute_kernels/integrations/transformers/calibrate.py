@@ -32,7 +32,7 @@ _WATCHED = "cute_kernels_watched"  # the attention implementation while a model 
 
 
 class Seen(NamedTuple):
-    """What a layer's attention was given in a pass, after RoPE and without padding, as its cache gets it.
+    """The inputs of a layer's attention in a pass, after RoPE and without padding, as its cache gets them.
 
     q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim]. lengths: tokens of each request.
     """
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 class _SeenLayer(DynamicLayer):
-    """transformers' own layer, which keeps what it is given for the attention that follows."""
+    """transformers' own layer, which keeps its inputs for the attention that follows."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         self.given = (key_states, value_states)
@@ -107,7 +107,7 @@ def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen
 
 @contextmanager
 def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
-    """A model whose attention is ``attend``, called as transformers calls its own; as it was afterwards."""
+    """Makes a model's attention ``attend`` within this block, called as transformers calls its own."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     AttentionInterface.register(_WATCHED, attend)
@@ -133,7 +133,7 @@ def calibrate(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> list[Scales]:
-    """Scales for `accelerate` and `DecodeCache`, found by running a model over samples of what it will read.
+    """Finds scales for `accelerate` and `DecodeCache`, by running a model over samples of what it will read.
 
     Args:
         model: a transformers model that generates.
@@ -160,7 +160,7 @@ class CacheMoments:
 
 
 def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMoments:
-    """What the transforms of all formats are made from, by one pass of a model over samples of what it will read.
+    """Gathers what the transforms of all formats are made from, in one pass of a model over samples of its texts.
 
     Args:
         model, batches: as `calibrate` takes them.
@@ -199,7 +199,7 @@ def calibrate_cache(
     about: Mapping[str, str] | None = None,
     moments: CacheMoments | None = None,
 ) -> CacheConstants:
-    """Constants of a model's cache, transforms and scales, from samples of what it will read.
+    """Finds constants of a model's cache, transforms and scales, from samples of what it will read.
 
     Transforms are those that `cute_kernels.kv_cache.Moments` gives, with rotations as wide as the columns that share a
     scale. K in a dense format is left alone, and so is V in any that gains nothing.
@@ -255,7 +255,7 @@ def _transform(
     values: Values,
     seed: int,
 ) -> CacheTransform | None:
-    """A layer's transform, of what its formats gain from."""
+    """A layer's transform, with the parts that its formats gain from."""
     assert moments.sizes is not None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
     dense = not format_of(formats[0]).is_coded

@@ -1,4 +1,4 @@
-"""Which of transformers' columns are in a cache, and where: what the layers of one cache share.
+"""Maps transformers' columns to the tokens of a cache: the state that the layers of one cache share.
 
 transformers counts padding as tokens: a batch is a rectangle of columns, and a mask says which of them are tokens. The
 cache holds tokens only. Token t of a request is row t, whatever stands between it and the one before; the request's
@@ -20,7 +20,7 @@ GRANULE = 256
 
 
 class NotStaticError(RuntimeError):
-    """A decode step cannot be recorded: it takes a path that depends on the step."""
+    """A decode step cannot be recorded, because its path depends on the step."""
 
 
 class BegunStep(Protocol):
@@ -86,12 +86,12 @@ class Columns:
         return self._tokens is None
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
-        """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""
+        """Whether the layer whose mask has this padding settled the pass; else its mask alone says what is visible."""
         return padding is None or self._padding_was_given
 
     @property
     def is_whole(self) -> bool:
-        """Whether the new columns are tokens, all of them."""
+        """Whether all new columns are tokens."""
         return self.fresh is None
 
     def call_back(self) -> None:
@@ -103,7 +103,7 @@ class Columns:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin(self, new: int) -> None:
-        """A forward pass over ``new`` columns has reached its first layer."""
+        """Begins a forward pass over ``new`` columns, when it reaches its first layer."""
         if not self.static:
             self.call_back()
         self.new, self.kept = new, None
@@ -114,7 +114,7 @@ class Columns:
             self.count += new
 
     def settle(self, padding: object) -> None:
-        """Takes in what the pass's mask says; called by every layer, and the first call counts.
+        """Applies the padding of the pass's mask; every layer calls it, and the first call counts.
 
         padding: bool [batch, count], True where a column is a token; None where all are; or `UNKNOWN`.
 
@@ -139,7 +139,7 @@ class Columns:
             self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
 
     def _take(self, padding: object) -> torch.Tensor | None:
-        """Which of the new columns are tokens, None for all."""
+        """The new columns that are tokens, None for all."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
         self.is_certain = self.is_certain and padding is not UNKNOWN
@@ -160,7 +160,7 @@ class Columns:
         return None if bool(fresh.all()) else fresh
 
     def is_known(self, older: torch.Tensor) -> bool:
-        """Whether ``older`` is the mask of these columns that passes had before. Waits for the device."""
+        """Whether ``older`` is the mask of these columns in earlier passes. Waits for the device."""
         return torch.equal(older.to(torch.bool), self.tokens(older.shape[1]))
 
     def _hide(self, older: torch.Tensor) -> None:
@@ -219,13 +219,14 @@ class Columns:
             self._before = None
 
     def place_before(self) -> None:
-        """Gives a recorded step, which adds one to ``before``, its columns before; most find what the last one left."""
+        """Sets ``before`` of a recorded step, which adds one to it, to its columns before; mostly the last step left it
+        so."""
         if self._before != self.count:
             self.before.fill_(self.count)
         self._before = self.count + 1
 
     def advance(self) -> None:
-        """A replay has added one token to each request; the device knows."""
+        """Notes that a replay has added one token to each request; the device has done so."""
         self.count += 1
         self.new = 1
         self.fresh = self._slots = None
@@ -252,7 +253,7 @@ class Columns:
         self._before = None
 
     def select(self, requests: torch.Tensor) -> None:
-        """Request b becomes what request requests[b] was; in place if the batch stays as large."""
+        """Makes request b what request requests[b] was; in place if the batch stays as large."""
         self.call_back()
         with torch.inference_mode(False):
             chosen = self.seq_lens.index_select(0, requests)

@@ -46,7 +46,7 @@ def shaped(x: Rows) -> torch.Tensor:
 
 
 class Product:
-    """A quantised layer as operands of its product; of what is loaded into it, too.
+    """A quantised layer as the operands of its product, read anew after loading.
 
     Args:
         layer: any module; one of another kind has no product.
@@ -77,14 +77,14 @@ class Product:
         return getattr(self.layer, "bias", None)
 
     def may_defer(self) -> bool:
-        """Whether the layer is its product and nothing else, which nobody looks at; but for a bias."""
+        """Whether the layer is nothing but its product, perhaps with a bias, and no hook sees it."""
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False
         return layer.activations is None and not has_hooks(layer) and "forward" not in vars(layer)
 
     def __call__(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
-        """[..., N] of x [..., K]; half as many columns of "swiglu"."""
+        """Computes [..., N] of x [..., K]; half as many columns for "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
         return quantized_linear(
@@ -94,7 +94,7 @@ class Product:
 
 
 class Sum(NamedTuple):
-    """What a block's results go into.
+    """Where a block's results go: into a residual sum and its norm.
 
     Attributes:
         residual: they are added to it.
@@ -122,7 +122,7 @@ class Sum(NamedTuple):
         return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
-        """The sum of a product of x, with its norm; None if the product does not leave that to the next one."""
+        """The sum of a product of x, with its norm; None if the product does not defer the norm."""
         if not self.takes(x, product):
             return None
         weight, eps, offset = terms_of(self.norm)
@@ -131,7 +131,7 @@ class Sum(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What attention's results go into, where the layer ends without anything but products.
+    """Where attention's results go, if the rest of the layer is nothing but products.
 
     Attributes:
         middle: of attention's own product.
@@ -146,14 +146,14 @@ class Ending(NamedTuple):
     taker: Product | None
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
-        """The layer's results, of attention's x, if one launch makes them; else what the `Sum` gives."""
+        """The layer's results from attention's x, if one launch computes them; else those of the `Sum`."""
         call = self._call(x, product)
         if call is not None and is_one_launch(call):
             return layer(call)
         return self.middle.given(x, product)
 
     def _call(self, x: torch.Tensor, o: Product) -> LayerCall | None:
-        """The products from attention to attention, if they are what the layer computes."""
+        """The arguments of the products from attention to attention, if the layer computes nothing else."""
         if x.dim() == 0 or not serves_rows(x.numel() // x.shape[-1]):
             return None
         gate_up, down, qkv = self.middle.taker, self.down, self.taker

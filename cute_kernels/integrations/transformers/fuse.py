@@ -31,7 +31,7 @@ CHECKED_TOKENS = 4
 
 @dataclass
 class Fused:
-    """What `fuse` did: how many blocks of each kind run in fewer launches, and why others do not."""
+    """The result of `fuse`: the number of blocks of each kind that run in fewer launches, and why others do not."""
 
     attention: int = 0
     mlp: int = 0
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | No
 
 
 def restore_blocks(model: nn.Module) -> None:
-    """Takes them away again; layers that were merged are what they were, bit for bit."""
+    """Removes the blocks again; layers that were merged are what they were, bit for bit."""
     for module in list(model.modules()):
         if isinstance(block := vars(module).get("forward"), Block):
             block.remove()
@@ -160,7 +160,7 @@ class _Stack:
 
 
 def _installed(block: Block, results: Callable[[Any], list[torch.Tensor]], fused: Fused) -> bool:
-    """Whether a block is in place: it is if it gives what the module's own ``forward`` gives.
+    """Puts a block in place if its results are those of the module's own ``forward``. Returns whether they are.
 
     results: of a ``forward``, on inputs that are the same each time.
     """

@@ -73,7 +73,7 @@ class Step:
 
 @dataclass
 class _Call:
-    """A call of `generate`: what it begins ahead, if it does, and the step that it replayed last."""
+    """A call of `generate`: the steps that it begins ahead, if any, and the step that it replayed last."""
 
     lookahead: Lookahead | None
     last: _Replayed | None = None
@@ -81,7 +81,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """A step that was replayed, and how it was called: the next call of `generate` differs by its tensors' values.
+    """A step that was replayed, and its arguments: the next call of `generate` differs in its tensors' values alone.
 
     Attributes:
         steps: where it is kept while it may be replayed, under ``key`` in the cache's recordings.
@@ -110,8 +110,8 @@ class _Replayed:
         return cls(step, cache, steps, key, tuple(given), others, tensors, given.get("attention_mask") is not None)
 
     def is_called(self, given: Mapping[str, Any], epoch: object) -> bool:
-        """Whether that is the same step once more. What `StepReplay._is_step` asks for and a call of `generate` does
-        not change is not asked again."""
+        """Whether a call is the same step once more. Conditions of `StepReplay._is_step` that a call of `generate` does
+        not change are not checked again."""
         columns = self.cache.columns
         if columns is None or columns.epoch is not epoch or columns.graphs.get(self.key) is not self.steps:
             return False
@@ -137,7 +137,7 @@ _THREAD = threading.local()
 
 
 class StepReplay:
-    """``forward`` of a model, whose decode steps are replayed.
+    """The ``forward`` of a model, whose decode steps are replayed.
 
     Args:
         forward: the model's own.
@@ -167,8 +167,8 @@ class StepReplay:
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
-        """What every call compares is compared once: the model, and the mask's older columns, which would wait for the
-        device. `generate` changes neither; it appends a column of ones at every step.
+        """Compares once per call of `generate` what every step would compare: the model, and the mask's older columns,
+        which would wait for the device. `generate` changes neither; it appends a column of ones at every step.
 
         cache: where it keeps the tokens. columns: how many there will be, if each is the likeliest one: steps are
         begun before they are asked for then. 0: they are not.
@@ -192,7 +192,8 @@ class StepReplay:
         return vars(_THREAD).get("calls", {}).get(id(self))
 
     def _look_at_model(self) -> None:
-        """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
+        """Notes whether the model has changed, which ends recordings: another weight, layer or hook makes another
+        state."""
         found = state_of(owner_of(self.forward))
         if found != self._state:
             self._state, self._epoch = found, object()
@@ -256,7 +257,7 @@ class StepReplay:
     def _record(
         self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any], foresees: bool
     ) -> Step | None:
-        """The recorded step, None if it cannot be recorded. foresees: whether it notes its inputs and makes the next
+        """Records a step; None if it cannot be recorded. foresees: whether it notes its inputs and makes the next
         one's."""
         columns.call_back()
         inputs = StepInputs(tensors)
@@ -324,7 +325,7 @@ class StepReplay:
 
 
 def owner_of(method: Callable[..., Any]) -> Any:
-    """The model that a method is of, whatever wraps it."""
+    """The model that a method belongs to, whatever wraps it."""
     return inspect.unwrap(method, stop=lambda inner: hasattr(inner, "__self__")).__self__
 
 
@@ -350,8 +351,8 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
 
 
 def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """(what decides a recording, tensors, other arguments) of a step's arguments but the mask; None for arguments that
-    a recording knows nothing of."""
+    """(what decides a recording, tensors, other arguments) of a step's arguments without the mask; None for arguments
+    that a recording does not know."""
     parts: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
@@ -390,7 +391,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
 
 
 def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Outputs that no replay overwrites, with the caller's cache in them."""
+    """Copies of outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: object) -> object:
         return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
@@ -399,7 +400,7 @@ def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], t
 
 
 def _mapped(outputs: object, function: Callable[[Any], Any]) -> Any:
-    """A model's outputs, each one's function in its place."""
+    """A model's outputs with a function applied to each."""
     if isinstance(outputs, torch.Tensor) or outputs is _CACHE:  # before what takes longer to ask
         return function(outputs)
     if isinstance(outputs, ModelOutput):

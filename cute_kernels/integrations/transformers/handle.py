@@ -1,4 +1,4 @@
-"""What a layer's cache hands to attention in place of K and V."""
+"""The handle that a layer's cache passes to attention instead of K and V."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTENTION_NAME = "cute_kernels"
 
 @dataclass(frozen=True)
 class Prologue:
-    """What happens to q and k before attention.
+    """The operations on q and k before attention.
 
     Attributes:
         options: `append_and_decode`'s, which does it.
@@ -37,7 +37,7 @@ class Prologue:
 
 
 class CachedTokens:
-    """What attention needs of one layer's cache, passed where transformers passes K and V.
+    """One layer's cache as attention needs it, passed where transformers passes K and V.
 
     The new tokens are not in the cache yet: attention appends them, since it knows the mask, and in the same launch
     where it can. A layer that reads another one's keys gets the same handle again, whose tokens are appended then.
@@ -65,18 +65,19 @@ class CachedTokens:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     def to(self, device: torch.device) -> CachedTokens:
-        """Itself: layers that read another one's keys ask for them on their own device, and all are on one."""
+        """The handle itself: layers that read another one's keys ask for them on their own device, and all are on
+        one."""
         if device != self.new_k.device:
             raise ValueError(f"device: got {device}, want the cache's {self.new_k.device}: a model on one device")
         return self
 
     @property
     def new(self) -> int:
-        """Columns of this pass."""
+        """The columns of this pass."""
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """`Columns.settle`, of the pass that this handle is of; the layer's rows are those that the pass sees then."""
+        """Calls `Columns.settle` for this handle's pass; the layer's rows are those that the pass sees then."""
         try:
             self.columns.settle(padding)
         except ValueError:
@@ -87,7 +88,7 @@ class CachedTokens:
         self.is_settled = True
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries as attention by any other way than `attend` reads them; the new keys are so as well then."""
+        """The rotated queries, for any attention but `attend`; the new keys are rotated as well then."""
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -145,7 +146,7 @@ class CachedTokens:
 
 def token_major(x: torch.Tensor) -> torch.Tensor:
     """[batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read: heads
-    side by side, columns evenly spaced. A copy only where it is not so."""
+    together, columns at one distance. A copy is made only where it is not so."""
     x = x.transpose(1, 2)
     batch, columns, heads, head_dim = x.shape
     side_by_side = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
@@ -161,8 +162,8 @@ def _numbers(
     rows: torch.Tensor | None,
     undo: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Rows [batch, tokens, num_kv_heads, row] as [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype, a
-    transform undone by ``undo``."""
+    """Rows [batch, tokens, num_kv_heads, row] as numbers [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype,
+    with a transform undone by ``undo``."""
     dtype = like.dtype if undo is None else torch.float32
     numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=dtype, scale=scale)
     found = (numbers if undo is None else undo(numbers).to(like.dtype)).transpose(1, 2)
@@ -172,7 +173,8 @@ def _numbers(
 
 
 def why_not() -> str:
-    """Why a reader does not understand the handle: names the module whose code asks, and what it does instead."""
+    """The message for code that does not understand the handle: it names the module whose code asks, and what it does
+    instead."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):

@@ -1,4 +1,5 @@
-"""The inputs of a recorded step: where it reads them, and what they are, which the host knows without asking for it."""
+"""The inputs of a recorded step: where it reads them, and their values, which the host knows without waiting for the
+device."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ _ALIGNED_BYTES = 256
 
 
 class StepInputs:
-    """Where a recorded step reads its inputs; those of one dtype lie side by side.
+    """Where a recorded step reads its inputs; those of one dtype lie together.
 
-    Inputs are compared on the host, where that needs no kernel: one that compares on a GPU waits for a place beside the
-    step that runs there. Few calls of torch do it: after `generate`'s own work each takes three times as long as in a
-    loop, and they are most of what the host does.
+    Inputs are compared on the host where that needs no kernel: a kernel that compares would wait for room beside the
+    step that runs. It takes few calls of torch: after `generate`'s own work each takes three times as long as in a
+    loop, and they are most of the host's work.
 
     Args:
         given: the first step's, by the names of ``forward``'s arguments.
@@ -44,14 +45,14 @@ class StepInputs:
         torch._foreach_copy_(self._read, [given[name] for name in self._names])
 
     def note(self) -> None:
-        """Tells the host what the inputs are; it knows once `wait`'s stream has come to this."""
+        """Starts copying the inputs' values to the host, which has them after `wait`."""
         for group in self._groups:
             group.noted.copy_(group.memory, non_blocking=True)
         for moment, device in self._moments:
             moment.record(torch.cuda.current_stream(device))
 
     def wait(self, current: torch.cuda.Stream | None = None) -> None:
-        """The current stream, which the caller may know, goes on once the inputs were noted."""
+        """Makes the current stream, which the caller may know, wait until the inputs have been noted."""
         for moment, device in self._moments:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
@@ -61,7 +62,7 @@ class StepInputs:
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 
     def __del__(self) -> None:
-        """Waits for the last note: torch hands the host's memory out again, and knows of no replay that writes it."""
+        """Waits for the last note: torch reuses the host's memory, and does not know of a replay that writes it."""
         for moment, _ in getattr(self, "_moments", ()):
             if not torch.cuda.is_current_stream_capturing():
                 moment.synchronize()

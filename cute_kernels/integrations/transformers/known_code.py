@@ -1,4 +1,4 @@
-"""Which code a class of transformers runs: model files copy each other's classes, and a name says little.
+"""Recognises the code that a class of transformers runs: model files copy each other's classes, and a name says little.
 
 Two methods are the same if their instructions are, and those of the functions of their model files that they call.
 """
@@ -88,8 +88,8 @@ def passes_masks_on(kind: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def supports_sdpa(config: type) -> bool:
-    """Whether all model classes that may ask for a mask with a configuration of this class support SDPA, as those do
-    that nobody knows. torch.compile can ask while it traces: the answer is a constant."""
+    """Whether all model classes that may ask for a mask with a configuration of this class support SDPA; unknown
+    classes count as if they do. torch.compile can ask while it traces: the answer is a constant."""
     return all(kind._supports_sdpa for kind in _models_asking_with(config))
 
 
@@ -126,7 +126,7 @@ def _models_of(config: type) -> list[type[PreTrainedModel]]:
 
 
 def _loaded_models() -> Iterator[type[PreTrainedModel]]:
-    """All that a running model can be of."""
+    """All classes that a running model can have."""
     pending, found = [PreTrainedModel], set[type]()
     while pending:
         for kind in pending.pop().__subclasses__():
@@ -154,7 +154,7 @@ def _beside(kind: type) -> Iterator[type]:
 
 
 def _is_part(called: ast.expr) -> bool:
-    """Whether a call is one of a module's part, or of an attention function."""
+    """Whether a call goes to one of a module's parts, or to an attention function."""
     if isinstance(called, ast.Name):
         return called.id in _ATTENTION_FUNCTIONS
     return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"
@@ -166,8 +166,8 @@ def _parameters(function: object) -> tuple[str, ...]:
 
 
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:
-    """What methods of a class do, whatever they are called and wherever they stand; decorators are looked through.
-    None if it has none of them."""
+    """The code of a class's methods, whatever they are called and wherever they are defined; decorators are looked
+    through. None if it has none of them."""
     found = tuple(
         _code_of(inspect.unwrap(method)) for name in names if hasattr(method := _method(kind, name), "__code__")
     )

@@ -31,7 +31,7 @@ EXPANSION = ("deepseek_v3", "DeepseekV3Attention")
 
 
 class CachedLatents(CachedTokens):
-    """`CachedTokens` of a layer with latents.
+    """The `CachedTokens` of a layer with latents.
 
     Attributes:
         new_k, new_v: [batch, 1, new columns, 512] latents, and [batch, 1, new columns, 64] rotated keys.
@@ -93,9 +93,9 @@ class CachedLatents(CachedTokens):
 
 
 class Expansion:
-    """``expand_kv`` in place of an attention's own: it hands on what is packed.
+    """An ``expand_kv`` that replaces an attention's own and passes on packed latents.
 
-    Of a quantised projection it keeps the weight in 16 bits, unpacked once for each state of the layer.
+    For a quantised projection it keeps the weight in 16 bits, unpacked once for each state of the layer.
     """
 
     def __init__(self, module: Any) -> None:
@@ -127,8 +127,7 @@ class Expansion:
 
 
 def replace_expansions(model: nn.Module) -> None:
-    """Lets a model's attention read caches of latents; its latents are those that `latents_refusal` has nothing
-    against."""
+    """Lets a model's attention read caches of latents; `latents_refusal` must accept its latents."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["expand_kv"] = Expansion(module)

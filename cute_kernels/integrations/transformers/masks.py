@@ -1,5 +1,5 @@
-"""What an attention mask says. transformers describes a mask by a function of four indices and has each attention
-implementation make of it what it reads.
+"""Interprets attention masks. transformers describes a mask by a function of four indices, and each attention
+implementation makes of it what it reads.
 
 This one makes SDPA's boolean mask, which is right for every function, and notes on the tensor what the kernels can take
 as an option instead: causal, or causal within a window. A model that changes the mask makes another tensor, without
@@ -95,12 +95,12 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _may_be_causal(options: dict[str, Any]) -> bool:
-    """Whether no mask stands for a causal one."""
+    """Whether the absence of a mask stands for a causal one."""
     return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
 
 
 def _asking_module() -> torch.nn.Module | None:
-    """The module whose code asks for a mask; None where nobody can tell, as while torch.compile traces it."""
+    """The module whose code asks for a mask; None where that is unknown, as while torch.compile traces it."""
     if torch.compiler.is_compiling():
         return None
     frame = sys._getframe(2)
@@ -128,7 +128,7 @@ def _is_added(asking: torch.nn.Module, config: type) -> bool:
 
 
 def _as_read(mask: torch.Tensor, is_added: bool, options: dict[str, Any]) -> torch.Tensor:
-    """A boolean mask, or what is added to scores in its place."""
+    """A boolean mask, or the additive one in its place, as the module reads it."""
     return additive(mask, options.get("dtype") or torch.float32) if is_added else mask
 
 
@@ -154,7 +154,7 @@ def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.T
 
 
 def pattern_of(mask: torch.Tensor | None) -> Pattern | None:
-    """What can be taken in place of a mask; None for a mask without a note, which says more than that."""
+    """The pattern that can replace a mask; None for a mask without a note, which may say more."""
     return None if mask is None else getattr(mask, _NOTE, None)
 
 
@@ -175,7 +175,7 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 
 def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
-    """What transformers' own causal functions say, None for any other function."""
+    """The pattern of transformers' own causal functions, None for any other function."""
     if function is causal_mask_function:
         return Pattern()
     size = _parts(function)
@@ -215,6 +215,6 @@ def _is_aligned(options: dict[str, Any]) -> bool:
 
 
 def _q_len(options: dict[str, Any]) -> int:
-    """Older releases give the queries' positions instead of their number."""
+    """The number of queries. Older releases give their positions instead."""
     positions = options.get("cache_position")
     return options["q_length"] if positions is None else positions.shape[0]

@@ -1,8 +1,8 @@
 """Linear layers that read the same input, as one layer, in the memory of one.
 
-`merge` puts layers side by side and leaves them views of the merged one, so both can be run and nothing is there twice.
+`merge` joins layers and makes them views of the merged one, so both can be run and nothing is in memory twice.
 `interleave` makes of a gate and an up projection the weight that the "swiglu" epilogue reads, whose rows alternate. No
-layer can be a view of that; `PartOfPair` stands in their places, and makes of it what it is asked for.
+layer can be a view of that; `PartOfPair` replaces them, and makes their tensors on request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SHARED = ("perm", "input_scale")
 
 
 def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
-    """One layer with the outputs of ``parts`` side by side, whose tensors those of the parts become views of.
+    """Makes one layer with the outputs of ``parts`` joined, whose tensors those of the parts become views of.
 
-    None, with nothing changed, where that cannot be: other kinds of layers, or of formats that differ.
+    Returns None, with nothing changed, where that cannot be: other kinds of layers, or of formats that differ.
     """
     if all(type(part) is nn.Linear for part in parts):
         return _merge_dense(parts)
@@ -36,7 +36,7 @@ def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def is_merged(merged: nn.Module, parts: Sequence[nn.Module]) -> bool:
-    """Whether the parts are views of the merged layer still: nothing was moved, loaded or put in their places."""
+    """Whether the parts are still views of the merged layer: nothing was moved, loaded or replaced."""
     name = "codes" if isinstance(merged, QuantizedLinear) else "weight"
     whole = _tensor(merged, name)
     place = 0 if whole is None else whole.data_ptr()
@@ -128,7 +128,8 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
 
 
 def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) -> QuantizedLinear | None:
-    """One layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are gate's.
+    """Makes one layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are
+    gate's.
 
     order: int [N]; pair i is row order[i] of each, for a layer behind that has its inputs in that order (act-order).
     None where the layers are not quantised, or of formats that differ.
@@ -160,10 +161,10 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
 
 
 class PartOfPair(QuantizedLinear):
-    """A gate projection, an up projection, or both in one layer, whose rows stand interleaved in a layer of both.
+    """A gate projection, an up projection, or both in one layer, whose rows are interleaved in a layer of both.
 
-    It is the layer that it stands for: to state dicts, to whoever reads its tensors, which are made anew then, and as a
-    module; only `forward` costs more, since it computes both. Loading wants `separate` first.
+    It behaves as the layer that it replaces: in state dicts, for code that reads its tensors, which are made anew then,
+    and as a module. Only `forward` costs more, since it computes both. Loading needs `separate` first.
 
     Args:
         pair: as `interleave` makes it.
@@ -191,7 +192,7 @@ class PartOfPair(QuantizedLinear):
         return torch.cat([2 * pairs + half for half in self.halves])
 
     def separate(self) -> QuantizedLinear:
-        """The layer that it stands for, bit for bit."""
+        """Makes the layer that it replaces, bit for bit."""
         (pair,) = self.pair
         weight = pair.weight
         k = weight.shape[1]

@@ -78,7 +78,7 @@ class _Product(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Rows of which the product behind their norm is there. weight: the product's."""
+    """Rows whose norm has been multiplied by a weight already. weight: that of the product."""
 
     rows: NormedRows
     weight: PackedWeight
@@ -86,7 +86,7 @@ class Projected(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A norm that is the next product's. parts: what the launch before left of it; None for all of it."""
+    """A norm that the next product applies. parts: those that the launch before stored; None if it stored none."""
 
     parts: DeferredParts | None
 
@@ -105,7 +105,7 @@ class _Made:
 
 
 def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
-    """What is noted of a sum's norm by ``module``, if the sum is as it was."""
+    """The note on a sum's norm by ``module``, if the sum has not changed."""
     made = getattr(total, _NOTE, None)
     if made is None or made.module is not module or made.version != version_of(total):
         return None
@@ -113,12 +113,12 @@ def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a norm is replaced, and nobody looks at what goes in or comes out."""
+    """Whether a norm is replaced, and no hook sees its inputs or results."""
     return _is_replaced(module) and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into a module or comes out, or changes it."""
+    """Whether a hook sees, or changes, a module's inputs or results."""
     return bool(module._forward_hooks or module._forward_pre_hooks or _HOOKS_OF_ALL or _PRE_HOOKS_OF_ALL)
 
 
@@ -135,14 +135,14 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tu
 
 
 def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """The sum, with a note of its norm, which ``module`` returns when it gets the sum as it is now."""
+    """The sum, with a note of its norm, which ``module`` returns when it gets the unchanged sum."""
     result, total = add_and_norm(x, residual, module)
     setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """The rows, with a note of what is there of their norm by ``module``: `deferred_norm_of` finds it."""
+    """The rows, with a note of the parts of their norm by ``module``: `deferred_norm_of` finds it."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 

@@ -59,12 +59,12 @@ class ModelRope:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Changes when a tensor is written; None for tensors of inference mode, which do not count."""
+    """A number that changes when a tensor is written; None for tensors of inference mode, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def rope_of(rotary: nn.Module, layer_type: str | None = None) -> ModelRope | None:
-    """A rotary embedding of transformers as a `Rope`; None if that cannot say what it applies.
+    """A rotary embedding of transformers as a `Rope`; None if a `Rope` cannot express it.
 
     layer_type: for models that have an embedding for each, as Gemma 3 has.
     """

@@ -101,7 +101,7 @@ class RouterBlock(Block):
 
 
 def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
-    """A block for each router that is known, and whose results quantised experts take."""
+    """Blocks for all routers that are known, and whose results quantised experts take."""
     for module in model.modules():
         children = dict(module.named_children())
         if isinstance(module, QuantizedMoE) or isinstance(children.get("experts"), QuantizedRoutedExperts):
@@ -112,7 +112,8 @@ def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
 
 
 def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Weights that a ``forward`` of the router gives tokens of noise, sorted: rounding may change whose the last is."""
+    """Weights that a ``forward`` of the router gives tokens of noise, sorted: rounding may change which expert is
+    last."""
     weight = block.module.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn((CHECKED_TOKENS, weight.shape[1]), generator=generator, device="cpu", dtype=torch.float32)

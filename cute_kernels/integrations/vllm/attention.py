@@ -57,7 +57,7 @@ from cute_kernels.runtime.native import compiler_version
 
 
 class CuteKernelsAttentionBackend(Pages):
-    """What vLLM asks of a backend before it chooses it."""
+    """The backend as vLLM queries it before it chooses one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update: bool = True
@@ -96,7 +96,7 @@ class CuteKernelsAttentionBackend(Pages):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """vLLM's reasons against, and this backend's own; the first time they are given, one line says them.
+        """The reasons against, vLLM's and this backend's own; the first time one line logs them.
 
         Raises:
             ValueError: the environment asks for a cache format that cannot be had, or not with this dtype.
@@ -135,7 +135,7 @@ class CuteKernelsAttentionBackend(Pages):
 
 
 def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False) -> list[str]:
-    """What speaks against the backend in the engine's configuration. extends: whether extend attention reads caches.
+    """The reasons against the backend in the engine's configuration. extends: whether extend attention reads caches.
     slides: whether the layer has a window."""
     config = get_current_vllm_config_or_none()
     if config is None:
@@ -163,7 +163,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
 
 
 def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
-    """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
+    """The message about kernels that are in no bundle where they cannot be compiled; else nothing."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []
@@ -208,7 +208,8 @@ def _device() -> torch.device:
 
 
 def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
-    """``now``, where ``before`` lies if there is one: captured graphs read it there when weights are loaded again."""
+    """The tensor ``now``, in the memory of ``before`` if there is one: captured graphs read it there when weights are
+    loaded again."""
     return now if before is None else before.copy_(now)
 
 
@@ -266,7 +267,8 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query, output: [tokens, num_heads, head_size]; key, value: [tokens, num_kv_heads, head_size]."""
+        """Computes a layer's attention. query, output: [tokens, num_heads, head_size]; key, value: [tokens,
+        num_kv_heads, head_size]."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: got a fused quantisation of the output, want none")
         if attn_metadata is None:  # a profiling run
@@ -294,7 +296,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
 
 
 class _LayerCall:
-    """One layer's step: its cache, its scales, and what each part of the step does."""
+    """One layer's step: its cache, its scales, and the work of each part of the step."""
 
     def __init__(
         self, impl: CuteKernelsAttentionImpl, layer: Foreign, kv_cache: torch.Tensor, metadata: Metadata
@@ -308,12 +310,12 @@ class _LayerCall:
 
     @property
     def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
-        """What attends over the cache for requests whose new tokens are in it already: piece, queries, output."""
+        """Attends over the cache for requests whose new tokens are already in it: piece, queries, output."""
         return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What `decode_attention` and `append_and_decode` are given for every request."""
+        """The options of `decode_attention` and `append_and_decode` for every request."""
         impl = self.impl
         return {
             "kv_format": impl.formats.name,
@@ -400,7 +402,7 @@ class _LayerCall:
         output: torch.Tensor,
         keys: Piece | Context,
     ) -> None:
-        """FlashAttention. keys: whose tokens K and V are, one request behind the other."""
+        """Computes FlashAttention. keys: whose tokens K and V are, one request behind the other."""
         impl = self.impl
         fa_utils.flash_attn_varlen_func(
             q=query,
@@ -424,7 +426,8 @@ WIDE = torch.complex128  # 16 bytes, whatever they mean
 
 
 def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
-    """The rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time where they are whole 16 bytes."""
+    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time where they are whole 16
+    bytes."""
     _, _, heads, row = cache.shape
     if heads * row * cache.element_size() % WIDE.itemsize:
         return cache[context.pages, context.places]
@@ -436,7 +439,7 @@ def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
 
 
 def replace(interface: Interface) -> str:
-    """Registers the backend, has it asked first, and has its pages counted in bytes; says what was done."""
+    """Registers the backend, puts it first, and has its pages counted in bytes; returns what was done."""
     custom = AttentionBackendEnum.CUSTOM
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:

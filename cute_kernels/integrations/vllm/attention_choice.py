@@ -1,8 +1,8 @@
-"""How vLLM comes to choose the attention backend, and counts what its caches take: functions of vLLM's are replaced.
+"""Replaces the functions by which vLLM chooses the attention backend and counts the bytes of its caches.
 
-What vLLM knows a choice by is not all that decides it: the environment may name another format for the next layer, or
-the next engine of a process, an engine may be put to sleep, a layer may have ALiBi slopes. It chooses anew where one of
-these has changed.
+vLLM remembers a choice by less than decides it. The environment may name another format for the next layer, or for the
+next engine of a process; an engine may be put to sleep; a layer may have ALiBi slopes. Here it chooses anew where one
+of these has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 def replace(interface: Interface) -> None:
-    """Has the backend asked first and anew, and its pages counted in bytes. Doing it again changes nothing."""
+    """Puts the backend first, has vLLM choose anew, and has pages counted in bytes. Calling it again changes
+    nothing."""
     replace_once(*interface.backend_priorities, _asks_first)
     replace_once(*interface.backend_choice, _chooses_anew)
     for module, name in (interface.attention_layer, interface.mla_layer):
@@ -92,7 +93,7 @@ def _notes_layer(original: Callable[..., Any]) -> Any:
 
 
 def _counts_bytes(original: Callable[..., Any]) -> Any:
-    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype.
+    """Makes layers that use this backend describe their caches as bytes, since vLLM knows no such dtype.
 
     Others are refused while the environment names a format: their caches would be in another one.
     """

@@ -1,4 +1,5 @@
-"""What a step of vLLM asks of attention: which requests decode, which begin, which continue; made once a step."""
+"""The metadata of a step of vLLM for attention: which requests decode, which begin, which continue; made once a
+step."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Context:
 
 
 class Way(Enum):
-    """How attention serves a request's new tokens.
+    """How a request's new tokens are served.
 
     FLASH: they begin the prompt; FlashAttention on K and V as they are. Layers that read another layer's cache have
         none of their own: theirs is EXTEND.
@@ -66,7 +67,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Caches:
-    """What the way of a request depends on besides its lengths; of all layers that share a step's metadata.
+    """The facts that decide the way of a request besides its lengths; of all layers that share a step's metadata.
 
     Attributes:
         num_heads, num_kv_heads: of queries, and of K and V.
@@ -91,13 +92,13 @@ class Caches:
 
     @property
     def flash(self) -> bool:
-        """Whether the first tokens of a prompt may be served by FlashAttention on K and V as they are."""
+        """Whether FlashAttention on K and V as they are may serve the first tokens of a prompt."""
         return not self.invariant and (self.extend or not self.shared)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Requests side by side in a step that are served alike.
+    """Neighbouring requests in a step that are served alike.
 
     Attributes:
         way: how.
@@ -170,7 +171,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """From 0.30 on vLLM captures all steps of a model that drafts in one graph if so."""
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Refuses what changes a step's metadata on the way here, as attention layers of a few models do.
+        """Refuses code that changes a step's metadata on the way here, as attention layers of a few models do.
 
         Raises:
             NotImplementedError: always; it says how such a model is served by vLLM's own attention.
@@ -228,15 +229,16 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata.as_piece(Way.PARTS) if decodes and self.by_slots else metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
-        """A step of a model that drafts. At the end of the longest context vLLM gives a request the length 1 and no
-        slot: its token must not go where a context of one token has it."""
+        """Makes the metadata of a drafting step. At the end of the longest context vLLM gives a request the length 1
+        and no slot: its token must not go where a context of one token has it."""
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
         within = bound is not None and int(bound.max()) <= self.max_model_len
         return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """A drafting step's metadata are views of vLLM's buffers, which have the next step's numbers by then."""
+        """Updates a drafting step's metadata, which are views of vLLM's buffers that have the next step's numbers by
+        then."""
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """The requests from ``first`` on, in pieces."""
@@ -292,14 +294,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def _note_sharing(layers: Mapping[str, Foreign]) -> None:
-    """Tells layers whose cache they read: of a drafting model vLLM may say so to the layer alone, once it is made."""
+    """Tells layers whose cache they read: for a drafting model vLLM may say so to the layer alone, once it is made."""
     for layer in layers.values():
         if getattr(getattr(layer, "impl", None), "takes_constants", False):
             layer.impl.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name
 
 
 def most_queries(vllm_config: Foreign) -> int:
-    """New tokens of a decoding request, at most: its last one and what is drafted."""
+    """The most new tokens of a decoding request: its last one and those that are drafted."""
     speculation = vllm_config.speculative_config
     if speculation is None:
         return 1
@@ -319,14 +321,14 @@ def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
 
 
 def is_invariant() -> bool:
-    """Whether a token's result must not depend on what else is in the step."""
+    """Whether a token's result must not depend on the rest of the step."""
     from vllm import envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
-    """What layers that share a step's metadata have in common."""
+    """The common facts of layers that share a step's metadata."""
     few = [attention_kernels.key_rows_of(impl) for impl in impls]
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
@@ -341,7 +343,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
 
 
 def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
-    """How a request with new tokens is served, by how many they are and by its length."""
+    """The way of a request with new tokens, by their number and by its length."""
     new = starts[request + 1] - starts[request]
     if lengths[request] == new and caches.flash:
         return Way.FLASH
@@ -390,7 +392,7 @@ def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
 
 
 def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, caches: Caches) -> int:
-    """Where a piece ends that begins with a request: before the first that is served otherwise, or beyond what is
+    """The end of a piece that begins with a request: before the first that is served otherwise, or beyond what is
     dequantised at a time."""
     way, new, total = way_of(starts, lengths, begin, caches), starts[begin + 1] - starts[begin], lengths[begin]
     for request in range(begin + 1, end):

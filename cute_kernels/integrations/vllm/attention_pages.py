@@ -1,4 +1,4 @@
-"""How vLLM is told what a page of the attention backend holds: the one thing that it asks otherwise in each release.
+"""Tells vLLM what a page of the attention backend holds, which is the one interface that differs in each release.
 
 Up to 0.26 a backend says a cache's shape, and a layer's specification counts the bytes; a format that vLLM does not
 know is told as a head of so many bytes. From 0.30 on the backend packs the specification itself (`customize_spec`), and
@@ -68,7 +68,7 @@ def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
 
 
 def reasons_by_layer(config: Foreign, slides: bool) -> list[str]:
-    """What keeps an engine from formats by layer. slides: whether a layer has a window.
+    """The reasons against formats by layer in an engine. slides: whether a layer has a window.
 
     Layers of one kind share a block table, and each has pages of its own bytes. Pages of layers of several kinds vLLM
     makes as large as the largest.

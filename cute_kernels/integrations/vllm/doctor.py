@@ -1,4 +1,4 @@
-"""What the plugin would replace in the vLLM that is installed; nothing of vLLM is imported."""
+"""Finds what the plugin would replace in the installed vLLM, without importing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLACED = {
 
 
 def examine() -> Finding:
-    """What `python -m cute_kernels doctor` says of vLLM."""
+    """The findings of `python -m cute_kernels doctor` about vLLM."""
     version = versions.installed()
     if version is None:
         return Finding("vllm", OK, "not installed")

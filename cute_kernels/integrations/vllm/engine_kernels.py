@@ -1,4 +1,4 @@
-"""Kernels that served models ask for, as a list: what the wheel of compiled kernels holds beside those that ship.
+"""Lists the kernels that served models need: those that the wheel of compiled kernels holds besides the shipped ones.
 
 The tables below are data: models that people serve, by what decides their kernels. What another model asks for, and is
 not here, is named at its start (`prepare.why_not_ready`).
@@ -160,7 +160,7 @@ EXPERTS = (
 def kept_specs(
     arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
 ) -> list[KernelSpec]:
-    """:func:`specs`, from a list in ``directory`` if what it was made from is what there is.
+    """The list of :func:`specs` from ``directory``, if it was made from the present sources.
 
     A list that others could have written is not read, as no kernel is (:mod:`cute_kernels.runtime.trust`). Where none
     can be kept, a warning says so.
@@ -259,7 +259,7 @@ def _experts_specs_of(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
 
 
 def experts_specs(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
-    """The kernels of a layer of experts, with bf16 activations, on the GPU that is there."""
+    """The kernels of a layer of experts, with bf16 activations, on this machine's GPU."""
     hidden, middle = experts.hidden, experts.middle
     gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
     down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)

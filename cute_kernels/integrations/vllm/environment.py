@@ -57,12 +57,12 @@ def is_loaded() -> bool:
 
 
 def wanted_kv_format() -> str | None:
-    """The cache format that the environment asks for, None for what vLLM's own flag says."""
+    """The cache format that the environment asks for, None for that of vLLM's own flag."""
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 
 def check_kv_format() -> None:
-    """Refuses a cache format that nobody would look at.
+    """Refuses a cache format that would be ignored.
 
     Raises:
         ValueError: a format is named, and attention is not among the seams.

@@ -19,7 +19,8 @@ def _form(method: object) -> tuple[int, int, bool, bool]:
 
 
 def _pack(words: torch.Tensor, scales: torch.Tensor, zeros: None, *, gated: bool, **options: object) -> PackedExperts:
-    """words: bytes of two codes [E, K / 2, N]. scales: E8M0 [E, K / 32, N]. gated: whether gates come before ups."""
+    """Packs experts' weights. words: bytes of two codes [E, K / 2, N]. scales: E8M0 [E, K / 32, N]. gated: whether
+    gates come before ups."""
     codes, scales = (x.transpose(1, 2) for x in (words, scales.view(torch.float8_e8m0fnu)))
     if gated:
         codes, scales = (moe.expert_weights.gate_and_up_in_turn(x.view(torch.uint8)) for x in (codes, scales))
@@ -41,6 +42,6 @@ SOURCE = moe.Source(
 
 
 def replace(interface: Interface) -> str:
-    """Has vLLM's method for such layers make these experts; says what was done."""
+    """Makes vLLM's method for such layers use these experts; returns what was done."""
     moe.replace_experts(*interface.float_experts, SOURCE)
     return "experts of gpt-oss (MXFP4) run here"

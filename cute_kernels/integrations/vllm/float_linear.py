@@ -166,7 +166,7 @@ def _put(
 
 
 def replace(interface: Interface) -> str:
-    """Has vLLM's methods for such layers make these products; says what was done."""
+    """Makes vLLM's methods for such layers use these products; returns what was done."""
     for module, name in interface.float_linear:
         made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, METHODS[name]))
         replace_once(module, f"{name}.process_weights_after_loading", made)

@@ -42,7 +42,7 @@ NOISE_ROWS = 5
 
 @dataclass(frozen=True)
 class Sums:
-    """The operator of a residual sum with its RMSNorm, and what takes its place.
+    """The operator of a residual sum with its RMSNorm, and its replacement.
 
     Attributes:
         add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
@@ -57,7 +57,8 @@ class Sums:
 
 
 def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
-    """Rewrites a graph in place; how many of each kind were found. sums: None if there is no such operator."""
+    """Rewrites a graph in place; returns how many operations of each kind were fused. sums: None if there is no such
+    operator."""
     gates = sum(_fuse_gate(node) for node in [node for node in graph.nodes if is_plain_product(node)])
     residuals = norms = 0
     if sums is not None:
@@ -76,7 +77,7 @@ def is_product(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_plain_product(node: object) -> TypeGuard[fx.Node]:
-    """Whether a node is a product that nothing was put into yet, with results of x's dtype."""
+    """Whether a node is a product that nothing was fused into yet, with results of x's dtype."""
     if not is_product(node) or node.args[RESIDUAL] is not None or node.args[ACTIVATION] is not None:
         return False
     return node.args[OUT_DTYPE] in DTYPES
@@ -104,8 +105,7 @@ def _fuse_gate(product: fx.Node) -> bool:
 
 
 def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
-    """Operations on a product's result alone, in order, of which only the last, with so many columns, is used by
-    others."""
+    """Operations on a product's result alone, in order; only the last, with so many columns, is used by others."""
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
     while node.op != "output" and len(inside) <= MAX_BETWEEN:
@@ -120,7 +120,7 @@ def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
 
 
 def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
-    """Whether operations make silu(even columns) * odd columns of what a product gives, on noise."""
+    """Whether operations make silu(even columns) * odd columns of a product's result, on noise."""
     value, last = product.meta["val"], inside[-1].meta["val"]
     if last.dtype != value.dtype:
         return False
@@ -158,7 +158,7 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymI
 
 
 def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
-    """Whether the residual went into a product, and whether the norm is this package's."""
+    """Fuses a residual into a product, and a norm; returns whether each was fused."""
     x, residual, weight, eps, *rest = node.args
     if (
         any(rest)
@@ -201,8 +201,8 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
 
 
 def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
-    """Whether a product makes what a norm takes, but for operations on it alone (a sum over GPUs), or takes what it
-    gives."""
+    """Whether a product makes the norm's input, apart from operations on it alone (a sum over GPUs), or takes its
+    result."""
     while not is_product(x) and len(inputs := _tensors_of(x)) == 1:
         (x,) = inputs
     takes = (reader for item in node.users if item.args[1] == 0 for reader in _readers(item))
@@ -224,7 +224,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _leave_norm(norm: fx.Node) -> bool:
-    """Whether the product that makes a norm's rows can leave it to the one product that takes it."""
+    """Defers the norm from the product that makes its rows to the one product that takes it, if both can. Returns
+    whether."""
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
     if (bias, residual, kind, offset) != (None, None, "rms", 0.0) or not is_product(product):
@@ -283,7 +284,7 @@ class _Pair:
 
     @classmethod
     def of(cls, gives: fx.Node) -> _Pair | None:
-        """None where anybody else reads what is left of the norm."""
+        """The pair around a norm; None where another node reads the deferred parts."""
         items = {item.args[1]: item for item in gives.users if _is_item(item)}
         if set(items) != {0, 1, 2} or len(gives.users) != 3:
             return None
@@ -307,7 +308,7 @@ class _Pair:
 
 
 def _join_layer(node: fx.Node) -> bool:
-    """Whether a product begins what lies between two attentions, which is one operator then."""
+    """Joins the products between two attentions into one operator, if a product begins them. Returns whether."""
     first = _Pair.of(node)
     if first is None or first.takes.args[-1] != "swiglu":
         return False
@@ -356,7 +357,7 @@ def _replace_layer(first: _Pair, last: _Pair) -> bool:
 
 
 def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
-    """Whether a product gives rows in bf16, by whatever way is the fastest."""
+    """Whether a product gives rows in bf16 by an algorithm that may defer a norm."""
     args = product.args
     if product.kwargs or args[OUT_DTYPE] != torch.bfloat16 or (len(args) > INVARIANT and args[INVARIANT]):
         return False
@@ -364,13 +365,13 @@ def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
 
 
 def _only_product_of(node: fx.Node) -> fx.Node | None:
-    """The product whose x a node is, as it is, if nobody else reads the node."""
+    """The product whose unchanged x a node is, if no other reads the node."""
     reader = _only_reader_of(node)
     return reader if is_product(reader) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of that changes nothing, for no one else."""
+    """The node that a chain of shape-keeping views, each with no other reader, begins with."""
     while node.target in VIEWS and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
         before = node.args[0]
         if len(node.users) > 1 or before.meta["val"].shape != node.meta["val"].shape:
@@ -383,7 +384,7 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def _fits(x: Any, residual: Any, weight: Any) -> bool:
-    """Whether rows, what is added to them and a norm's weight are such that this package's kernels take them."""
+    """Whether this package's kernels take rows, what is added to them and a norm's weight."""
     if not all(isinstance(node, fx.Node) for node in (x, residual, weight)):
         return False
     one, other, scale = (node.meta.get("val") for node in (x, residual, weight))
@@ -409,6 +410,6 @@ def _item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Takes nodes away that nothing uses any more, in their order; vLLM clears up what only they used."""
+    """Removes nodes that nothing uses any more, in their order; vLLM cleans up what only they used."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -55,7 +55,7 @@ class Fused:
 
 
 def wanted() -> Fused:
-    """What the engine's configuration asks for; asked while the model is made."""
+    """What the engine's configuration asks for; read while the model is made."""
     config = get_current_vllm_config_or_none()
     if config is None or not plugin.is_replaced("fusion") or envs.VLLM_BATCH_INVARIANT:
         return Fused()
@@ -114,7 +114,8 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
 
 
 def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
-    """Loads kernels that are compiled, or compiles them where there is a compiler; which are there then."""
+    """Loads kernels that are compiled, or compiles them where there is a compiler. Returns those that are loaded
+    then."""
     index = torch.cuda.current_device()
     arch, can_compile = arch_of(index), compiler_version() is not None
     there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
@@ -133,7 +134,7 @@ def settle_norms(columns: int, dtype: torch.dtype) -> None:
 
 
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Whether a norm of rows of so many columns was there when the layers beside it were loaded."""
+    """Whether a norm of rows of so many columns was compiled when the layers around it were loaded."""
     return with_residual in _norms.get((columns, dtype), ())
 
 

@@ -59,7 +59,7 @@ _operators = "vllm_ir"
 
 
 def replace(interface: Interface) -> str:
-    """Has vLLM's passes end with this one; says what was done."""
+    """Adds this pass as the last of vLLM's; returns what was done."""
     module, name = interface.pass_manager
     replace_once(module, f"{name}.configure", _ends_with_fusion)
     return "gates, residual sums and norms are fused into quantised products in compiled graphs"

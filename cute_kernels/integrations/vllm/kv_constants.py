@@ -21,7 +21,7 @@ from cute_kernels.kv_cache.constants import CacheConstants
 
 
 def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -> None:
-    """Gives every layer of this package's attention its transform; nothing without a file in the environment.
+    """Gives every layer of this package's attention its transform; does nothing without a file in the environment.
 
     Args:
         layers: the engine's by vLLM's names, which have the layer's number in them.
@@ -96,7 +96,7 @@ def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: in
 
 
 def kinds(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> list[CacheTransform | None]:
-    """Transforms that stand for all of a model's layers, as far as kernels differ by them; on the CPU."""
+    """Transforms that represent all of a model's layers, as far as kernels differ by them; on the CPU."""
     path = environment.wanted_constants()
     if path is None or not kv_formats.is_own(kv_cache_dtype):
         return [kv_formats.transform_for(kv_cache_dtype, num_kv_heads, head_size, "cpu")]
@@ -111,8 +111,8 @@ def _read(path: Path) -> CacheConstants:
 
 
 def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | None) -> None:
-    """Rotations are those that the kernels make, and attention takes back in its own launch; extend attention caps no
-    scores of centred keys."""
+    """Checks that kernels make the rotations, that attention undoes them in its own launch, and that extend attention
+    caps no scores of centred keys."""
     if soft_cap is not None and transform.k_center is not None:
         raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")
     for name, width in (("k_rotation", transform.k_rotation), ("v_rotation", transform.v_rotation)):

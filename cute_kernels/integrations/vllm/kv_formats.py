@@ -1,4 +1,4 @@
-"""Which cache formats serve vLLM's cache dtypes, and how a layer's pages are seen as caches of K and of V."""
+"""The formats for vLLM's cache dtypes, and how a layer's pages are viewed as caches of K and of V."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def described() -> str | None:
 
 @contextmanager
 def making(layer: str | None) -> Iterator[None]:
-    """Says which layer vLLM makes: its name there."""
+    """Notes the name of the layer that vLLM makes within this block."""
     global _layer
     _layer = layer
     try:
@@ -106,7 +106,7 @@ def is_own(kv_cache_dtype: str) -> bool:
 
 
 def check_dtype(kv_cache_dtype: str) -> None:
-    """Refuses a format of this package beside a dtype that says another one.
+    """Refuses a format of this package together with a dtype that names another one.
 
     Raises:
         ValueError: the environment names a format, and the layer's dtype is quantised: by the command line, or by the
@@ -121,7 +121,7 @@ def check_dtype(kv_cache_dtype: str) -> None:
 
 
 def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
-    """Why rows of a dtype, which are rotated, do not serve a layer; None if they do, or are not rotated."""
+    """Why a layer cannot have rotated rows of a dtype; None if it can, or if they are not rotated."""
     if kv_cache_dtype not in ROTATED or head_size in ROTATED_SIZES:
         return None
     return f"head size {head_size} with rows that are rotated; supported: {', '.join(map(str, ROTATED_SIZES))}"
@@ -141,7 +141,7 @@ ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 def transform_for(
     kv_cache_dtype: str, num_kv_heads: int, head_size: int, device: torch.device | str
 ) -> CacheTransform | None:
-    """What is done to a layer's K and V before they are quantised; None for nothing.
+    """The transform of a layer's K and V before they are quantised; None for nothing.
 
     Signs keep a channel that all tokens have in common from becoming one large column. They are the same in every
     process: caches that are handed over can be read.

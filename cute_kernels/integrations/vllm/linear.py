@@ -41,7 +41,7 @@ WEIGHT_TYPES = {
 
 
 def form_of(c: MPLinearLayerConfig) -> Form:
-    """The form of a layer; ValueError says why it has none."""
+    """The form of a layer; ValueError if it has none says why."""
     if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
         wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
         raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")
@@ -51,7 +51,7 @@ def form_of(c: MPLinearLayerConfig) -> Form:
 
 
 class Products:
-    """What a layer's products are, and what of the operations around them goes into them."""
+    """The products of a layer, and which operations around them are fused into them."""
 
     is_interleaved = False  # until the layer is known
 
@@ -64,8 +64,8 @@ class Products:
         prepare.note(problem_of(form), prepare.engine_rows())
 
     def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
-        """Settles what of the operations around a layer goes into it, on which graphs that vLLM keeps depend; its
-        weight with rows in turn where they have to be."""
+        """Settles which operations around a layer are fused into it, on which graphs that vLLM keeps depend. Returns
+        its weight, with alternating rows where they have to be."""
         form = self.form
         self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
         if self.is_interleaved:
@@ -133,7 +133,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
         return {name: one for name, one in zip(names, tensors, strict=True) if name is not None and one is not None}
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
-        """Codes, scales, zero points and the order of inputs; None for what the layer has not."""
+        """Codes, scales, zero points and the order of inputs; None for those that the layer does not have."""
         names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
         return [getattr(layer, name or "", None) for name in names]
 
@@ -142,7 +142,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
 
 
 def replace(interface: Interface) -> str:
-    """Puts the kernel before vLLM's own; says what was done."""
+    """Puts the kernel before vLLM's own; returns what was done."""
     module, name = interface.linear_kernels
     kernels = getattr(importlib.import_module(module), name)[PlatformEnum.CUDA]
     if CuteKernelsLinearKernel not in kernels:
@@ -153,7 +153,7 @@ def replace(interface: Interface) -> str:
 
 
 def _choose_for_invariance(scheme: Foreign) -> None:
-    """Has compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
+    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
 
     It dequantises them in every step, and still does so with those that are not served here.
     """

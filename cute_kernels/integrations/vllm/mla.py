@@ -37,7 +37,8 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """Decoding over whole contexts in 16 bits, in pages of 64 tokens, before a backend's own; FP8 is left to that."""
+    """Decodes over whole contexts in 16 bits, in pages of 64 tokens, in place of a backend; FP8 is left to the
+    backend."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
@@ -80,7 +81,7 @@ class Decoding:
 
 
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
-    """Chosen tokens, of 656 bytes or in bf16, for as many heads as there are."""
+    """Decodes over chosen tokens, of 656 bytes or in bf16, for any number of heads."""
 
     gives_lse: ClassVar[bool] = True
     """`Interface.mla_gives_lse` of the vLLM that is there, which reads the sums where contexts are cut alone."""
@@ -189,7 +190,7 @@ def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:
 
 @functools.cache
 def _make_ready(decodes: Decodes | None) -> str | None:
-    """Loads the kernels of a kind of layer, once; what keeps them from being ready."""
+    """Loads the kernels of a kind of layer, once. Returns why they are not ready."""
     if decodes is None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -202,7 +203,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
 
 
 def _outcome(what: str, reason: str | None) -> bool:
-    """Whether a layer is served; said once for all that are alike."""
+    """Whether a layer is served; logged once for all that are alike."""
     if reason is None:
         note_served(what)
     say_once(f"{what} runs here" if reason is None else f"{what} is left to vLLM: {reason}")
@@ -213,7 +214,7 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 
 def replace(interface: Interface) -> str:
-    """Has vLLM's backends make these layers; says what was done."""
+    """Makes vLLM's backends make these layers; returns what was done."""
     CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
     for module, name in interface.mla_backends:
         try:

@@ -1,4 +1,4 @@
-"""Which kernels the latent attention (MLA) of a served model will ask for."""
+"""Lists the kernels that the latent attention (MLA) of a served model will need."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MAX_EXPERTS = 512
 
 @dataclass(frozen=True)
 class Source:
-    """How a method of vLLM holds its weights.
+    """How a method of vLLM stores its weights.
 
     Attributes:
         words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
@@ -106,7 +106,7 @@ ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave")
 
 
 def activation_of(layer: Foreign) -> ActivationFunction | None:
-    """What vLLM applies to a layer's gates and ups; None for what no kernel here does."""
+    """The activation that vLLM applies to a layer's gates and ups; None for one that no kernel here computes."""
     limit, alpha, beta = (getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
     kind = layer.activation.value
     if kind == IN_TURN:  # whatever the layer says, vLLM's kernel has gpt-oss's numbers
@@ -253,7 +253,7 @@ def _biases(method: Foreign, layer: Foreign) -> list[str]:
 
 
 def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[KernelSpec]:
-    """The kernels that a layer will ask for once it is packed; looked for where they cannot be compiled alone."""
+    """The kernels that a layer will need once it is packed; looked up only where they cannot be compiled."""
     if compiler_version() is not None:
         return
     bits, group_size, zero_point, _ = source.form(method)
@@ -348,7 +348,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
 
 
 def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> dict[str, PackedExperts]:
-    """``now``, where ``before`` lies: captured graphs read experts there, and they are held once.
+    """The tensor ``now``, in the memory of ``before``: captured graphs read experts there, and they are held once.
 
     Raises:
         ValueError: they are of another form.
@@ -408,7 +408,7 @@ _loaded: set[tuple[KernelSpec, ...]] = set()
 
 
 def replace(interface: Interface) -> str:
-    """Has vLLM's methods for such layers make these experts; says what was done."""
+    """Makes vLLM's methods for such layers use these experts; returns what was done."""
     for module, name in interface.expert_methods:
         replace_experts(module, name, SOURCES[name])
     return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"

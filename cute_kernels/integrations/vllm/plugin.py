@@ -1,4 +1,4 @@
-"""What vLLM calls: it replaces the seams that are wanted, and says so."""
+"""vLLM's entry point: it replaces the wanted seams, and logs that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPABILITY = 90
 
 @dataclass(frozen=True)
 class Replacement:
-    """One seam and what became of it. ``reason`` says why it is left to vLLM; None where it is replaced."""
+    """The outcome of one seam. ``reason`` says why it is left to vLLM; None where it is replaced."""
 
     seam: str
     what: str
@@ -33,7 +33,7 @@ _served: set[str] = set()
 
 
 def note_served(what: str) -> None:
-    """Remembers what of a model these kernels serve: graphs that vLLM keeps depend on it.
+    """Notes which layers of a model these kernels serve: graphs that vLLM keeps depend on it.
 
     Which kernels are asked is settled by `register`, but whether they take a layer also depends on bundles that are
     there today and were not yesterday.

@@ -1,4 +1,5 @@
-"""What `ready` has to know of the vLLM of this process: its rows, its log, and whether a seam may serve its layers."""
+"""The facts about the vLLM of this process that `ready` needs: its rows, its log, and whether a seam may serve its
+layers."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def why_left(seam: str) -> str | None:
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
-    """Loads kernels, and compiles those that are nowhere yet; vLLM's log says so."""
+    """Loads kernels, and compiles those that exist nowhere; logs it in vLLM's log."""
     ready.load(device, specs, logger)
 
 

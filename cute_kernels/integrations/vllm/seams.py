@@ -1,4 +1,4 @@
-"""What seams have in common: how a function of vLLM's is replaced, and lines of its log that are said once."""
+"""The common part of seams: how a function of vLLM's is replaced, and lines of its log that are written once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def say_once(line: str, level: int = logging.INFO) -> None:
 
 
 def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
-    """Puts ``made`` of a function of vLLM's in its place, unless it is there. name: "function" or "Class.method"."""
+    """Puts ``made`` of a function of vLLM's in its place, unless it is there already. name: "function" or
+    "Class.method"."""
     *path, last = name.split(".")
     owner = functools.reduce(getattr, path, importlib.import_module(module))
     original = getattr(owner, last)
@@ -34,7 +35,8 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:
-    """A method's `process_weights_after_loading` that has ``serve`` pack a loaded layer, or say why vLLM should."""
+    """A method's `process_weights_after_loading` with ``serve`` before it, which packs a loaded layer, or logs why vLLM
+    should."""
 
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
         reason = serve(self, layer)

@@ -1,4 +1,4 @@
-"""A kernel of vLLM's that pages of another size ask for, compiled before the first request.
+"""Compiles, before the first request, a kernel of vLLM's that pages of another size need.
 
 vLLM 0.26 turns positions into places of the cache by a Triton kernel that is compiled for one page size. Where its
 older model runner serves (models of experts, among others), a start compiles it for pages of 16 tokens alone
@@ -20,7 +20,7 @@ TOKENS = 8  # of the step that calls it
 
 
 def slot_mapping(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.device) -> None:
-    """Compiles the kernel for pages of this size. If that fails it says why, and the first request compiles it."""
+    """Compiles the kernel for pages of this size. If that fails it logs why, and the first request compiles it."""
     from vllm.v1.worker import block_table
 
     if not hasattr(block_table, "_compute_slot_mapping_kernel"):

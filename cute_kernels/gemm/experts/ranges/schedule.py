@@ -151,8 +151,8 @@ def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
 
 
 def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
-    """The layout with room for the limbs of two entries, if the pipeline is none the shorter for it; None if there is
-    no pipeline."""
+    """The layout with room for the limbs of two entries, unless that shortens the pipeline; None if there is no room
+    for a pipeline."""
     k_blocks, rest = divmod(problem.k_pad, parts * BLOCK_K)
     if rest or k_blocks % shape.chunk_k_blocks or problem.num_experts % LANE_EXPERTS:
         return None
