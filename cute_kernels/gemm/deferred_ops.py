@@ -42,19 +42,7 @@ def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
 
 
 def give_plain(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    format: str,
-    n: int,
-    k: int,
-    norm: torch.Tensor,
-    eps: float,
-    taker_format: str,
-    taker_n: int,
+    x, codes, scales, zeros, bias, residual, format, n, k, norm, eps, taker_format, taker_n
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first operator, for `plain` tensors and without gradients."""
     form = weight_format(format)
@@ -77,21 +65,7 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
 
 
 def take_plain(
-    x: torch.Tensor,
-    squares: torch.Tensor,
-    rows: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    giver_format: str,
-    giver_k: int,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    activation: str | None,
+    x, squares, rows, norm, eps, giver_format, giver_k, codes, scales, zeros, bias, format, n, k, activation
 ) -> torch.Tensor:
     """The second operator, for `plain` tensors and without gradients."""
     form = weight_format(format)

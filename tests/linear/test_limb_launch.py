@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.gemm.arguments import LIMB_ROWS
-from cute_kernels.gemm.experts.product import LimbRows
+from cute_kernels.gemm.experts.product import limb_rows
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT
-from cute_kernels.runtime.gpu import standing_in
-from tests.launchers import cpu_as_gpu
-
-
-@pytest.fixture
-def new() -> Iterator[list[torch.Tensor]]:
-    """What is allocated, in order."""
-    found: list[torch.Tensor] = []
-
-    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        found.append(torch.empty_strided(shape, strides, dtype=dtype))
-        return found[-1]
-
-    with standing_in(cpu_as_gpu(empty=empty)):
-        yield found
+from tests.launchers import recording
 
 
 @pytest.mark.parametrize("places, groups", [(1, 1), (9, 64), (32, 5), (1023, 16)])
-def test_rows_of_experts_have_scales_from_any_of_them_on(places: int, groups: int, new):
+def test_rows_of_experts_have_scales_from_any_of_them_on(places: int, groups: int):
     calls: list[tuple[Any, ...]] = []
-    function = LIMB_ROWS.bound(lambda *arguments: calls.append(arguments), {})
-    rows = LimbRows(function, "bf16", places, groups)
     x = torch.zeros(places, LIMB_GROUP * groups, dtype=torch.bfloat16)
-    limbs, scales = rows.make(x, 5, 6)
+    with recording(lambda spec: lambda *arguments: calls.append(arguments)):
+        rows = limb_rows("bf16", places, groups, "sm_90a")
+        limbs, scales = rows.make(x, end=5, rows=6)
     assert calls == [(x, 5, 6, limbs.data_ptr(), scales.data_ptr(), places, groups, rows.pitch)]
     # The product has as many rows as what it is given.
     assert limbs.shape == x.shape and limbs.dtype == x.dtype and limbs.is_contiguous()

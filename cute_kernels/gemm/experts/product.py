@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,19 +29,19 @@ from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8TailWgmma
-from cute_kernels.gemm.operands.fp8_launch import Fp8Rows, rows_for_products, scales_of
+from cute_kernels.gemm.operands.fp8_launch import ScaledRows, pitch_of, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
-from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.memory import blank
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
@@ -135,7 +135,6 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     if not layout.config.mainloop.scaled_rows:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
     dtype, scales = layout.config.dtype, scales_of(layout.config.group_size, None)
-    rows: LimbRows | Fp8Rows
     if layout.config.limbs:
         rows = limb_rows(dtype, places, layout.k_blocks, arch)
     else:
@@ -163,7 +162,7 @@ def _in_turn(launches: list[Bind]) -> Bind:
     return bind
 
 
-def _of_limbs(multiply: Bind, limbs: LimbRows | Fp8Rows, num_experts: int) -> Bind:
+def _of_limbs(multiply: Bind, limbs: ScaledRows, num_experts: int) -> Bind:
     """A product with a launch before it that makes limbs, or bytes of E4M3, of all places."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
@@ -180,54 +179,15 @@ def _of_limbs(multiply: Bind, limbs: LimbRows | Fp8Rows, num_experts: int) -> Bi
     return bind
 
 
-@dataclass(frozen=True)
-class LimbRows:
-    """Makes limbs of the rows of x at so many places.
+def limb_rows(dtype: str, places: int, groups: int, arch: str) -> ScaledRows:
+    """The launch that makes limbs of so many rows of a dtype, "bf16" or "fp16", of groups of `LIMB_GROUP` inputs.
 
-    Attributes:
-        function: the compiled kernel, by arguments' names.
-        dtype: of x, "bf16" or "fp16".
-        places: rows of the product.
-        groups: of `LIMB_GROUP` inputs of the padded K.
+    Both limbs of an input take the bytes of an element of x, and the product has as many rows as it has places.
     """
-
-    function: Callable[..., Any]
-    dtype: str
-    places: int
-    groups: int
-
-    @cached_property
-    def pitch(self) -> int:
-        """Scales from a group to the next: a tile's begin at a multiple of 16 bytes, whatever rows it has."""
-        return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + LIMB_TILE_M + X_SCALE_ALIGNMENT
-
-    @cached_property
-    def new_limbs(self) -> Blank:
-        """Memory for limbs. Both limbs take the bytes of an element of x, and the product has as many rows as it
-        has."""
-        return blank((self.places, self.groups * LIMB_GROUP), TORCH_DTYPES[self.dtype])
-
-    @cached_property
-    def new_scales(self) -> Blank:
-        return blank((self.groups, self.pitch), torch.float32)
-
-    def make(self, x: torch.Tensor, end: int = 0, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(limbs, their scales) on the current device, as `GroupedLimbKernel` takes them.
-
-        x: [.., k], 16-byte aligned. end, rows: addresses, see :mod:`cute_kernels.gemm.arguments`.
-        """
-        limbs, scales = GPU.empty(*self.new_limbs), GPU.empty(*self.new_scales)
-        self.function(
-            x=x, end=end, rows=rows, out=limbs.data_ptr(), scales=scales.data_ptr(),
-            places=self.places, groups=self.groups, pitch=self.pitch,
-        )  # fmt: skip
-        return limbs, scales
-
-
-def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
-    """The launch that makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
-    function = LIMB_ROWS.bound(load(GemmSpec(LimbRowsConfig(dtype)), arch), {})
-    return LimbRows(function, dtype, places, groups)
+    pitch, function = pitch_of(places, LIMB_TILE_M), load(GemmSpec(LimbRowsConfig(dtype)), arch)
+    send = LIMB_ROWS.bound(function, {"places": places, "groups": groups, "pitch": pitch}, ignored=("given",))
+    new_limbs = blank((places, groups * LIMB_GROUP), TORCH_DTYPES[dtype])
+    return ScaledRows(send, new_limbs, blank((groups, pitch), torch.float32))
 
 
 # -- few assignments as a router leaves them ---------------------------------------------------------------------------

@@ -39,24 +39,9 @@ def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
 
 
 def _apply(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    o: torch.Tensor,
-    o_scales: torch.Tensor,
-    norm: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    following_norm: torch.Tensor,
-    qkv: torch.Tensor,
-    qkv_scales: torch.Tensor,
-    heads: int,
-    hidden: int,
-    inner: int,
-    projected: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual, o, o_scales, norm, gate_up, gate_up_scales, down, down_scales, following_norm, qkv, qkv_scales,
+    heads, hidden, inner, projected, eps,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shapes = (hidden, heads), (2 * inner, hidden), (hidden, inner), (projected, hidden)
     fields = (o, o_scales), (gate_up, gate_up_scales), (down, down_scales), (qkv, qkv_scales)
     fields = tuple((plain(codes), plain(scales)) for codes, scales in fields)

@@ -33,8 +33,13 @@ VECTOR = 8  # inputs of 16 bytes
 MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 
+def pitch_of(places: int, most_tile_m: int) -> int:
+    """Scales from a group to the next: those of a tile begin on 16 bytes, whatever rows it has."""
+    return -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + most_tile_m + X_SCALE_ALIGNMENT
+
+
 @dataclass(frozen=True)
-class Fp8Rows:
+class ScaledRows:
     """The launch that makes rows of E4M3, kept for calls that differ in contents and addresses alone.
 
     Attributes:
@@ -69,18 +74,18 @@ def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> Fp8Rows:
+def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> ScaledRows:
     """The launch that makes FP8 rows of x for products. Codes come as elements of ``dtype``, two a piece, [places,
     64 * k blocks], scales as [k blocks, pitch]."""
     groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
-    pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
+    pitch = pitch_of(places, MOST_TILE_M)
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
     config = Fp8RowsConfig(DTYPES[dtype], scales, half_last=half_last)
     send = _bound(config, index, places=places, out_pieces=groups * (X_GROUP // VECTOR), **sizes)
-    return Fp8Rows(send, blank((places, groups * (X_GROUP // 2)), dtype), blank((groups, pitch), torch.float32))
+    return ScaledRows(send, blank((places, groups * (X_GROUP // 2)), dtype), blank((groups, pitch), torch.float32))
 
 
-def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> Fp8Rows | None:
+def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
     """The launch of `quantize_activations` for x on a GPU. None where torch has to do it: fp32, rows that are not
     whole, aligned pieces of 16 bytes without gaps, other GPUs, and a kernel that is neither compiled nor can be."""
     index, k = x.get_device(), x.shape[-1]
@@ -96,12 +101,12 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def _plain_rows(config: Fp8RowsConfig, places: int, k: int, index: int) -> Fp8Rows:
+def _plain_rows(config: Fp8RowsConfig, places: int, k: int, index: int) -> ScaledRows:
     groups = -(-k // X_GROUP)
     count = groups if config.scales == BY_GROUP else 1
     sizes = {"groups": groups, "scale_groups": count, "group_stride": 1, "place_stride": count}
     send = _bound(config, index, places=places, out_pieces=k // VECTOR, **sizes)
-    return Fp8Rows(send, blank((places, k), torch.float8_e4m3fn), blank((places, count), torch.float32))
+    return ScaledRows(send, blank((places, k), torch.float8_e4m3fn), blank((places, count), torch.float32))
 
 
 def _bound(config: Fp8RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
