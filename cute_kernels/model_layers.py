@@ -89,7 +89,7 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
 
 
 def compiled_from(model: nn.Module) -> nn.Module:
-    """The module that torch.compile made a model of; the model itself, if it is no such one."""
+    """The module that torch.compile has wrapped; a model that it has not wrapped, as it is."""
     return getattr(model, "_orig_mod", model)
 
 

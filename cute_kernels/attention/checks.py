@@ -1,7 +1,7 @@
 """Checks of the arguments of decode attention; errors name the argument, what came and what is wanted.
 
 Each function checks one argument. Nothing here waits for a GPU. :func:`cute_kernels.attention.call.make_call` combines
-them; :func:`cute_kernels.attention.call.check_device_values` waits.
+them; :func:`cute_kernels.attention.device_values.check_device_values` waits.
 """
 
 from __future__ import annotations

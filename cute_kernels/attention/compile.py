@@ -109,7 +109,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, Any]:
     """Fake tensors for a launch, by name; a compiled function takes only tensors that fit them.
 
-    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
+    memory: the tensors' address space in the DSL: global memory, except in tests.
     """
     import cutlass
     import cutlass.cute as cute

@@ -65,12 +65,12 @@ class DecodeConfig:
 
     @property
     def format_names(self) -> tuple[str, str]:
-        """Lists K's and V's, in this order."""
+        """The names of K's and V's formats."""
         return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Lists K's and V's, in this order."""
+        """K's and V's formats."""
         return self.k.form, self.v.form
 
     @property
@@ -83,7 +83,7 @@ class DecodeConfig:
 
     @property
     def copies(self) -> tuple[str, str]:
-        """Lists K's and V's, in this order."""
+        """How copies bring K's and V's rows: `CacheLoad.copy`."""
         return self.k.copy, self.v.copy
 
     @property

@@ -1,8 +1,8 @@
 """Extend attention: many new queries a request over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
 Chunked prefill over a cached prefix, hits of a prefix cache, verification of long drafts, and batches that mix them
-with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `config`, `schedule`, `kernel`,
-`compile`, `ops`.
+with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `extend_config`,
+`extend_schedule`, `extend_kernel`, `compile`, `ops`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
 
 Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
-(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.loads.tma`)
+(:mod:`.work_tiles`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (`.loads.tma`)
 or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer warpgroups multiply
 (:mod:`.mainloops.tiles`).
 

@@ -103,12 +103,12 @@ class ReadsCache:
 
     @property
     def format_names(self) -> tuple[str, str]:
-        """Lists K's and V's, in this order."""
+        """The names of K's and V's formats."""
         return self.k_format, self.v_format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
-        """Lists K's and V's, in this order."""
+        """K's and V's formats."""
         return format_of(self.k_format), format_of(self.v_format)
 
     @property
@@ -197,7 +197,7 @@ class UnpackConfig(ReadsCache):
 
     Attributes:
         k_format, v_format: of the cache. dtype: "fp16", of the rows that it makes; "e4m3" for codes as they are, V's
-            tiles transposed, see :mod:`.fp8`.
+            tiles transposed, see :mod:`.mainloops.fp8`.
         head_dim: of rows.
         page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
     """

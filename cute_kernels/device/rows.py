@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def num_words(self) -> int:
-        """Words that hold the lane's runs, each beginning with a word of its own."""
+        """Words that hold the lane's runs; every run begins a new word."""
         return self.runs * self.run_words
 
     @property

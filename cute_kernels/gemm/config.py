@@ -292,9 +292,9 @@ class LinearConfig(Generic[ActivationsT]):
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
         if self.group_size and self.block_k % self.group_size:
-            return f"unit_k {self.block_k} is not a multiple of group_size {self.group_size}"
+            return f"block_k {self.block_k} is not a multiple of group_size {self.group_size}"
         if self.k_warps < 1 or self.chunk_k_blocks < 1:
-            return f"k_warps {self.k_warps} and chunk_units {self.chunk_k_blocks} must be at least 1"
+            return f"k_warps {self.k_warps} and chunk_k_blocks {self.chunk_k_blocks} must be at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         return self.limits.refuses(self.num_threads, self.smem_bytes)

@@ -3,7 +3,7 @@
 Shape of the work: K is cut into slices, one for each CTA of a group, and the blocks of output features into as many
 equal ranges of k blocks as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
 thread of a persistent CTA keeps a pipeline of bulk copies full; the consumer warps wait for a stage, decode the 16
-bytes of each thread into the A operand of mma.m16n8k16 (:mod:`.decode`), and meet the activations of their slice of K,
+bytes of each thread into the A operand of mma.m16n8k16 (`decoder`), and meet the activations of their slice of K,
 which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 accumulators
 of a group. What a block sums up to goes through a
 staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There

@@ -69,7 +69,7 @@ class StreamSizes:
     num_tiles: Int32  # tiles of 64 output features
     k_blocks: Int32  # of the padded K
     slice_k_blocks: Int32  # of a slice of K; the last slice may have fewer
-    slice_reciprocal: Int64 | Uint32  # 2**RECIPROCAL_BITS over slice_units, rounded up
+    slice_reciprocal: Int64 | Uint32  # 2**RECIPROCAL_BITS over slice_k_blocks, rounded up
     num_slices: Int32  # CTAs of a group: each takes a slice of K
     base: Int32  # k blocks of a slice, over all blocks, that a group takes;
     rest: Int32  # the first ``rest`` groups take one more

@@ -156,7 +156,8 @@ def _check_memory(call: AppendCall) -> None:
 
 
 def check_kinds(call: AppendCall) -> None:
-    """Raises unless what is given is a tensor on k's device, and contiguous where it has no strides of its own."""
+    """Raises TypeError or ValueError unless arguments are tensors on k's device, and those without free strides
+    contiguous."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"

@@ -227,7 +227,7 @@ class AppendConfig:
         leads: bool = False,
         transform: RowTransform | None = None,
     ) -> AppendConfig:
-        """Whether K and V have one format, and as many columns."""
+        """The configuration whose rows of K and V have one format, and as many columns."""
         rows = WrittenRows(kv_format, head_dim)
         return cls(rows, rows, dtype, prologue, leads=leads, transform=transform)
 

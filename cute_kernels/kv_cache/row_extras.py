@@ -29,8 +29,8 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """Words that are being loaded: biases of a team's next rows, a lane's weights of the norm; one word where there are
-    none."""
+    """Registers of loads on their way. bias: of a team's next rows; norm: a lane's weights. Each has one unused word
+    where there is nothing to load."""
 
     bias: RegisterTensor[Uint32]
     norm: RegisterTensor[Uint32]

@@ -81,7 +81,7 @@ class DenseProblem(Queries):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query can see anything, or there is none."""
+        """Whether there are no queries, or none that can see a token."""
         return 0 in (self.batch, self.q_len, self.max_pages, self.cache.num_pages)
 
 
@@ -111,7 +111,7 @@ class SparseProblem(Queries):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query can see anything, or there is none."""
+        """Whether there are no queries, or none that can see a token."""
         first = self.topk and self.cache.num_pages
         second = self.extra_topk and self.extra is not None and self.extra.num_pages
         return not (self.batch and self.q_len and (first or second))

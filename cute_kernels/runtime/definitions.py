@@ -41,14 +41,14 @@ class Definition:
     Attributes:
         binds: the names that it gives a value.
         digest: of its text.
-        uses: dotted names that it refers to, sorted; weak: those of types alone.
-        mentions: names of attributes, and strings that may be such.
+        uses: dotted names that it refers to, sorted; weak: dotted names that only its annotations refer to.
+        mentions: names of attributes in it, and strings that may be names of attributes.
         spans: the first and the last line of each of its parts.
-        is_class: whether weak links end here.
+        is_class: whether it is a class; weak references are not followed beyond one.
         members: of a class, its methods by name.
-        bases: of a held class, the names of its bases, which are held as well.
-        held: of a class, it as the type of a value that exists.
-        entries: of a table by class, the values by the names of the classes.
+        held: of a class, what code depends on that holds a value of it: the class with its members.
+        bases: of ``held``, the names of its bases.
+        entries: of a dict whose keys are classes, the definitions of its values by the names of the classes.
     """
 
     binds: tuple[str, ...]

@@ -218,7 +218,7 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
     ("page", "name", "mark", "make"),
     [
         ("tasks", "e2e_vllm33", e2e_vllm.MARK_LATEST, e2e_vllm.markdown),
-        ("tasks", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
+        ("reference", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
         ("reference", "e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
         ("reference", "vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
     ],

@@ -248,7 +248,7 @@ def test_shipped_configurations_have_names_of_their_own():
     "fields, reason",
     [
         ({"dtype": "fp32"}, "dtype 'fp32' is not one of bf16, fp16"),
-        ({"format": integers(4, 256)}, "unit_k 128 is not a multiple of group_size 256"),
+        ({"format": integers(4, 256)}, "block_k 128 is not a multiple of group_size 256"),
         ({"num_stages": 1}, "num_stages 1"),
         ({"num_stages": 60}, "bytes of shared memory exceed"),
         ({"k_warps": 8}, "1216 threads"),

@@ -169,7 +169,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, producer):
-        """Issues the TMA tiles of all tensor maps, shared among the producer warps."""
+        """Issues a producer warp's share of the TMA tiles of all tensor maps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
                 if producer == box % self.config.filling_warps:

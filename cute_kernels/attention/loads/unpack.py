@@ -255,7 +255,7 @@ class UnpackKernel:
 
     def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
         """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address. K's rows stay
-        rows; V's rows become columns, see :mod:`.extend.fp8`. A lane's words are 4 columns of each row."""
+        rows; V's rows become columns, see `mainloops.fp8`. A lane's words are 4 columns of each row."""
         words = [held.words[k] for k in range(self.config.warp_rows)]
         if operand == KEYS:
             own = tile + Int64(first * self.row_bytes + 4 * lane)

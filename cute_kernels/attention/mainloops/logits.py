@@ -1,5 +1,5 @@
-"""Turns raw scores into the softmax's logits: score options change them (`.score_terms`), and masks hide keys from a
-query.
+"""Turns raw scores into the softmax's logits: score options change them, by their terms
+(`cute_kernels.formats.scores.terms`), and masks hide keys from a query.
 
 A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
 in powers of two (times log2 e), since the softmax uses exp2 alone.

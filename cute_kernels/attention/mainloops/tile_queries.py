@@ -162,11 +162,13 @@ class QueryLoader:
 
     @cute.jit
     def make_halves(self, words, top: Uint32):
-        """Converts pairs of bf16 to pairs of fp16, and returns the factor to multiply these by. top: the row's greatest
-        numbers.
+        """Converts a row's bf16 numbers to fp16. Returns the factor that makes them what they were.
 
-        A power of 2 brings exponents of bf16 below 2**5, where they are those of fp16, also of subnormals: then sign,
-        exponent and fraction only move apart. An infinite number or NaN makes all of its row NaN.
+        The row is first scaled by a power of 2, so that all exponent fields of bf16 are below 2**5. Such fields are
+        those of fp16, subnormal numbers included: sign, exponent and fraction only move to other bits. An infinite
+        number or NaN makes all of its row NaN.
+
+        top: a pair of the row's greatest magnitudes.
         """
         top = top & Uint32(NO_SIGNS)
         exponent = cutlass.max(Int32(top >> 23), Int32(top & Uint32(0xFFFF)) >> 7)

@@ -28,7 +28,7 @@ def grouped_linear_reference(
     """Computes activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every
     expert e.
 
-    Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
+    Products as in `cute_kernels.gemm.linear_reference`. Places that no expert has are 0.
 
     Args:
         x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, activations: as for

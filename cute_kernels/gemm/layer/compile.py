@@ -1,4 +1,4 @@
-"""The kernels of this room that ship."""
+"""The kernels of a layer in one launch that ship."""
 
 from __future__ import annotations
 

@@ -107,8 +107,9 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, group: Group, sums, x_scales, before: Sequence[Any]) -> list[Any]:
-        """Scales a group's sums and adds them to those of the groups ``before``. Returns the total; for the k block's
-        last group it adds the total times the scales of x to the tile's accumulators and returns nothing."""
+        """Scales a group's sums and adds ``before``, the total of the k block's earlier groups. Returns the new total.
+
+        After the k block's last group the total, times the scales of x, goes into the accumulators; returns [] then."""
         scales, total = group.scales, list(sums)
         if before:
             total = [ptx.fma(value, scales[i // 2 % 2], before[i]) for i, value in enumerate(sums)]

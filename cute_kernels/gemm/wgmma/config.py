@@ -228,7 +228,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def tma_tile_bytes(self) -> int:
-        """A tile's activations of BOX_K inputs."""
+        """A tile's activations of `TMA_TILE_K` inputs."""
         return 2 * TMA_TILE_K * self.tile_m
 
     @property

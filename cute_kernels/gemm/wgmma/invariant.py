@@ -62,8 +62,8 @@ def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=4096)
 def parts_of_k(problem: LinearProblem) -> int:
-    """The number of parts that K is cut into, for any number of rows. Over `ROWS`, its longest time relative to the
-    fastest schedule of so many rows is least.
+    """The number of parts that K is cut into, for any number of rows: that whose worst ratio to the fastest schedule,
+    over the numbers of rows in `ROWS`, is least.
 
     problem: of any number of rows; all else decides, the number of SMs as well.
     """

@@ -319,7 +319,7 @@ class WgmmaKernel:
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or of
-        experts those of their room, and what else ``operands`` has."""
+        experts those of `cute_kernels.gemm.experts.arguments`, and what else ``operands`` has."""
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)
         shape = self.scheduling.sizes(given)

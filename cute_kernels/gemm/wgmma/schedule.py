@@ -1,7 +1,7 @@
 """Chooses the configuration of a product of many rows, and the number of its work tiles. Plain Python, no GPU.
 
 Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. Small
-tiles waste decoding, large ones the last round; see `efficiency`. The time of each policy is in `.costs`.
+tiles waste decoding, large ones the last round; see `estimate_us`. The time of each policy is in `.costs`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from cute_kernels.gemm.wgmma.stages import MAX_STAGES, with_stages
 MAX_SPLITS = 16
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
 
-# (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
+# (tile_m, n_tiles, warpgroups, block_k, cluster) of what was the fastest somewhere; the first and the last ship in more
 # formats.
 SHAPES = (
     (256, 1, 2, 64, 1),
@@ -87,7 +87,7 @@ LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last ro
 ROW_CUTS = 2
 # Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
 MULTICAST = 2
-# Stages at most, by m_tiles.
+# Stages at most, by n_tiles.
 TILE_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}
 
 
@@ -158,7 +158,7 @@ ROUND_SHAPES = (
     (96, 1, 1, 128, 1),
     (64, 1, 1, 128, 1),
 )
-# Tiles as work ranges: (tokens, warpgroups, unit_k, k blocks of a tile's end).
+# Tiles as work ranges: (tile_m, warpgroups, block_k, k blocks of a tile's end).
 RANGE_GROUP = 128
 RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
@@ -542,6 +542,6 @@ def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
-    """Configurations that there is room for, with their pipelines. most: stages by m_tiles."""
+    """Configurations that there is room for, with their pipelines. most: stages by n_tiles."""
     found = (with_stages(config, most[config.n_tiles]) for config in configs)
     return [config for config in found if config.can_implement() is None]

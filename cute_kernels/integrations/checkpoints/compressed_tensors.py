@@ -110,7 +110,7 @@ def from_int_quantized(
 
 
 def _by_row(name: str, values: torch.Tensor, dtypes: tuple[torch.dtype, ...], n: int) -> torch.Tensor:
-    """[N, G] of [N, G], [N] or a single number."""
+    """Returns values as [N, G]. They are given as [N, G], [N] or a single number."""
     fields.check_tensor(name, values, dtypes, getattr(values, "ndim", 0), "[N, groups]")
     if values.numel() == 1:
         return values.reshape(1, 1).expand(n, 1)

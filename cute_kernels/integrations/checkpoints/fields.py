@@ -74,11 +74,11 @@ def group_size_of(k: int, groups: int, given: int | None) -> int | None:
 
 
 def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Scales in ``dtype``: bf16 or fp16, by default their own, and bf16 if that is neither.
+    """Converts scales to ``dtype``, bf16 or fp16. None: to their own dtype, or to bf16 if that is neither.
 
     Raises:
-        TypeError, ValueError: dtype is another one, a scale is not finite, before or after rounding, or all are 0: a
-            layer that was never filled. A scale of 0 among others is taken: its group is 0, as in every formula.
+        TypeError, ValueError: dtype is neither; a scale is not finite before or after rounding; or all scales are 0, as
+            in a layer that was never filled. Some scales may be 0: the weights of their groups are 0.
     """
     if dtype is None:
         dtype = scales.dtype if scales.dtype in SCALE_DTYPES else torch.bfloat16

@@ -34,7 +34,7 @@ Converted = PackedWeight | PackedExperts
 
 
 class Options(TypedDict):
-    """Further arguments of layers' converters: see `cute_kernels.load_safetensors`."""
+    """Further arguments of layers' converters: see `cute_kernels.integrations.checkpoints.load_safetensors`."""
 
     dtype: torch.dtype | None
     device: torch.device | str | None

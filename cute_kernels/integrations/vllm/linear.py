@@ -182,5 +182,5 @@ def _num_sms(device_index: int) -> int:
 
 
 def problem_of(form: Form) -> LinearProblem:
-    """A layer as the schedules know it, for one row on the GPU of this process."""
+    """The `LinearProblem` of a layer for one row of x, on the GPU of this process."""
     return form.problem(_num_sms(torch.cuda.current_device()), bool(envs.VLLM_BATCH_INVARIANT))

@@ -64,7 +64,7 @@ class Routing(Protocol):
         ...
 
     def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, for a number of `with_parts`."""
+        """The row in which a place's results are stored; of an entry's part ``number``, as `with_parts` counts."""
         ...
 
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
@@ -114,7 +114,7 @@ class SortedRouting:
         return shape.k_blocks
 
     def result_place(self, shape, number, place) -> Any:
-        """The row of the results of a place, for a number of `with_parts`."""
+        """The row in which a place's results are stored: K has one part, so the place itself."""
         return place
 
     @cute.jit
@@ -128,7 +128,7 @@ class SortedRouting:
 
     @cute.jit
     def row_at(self, operands, place):
-        """The row of x of a place."""
+        """Loads which row of x stands at a place; the place's own number where no list says so."""
         row = place
         if operands.rows != 0:
             row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])

@@ -35,7 +35,7 @@ class RangeSizes:
 
 @dataclass(frozen=True)
 class AssignedSizes(RangeSizes):
-    """Sizes of a launch over unsorted assignments; ``places`` is their number."""
+    """Sizes of a launch over unsorted assignments; ``places`` counts assignments here."""
 
     id_words: Int32  # of 32 bits, of an expert's id
     row_factor: Int32  # 2**ROW_BITS over the assignments of a row of x, rounded up
