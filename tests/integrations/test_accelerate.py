@@ -375,6 +375,21 @@ def test_a_norm_that_a_gradient_flows_through_is_the_model_s_own():
     assert called.calls[-1][0] is torch.ops.cute_kernels.norm.default
 
 
+@pytest.mark.parametrize("new", [1, 20])
+def test_attention_over_a_cache_refuses_to_pass_on_a_gradient(new):
+    """It has none, and what lies before it would learn nothing by it."""
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="bf16")
+    cache = ck.DecodeCache("bf16")
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        want = model(PROMPT[:, :1].expand(2, new), past_key_values=copy.deepcopy(cache)).logits
+    got = model(PROMPT[:, :1].expand(2, new), past_key_values=cache).logits  # nobody has to turn gradients off for it
+    assert (got - want).norm() <= 1e-2 * want.norm()
+    with pytest.raises(NotImplementedError, match="query: got one that wants a gradient"):
+        got.sum().backward()
+
+
 def test_a_norm_of_other_code_stays():
     class Other(torch.nn.Module):
         def __init__(self):
@@ -472,6 +487,8 @@ def test_the_output_layer_has_a_format_of_its_own(name, weights):
         ("llama", {"kv_format": {0: "bf16"}}, ValueError, "kv_format: got none for layer 1"),
         ("llama", {"kv_format": "int8_head"}, ValueError, "which wants scales beside the cache"),
         ("llama", {"kv_format": ("int4_channel32", "int4_g4")}, ValueError, "kv_format: got 'int4_channel32', whose"),
+        ("llama", {"kv_format": "fp16"}, TypeError, "kv_format: got 'fp16', want the format of the model's torch.bf"),
+        ("llama", {"max_seq_len": 0}, ValueError, "max_seq_len: got 0, want at least 1"),
         ("llama", {"weights": "int4"}, ValueError, "weights: got 'int4', want one such as 'w4g128'"),
         ("llama", {"weights": "mxpf4"}, ValueError, "weights: got 'mxpf4', .*did you mean mxfp4"),
         ("llama", {"weights": 4}, TypeError, "weights: got int, want a str such as 'w4g128' or 'mxfp4'"),

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
+from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, check_layers, format_of, format_pair, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
@@ -153,6 +154,8 @@ def accelerate(
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
         kv_format = told_formats(kv_format)
+        if max_seq_len is not None:
+            check_count("max_seq_len", max_seq_len, 1)
         scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, kv_transform)
         _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
@@ -378,7 +381,9 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
     check_layers(kv_format, config.num_hidden_layers)
     for layer in range(config.num_hidden_layers):
-        formats_of_layer(kv_format, layer)
+        for form in map(format_of, formats_of_layer(kv_format, layer)):
+            if not form.fits(model.dtype):
+                raise TypeError(f"kv_format: got {form.name!r}, want the format of the model's {model.dtype}")
 
 
 def _caches_for_itself(part: nn.Module) -> bool:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_read
 from cute_kernels.formats.kv import format_of
+from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.integrations.transformers.columns import UNKNOWN, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
@@ -94,16 +96,28 @@ def attention(
     key.settle(pattern.padding if pattern is not None else UNKNOWN)
     asked = None if dropout else _asked(key, attention_mask, pattern, scaling, options)
     if asked is not None and _attends(key, asked):
-        return key.attend(query, **asked), None
+        return _without_gradient(lambda q: key.attend(q, **asked), query), None
     query = key.rotated(query)
     if asked is not None and _extends(key, attention_mask, asked):
-        return _extend(key, query, **{name: value for name, value in asked.items() if name != "attn_bias"}), None
+        asked.pop("attn_bias")
+        return _without_gradient(lambda q: _extend(key, q, **asked), query), None
     k, v = key.dense()
     key.append()
     q_len, keys = query.shape[2], k.shape[2]
     if attention_mask is None and causal and 1 < q_len < keys:
         attention_mask = causal_mask(q_len, keys, query.device)
     return _dense(module, query, k, v, attention_mask, scaling, dropout, causal, options)
+
+
+def _without_gradient(function: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> torch.Tensor:
+    """function(query), whose backward pass is refused: kernels over a cache have none, and would just be left out."""
+    if torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling():
+        return differentiable(function, _refuse_gradients, query)
+    return function(query)
+
+
+def _refuse_gradients(_: torch.Tensor) -> NoReturn:
+    raise NotImplementedError("query: got one that wants a gradient, which attention over a DecodeCache has not")
 
 
 def _asked(
