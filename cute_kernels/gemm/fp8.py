@@ -26,7 +26,7 @@ from cute_kernels.gemm.operands.fp8 import (
 from cute_kernels.gemm.operands.fp8_config import FP8_TILES, x_group
 from cute_kernels.gemm.operands.fp8_launch import rows_for_products, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
-from cute_kernels.gemm.plan import aligned
+from cute_kernels.gemm.plan import aligned, without_rows
 from cute_kernels.gemm.product import problem_of, tile_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
@@ -169,15 +169,8 @@ def _through_operator(call: Fp8Call) -> torch.Tensor:
         return ops.of_rows(call.linear, partial(operator, scale=call.scale))
 
 
-def _without_rows(call: Fp8Call) -> torch.Tensor:
-    given = call.linear
-    if given.out is not None:
-        return given.out
-    return given.x.new_empty(given.result_shape, dtype=result_dtype(given.out_dtype, given.x, given.out))
-
-
 _routes = Routes(_on_cpu, _through_operator, {"x": "call.linear.x", "codes": "call.linear.weight.codes"})
-linear = launcher(key_of, check, make_plan, _without_rows, routes=_routes)
+linear = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear), routes=_routes)
 """`cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -202,14 +195,10 @@ def _fields_on_cuda(
     return linear.launch(Fp8Call(given, scale))
 
 
-def _fields_on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):
-    return x.new_empty((x.shape[0], ops.out_features(n, activation)), dtype=out_dtype)
-
-
 operator = Operator(
     "fp8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, str format, "
     "int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant, Tensor? scale=None) -> Tensor",
     cpu=_fields_on_cpu,
     cuda=_fields_on_cuda,
-    meta=_fields_on_meta,
+    meta=ops.fields_on_meta,
 )

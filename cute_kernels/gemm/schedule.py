@@ -36,8 +36,8 @@ FEW_STAGES = 4  # enough for the memory's latency
 
 
 @dataclass(frozen=True)
-class StreamSchedule:
-    """How one launch is laid out: ``num_groups`` groups of ``num_slices`` CTAs.
+class StreamCut:
+    """How weights are cut among CTAs: ``num_groups`` groups of ``num_slices`` of them.
 
     Attributes:
         config: the compiled variant.
@@ -55,12 +55,18 @@ class StreamSchedule:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of tiles, of an expert's weight or the dense one."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
     def slice_k_blocks(self) -> int:
         """K blocks of a slice; the last may have fewer."""
         return -(-self.k_blocks // self.num_slices)
+
+
+@dataclass(frozen=True)
+class StreamSchedule(StreamCut):
+    """How one launch of a dense product is laid out."""
 
     @property
     def total(self) -> int:

@@ -45,7 +45,7 @@ def dense_problem(
     check_tensors(**tensors)
     check_together(**tensors)
     check_flag("causal", causal)
-    batch, q_len, num_heads, head_dim = _check_query(q, form)
+    batch, q_len, _, head_dim = sizes = _check_query(q, form)
     if q_len > MAX_Q_LEN:
         raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")
     shape = cache_shape("cache", cache, form, head_dim)
@@ -58,13 +58,10 @@ def dense_problem(
         raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
     check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     return DenseProblem(
-        q_dtype=q.dtype,
-        batch=batch,
-        q_len=q_len,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        device=q.device,
-        cache=shape,
+        q.dtype,
+        *sizes,
+        q.device,
+        shape,
         max_pages=max_pages,
         table_stride=block_table.stride(0) if batch > 1 else max_pages,
         causal=causal and q_len > 1,
@@ -89,7 +86,7 @@ def sparse_problem(
     tensors = {"q": q, "cache": cache, "indices": indices, **given}
     check_tensors(**tensors)
     check_together(**tensors)
-    batch, q_len, num_heads, head_dim = _check_query(q, form)
+    batch, q_len, num_heads, head_dim = sizes = _check_query(q, form)
     shape = cache_shape("cache", cache, form, head_dim)
     topk = _check_indices("indices", indices, batch, q_len)
     if topk_length is not None:
@@ -107,18 +104,7 @@ def sparse_problem(
     for name in ("extra_indices", "extra_topk_length"):
         if extra is None and name in given:
             raise ValueError(f"{name}: got a tensor without extra_cache, want None")
-    return SparseProblem(
-        q_dtype=q.dtype,
-        batch=batch,
-        q_len=q_len,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        device=q.device,
-        cache=shape,
-        topk=topk,
-        extra=extra,
-        extra_topk=extra_topk,
-    )
+    return SparseProblem(q.dtype, *sizes, q.device, shape, topk, extra, extra_topk)
 
 
 # -- one argument ------------------------------------------------------------------------------------------------------

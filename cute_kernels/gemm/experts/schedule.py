@@ -14,7 +14,7 @@ from functools import lru_cache
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.config import X_PAD, LinearConfig
 from cute_kernels.gemm.problem import GroupedProblem
-from cute_kernels.gemm.schedule import IN_FLIGHT_BYTES, candidate_configs, in_flight
+from cute_kernels.gemm.schedule import IN_FLIGHT_BYTES, StreamCut, candidate_configs, in_flight
 from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
@@ -31,15 +31,11 @@ SLACK_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
-class GroupedSchedule:
-    """How the launches of one product are laid out: ``num_groups`` groups of ``num_slices`` CTAs each.
+class GroupedSchedule(StreamCut):
+    """How the launches of one product are laid out: each as `StreamCut` says, its tiles those of one expert, its groups
+    those of all blocks.
 
     Attributes:
-        config: the compiled variant; its ``tile_m`` are the rows that an entry may have at most.
-        num_tiles: tiles of 64 output features of an expert.
-        k_blocks: of the padded K.
-        num_slices: parts of K, one for each CTA of a group.
-        num_groups: parts of all blocks' k blocks.
         entry_rows: rows that an entry may have, a power of two: what a set of activations has room for.
         x_slots: sets of activations that a CTA has room for, 1 or 2.
         max_entries: that one launch computes at most.
@@ -47,25 +43,11 @@ class GroupedSchedule:
         slack: k blocks that a group may have beyond its share so that blocks stay whole; -1: they are cut.
     """
 
-    config: LinearConfig
-    num_tiles: int
-    k_blocks: int
-    num_slices: int
-    num_groups: int
     entry_rows: int
     x_slots: int = 1
     max_entries: int = 1
     num_launches: int = 1
     slack: int = -1
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of tiles of an expert."""
-        return -(-self.num_tiles // self.config.n_tiles)
-
-    @property
-    def slice_k_blocks(self) -> int:
-        return -(-self.k_blocks // self.num_slices)
 
     @property
     def max_parts(self) -> int:
