@@ -48,10 +48,10 @@ from cute_kernels.integrations.vllm.attention_pages import (
     PREFERRED_BLOCK,
     Pages,
     reason_of_connector,
-    reasons_by_layer,
+    wrong_by_layer,
 )
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
-from cute_kernels.integrations.vllm.seams import say_once
+from cute_kernels.integrations.vllm.seams import layer_made, say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 
@@ -114,7 +114,7 @@ class CuteKernelsAttentionBackend(Pages):
         head_size = named["head_size"]
         slides = bool(named.get("has_sliding_window"))
         reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size), slides)
-        reasons += ["ALiBi not supported"] if attention_choice.has_alibi() else []
+        reasons += ["ALiBi not supported"] if layer_made().has_alibi else []
         for reason in (
             engine_cache.reason_against(formats, head_size, named["dtype"]),
             kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
@@ -155,9 +155,9 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
         # Layers that serve these put metadata of their own making under a backend.
         "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
         "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
+        **(wrong_by_layer(config, slides) if kv_formats.is_own(kv_cache_dtype) else {}),
     }
     found = [f"{what} not supported" for what, is_so in wrong.items() if is_so]
-    found += reasons_by_layer(config, slides) if kv_formats.is_own(kv_cache_dtype) else []
     connector = reason_of_connector(config)
     return found if connector is None else [*found, connector]
 

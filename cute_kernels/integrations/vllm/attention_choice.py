@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -20,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, kv_formats
 from cute_kernels.integrations.vllm.attention_pages import counted
-from cute_kernels.integrations.vllm.seams import replace_once
+from cute_kernels.integrations.vllm.seams import Layer, layer_made, making, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 
 
@@ -52,7 +51,7 @@ def _chooses_anew(original: Callable[..., Any]) -> Any:
     def choose(*arguments: object, **named: object) -> Any:
         nonlocal of_engine, of
         engine, own = get_current_vllm_config_or_none(), (environment.wanted_kv_format(), kv_formats.of_layer())
-        now = *own, environment.switch(), _alibi
+        now = *own, environment.switch(), layer_made().has_alibi
         if engine is not of_engine() or now != of:
             original.cache_clear()
             of_engine, of = (lambda: None) if engine is None else weakref.ref(engine), now
@@ -62,31 +61,13 @@ def _chooses_anew(original: Callable[..., Any]) -> Any:
     return choose
 
 
-_alibi = False
-
-
-def has_alibi() -> bool:
-    """Whether the layer that is being made has ALiBi slopes."""
-    return _alibi
-
-
-@contextmanager
-def _noting_alibi(slopes: object) -> Iterator[None]:
-    global _alibi
-    _alibi = slopes is not None
-    try:
-        yield
-    finally:
-        _alibi = False
-
-
 def _notes_layer(original: Callable[..., Any]) -> Any:
     parameters = inspect.signature(original)
 
     def __init__(self: Foreign, *arguments: object, **named: object) -> None:
         given = parameters.bind(self, *arguments, **named).arguments
         name = given.get("kv_sharing_target_layer_name") or given.get("prefix")
-        with _noting_alibi(given.get("alibi_slopes")), kv_formats.making(name):
+        with making(Layer(name, given.get("alibi_slopes") is not None)):
             original(self, *arguments, **named)
 
     return __init__

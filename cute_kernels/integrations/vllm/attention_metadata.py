@@ -23,7 +23,7 @@ from cute_kernels.attention.extend_schedule import DECODE_ROWS, count_tiles, ser
 from cute_kernels.integrations import attention_kernels
 from cute_kernels.integrations.attention_kernels import Decodes
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import environment, kv_constants, prepare, warm_up
+from cute_kernels.integrations.vllm import environment, kv_constants, prepare
 from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
@@ -201,7 +201,6 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         if not self.caches.extend:  # which takes any number of queries
             self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
         prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
-        warm_up.slot_mapping(kv_cache_spec, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -67,24 +67,23 @@ def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
     return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
 
 
-def reasons_by_layer(config: Foreign, slides: bool) -> list[str]:
-    """The reasons against formats by layer in an engine. slides: whether a layer has a window.
+def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
+    """The reasons against formats by layer in an engine, and whether they hold. slides: whether a layer has a window.
 
     Layers of one kind share a block table, and each has pages of its own bytes. Pages of layers of several kinds vLLM
     makes as large as the largest.
     """
     layers = len(kv_formats.own_formats())
     if layers <= 1:
-        return []
+        return {}
     there = getattr(getattr(config.model_config, "hf_text_config", None), "num_hidden_layers", layers)
-    wrong = {
-        "with this vLLM": not BACKENDS_PACK,
-        "beside windows": slides,
-        "beside Mamba layers": bool(config.model_config.is_hybrid),
-        "with a KV connector": getattr(config, "kv_transfer_config", None) is not None,
-        f"of {layers} layers for a model of {there}": there != layers,
+    return {
+        "formats by layer with this vLLM": not BACKENDS_PACK,
+        "formats by layer beside windows": slides,
+        "formats by layer beside Mamba layers": bool(config.model_config.is_hybrid),
+        "formats by layer with a KV connector": getattr(config, "kv_transfer_config", None) is not None,
+        f"formats of {layers} layers for a model of {there}": there != layers,
     }
-    return [f"formats by layer {what} not supported" for what, is_so in wrong.items() if is_so]
 
 
 def reason_of_connector(config: Foreign) -> str | None:

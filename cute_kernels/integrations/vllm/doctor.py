@@ -24,10 +24,9 @@ def examine() -> Finding:
         return Finding("vllm", OK, "not installed")
     try:
         seams = environment.wanted_seams()
-        environment.check_kv_format()
+        environment.check()
         form = kv_formats.described()
         constants = environment.wanted_constants()
-        environment.keeps_activations()
     except (OSError, ValueError) as error:
         return Finding("vllm", LIMITED, str(error), "set it to what is wanted: vLLM does not start so")
     if constants is not None and not constants.is_file():

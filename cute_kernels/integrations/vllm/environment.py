@@ -61,12 +61,14 @@ def wanted_kv_format() -> str | None:
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 
-def check_kv_format() -> None:
-    """Refuses a cache format that would be ignored.
+def check() -> None:
+    """Refuses what would be ignored.
 
     Raises:
-        ValueError: a format is named, and attention is not among the seams.
+        ValueError: a switch has a value that means nothing, or none of the seams looks at it.
     """
+    wanted_constants()
+    keeps_activations()
     named, seams = wanted_kv_format(), wanted_seams()
     if named is not None and seams and "attention" not in seams:
         raise ValueError(f"{KV_FORMAT}: got {named!r}, want the seam attention in {SWITCH} with it")

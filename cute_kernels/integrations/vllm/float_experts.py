@@ -35,7 +35,6 @@ SOURCE = moe.Source(
     _pack,
     _form,
     outputs_first=True,
-    format=MXFP4,
     dtype=torch.bfloat16,
     seam="float_experts",
 )

@@ -10,9 +10,7 @@ Activations that are declared in FP4 vLLM leaves in 16 bits on Hopper, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import operator
 
 import torch
 from vllm import envs
@@ -29,30 +27,10 @@ from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, prepare
 from cute_kernels.integrations.vllm.linear import Products, problem_of
 from cute_kernels.integrations.vllm.plugin import note_served
-from cute_kernels.integrations.vllm.seams import packs_here, replace_once
+from cute_kernels.integrations.vllm.seams import packs_here, refusal, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 
 FORMATS = (FP8, FP8_BLOCK, MXFP4, NVFP4)
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method of vLLM's. kernel: its attribute that multiplies. key: (method) to vLLM's word for what activations are
-    rounded to, None for nothing."""
-
-    kernel: str
-    key: Callable[[Any], Any]
-
-
-METHODS = {
-    "Fp8LinearMethod": Method("fp8_linear", lambda method: method.activation_quant_key),
-    "CompressedTensorsW8A8Fp8": Method("fp8_linear", lambda method: method.activation_quant_key),
-    "CompressedTensorsW8A16Fp8": Method("linear_kernel", lambda method: None),
-    "CompressedTensorsW4A4Fp4": Method("kernel", lambda method: None),
-    "CompressedTensorsW4A4Mxfp4": Method("kernel", lambda method: method.kernel.config.activation_quant_key),
-    "ModelOptLinearMethod": Method("kernel", lambda method: method.spec.activation),
-}
-"""By the name of the method's class."""
 
 
 class FloatProducts(Products):
@@ -67,22 +45,19 @@ class FloatProducts(Products):
         return self.multiply(x, LayerTensors(codes, scales, None, None), bias)
 
 
-def serve(kind: Method, method: Foreign, layer: Foreign) -> str | None:
+def serve(kernel: str, key: str, method: Foreign, layer: Foreign) -> str | None:
     """Packs a loaded layer and gives its method these products; or leaves all as it is, and says why.
+
+    kernel, key: as of `Interface.float_linear`.
 
     Raises:
         ValueError: the layer was served, and is loaded again with what cannot be.
     """
-    before = getattr(method, kind.kernel)
-    reason = _reason_of_engine(kind, method, layer)
+    before = getattr(method, kernel)
+    reason = _reason_of_engine(operator.attrgetter(key)(method) if key else None, method, layer)
     if reason is None:
-        names, tensors = _tensors(layer)
-        dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         try:
-            form = _form(names, tensors, dtype)
-            reason = _missing_kernels(form, tensors[names.codes].device)
-            if reason is None:
-                _put(kind, method, layer, FloatProducts(form, names, before.config), tensors)
+            reason = _pack(kernel, method, layer)
         except (TypeError, ValueError) as error:
             reason = str(error)
             note_served(f"linear left {getattr(layer, 'prefix', '')}")  # by values, which graphs do not show
@@ -91,21 +66,19 @@ def serve(kind: Method, method: Foreign, layer: Foreign) -> str | None:
     return reason
 
 
-def _reason_of_engine(kind: Method, method: Foreign, layer: Foreign) -> str | None:
+def _reason_of_engine(key: Foreign | None, method: Foreign, layer: Foreign) -> str | None:
     if (left := prepare.why_left("float_linear")) is not None:
         return left
-    key = kind.key(method)
     rounded = key is not None and key.dtype != FP4_DTYPE
+    wanted = f"{environment.ACTIVATIONS}={environment.IN_16_BITS}"
     dequantised = envs.VLLM_BATCH_INVARIANT and hasattr(method, "block_quant") and not method.block_quant
     wrong = {
         "--linear-backend": _names_backend(),
-        f"activations in FP8 (in 16 bits with {environment.ACTIVATIONS}={environment.IN_16_BITS})": rounded
-        and not environment.keeps_activations(),
+        f"activations in FP8 (in 16 bits with {wanted})": rounded and not environment.keeps_activations(),
         "VLLM_BATCH_INVARIANT, under which vLLM dequantises such layers": dequantised,
-        "weights that the model's own kernels read": bool(getattr(layer, "is_bmm", False)),
+        "weights that the model's own kernels read": getattr(layer, "is_bmm", False),
     }
-    found = [what for what, is_so in wrong.items() if is_so]
-    return f"{', '.join(found)} not supported" if found else None
+    return refusal(wrong)
 
 
 def _names_backend() -> bool:
@@ -141,25 +114,26 @@ def _form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) ->
     return Form(found, codes.shape[0], codes.shape[1] * 8 // found.bits, dtype)
 
 
-def _missing_kernels(form: Form, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return prepare.linear_reason(problem_of(form), prepare.engine_rows(), prepare.index_of(device))
-
-
-def _put(
-    kind: Method, method: Foreign, layer: Foreign, products: FloatProducts, tensors: dict[str, torch.Tensor]
-) -> None:
-    names = products.names
-    weight = products.settled(layer, from_float_codes(tensors, names, dtype=products.form.dtype))
+def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
+    """Packs a layer, unless kernels keep it from that; TypeError or ValueError if its weight does."""
+    names, tensors = _tensors(layer)
+    form = _form(names, tensors, getattr(layer, "params_dtype", torch.get_default_dtype()))
+    device = tensors[names.codes].device
+    if device.type == "cuda":
+        reason = prepare.linear_reason(problem_of(form), prepare.engine_rows(), prepare.index_of(device))
+        if reason is not None:
+            return reason
+    products = FloatProducts(form, names, getattr(method, kernel).config)
+    weight = products.settled(layer, from_float_codes(tensors, names, dtype=form.dtype))
     for name, tensor in ((names.codes, weight.codes), (names.scales, weight.scales)):
         replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
-    if weight.codes.is_cuda:
-        prepare.load_noted(weight.device)
+    if device.type == "cuda":
+        prepare.load_noted(device)
     vars(layer).pop("_input_quant_key", None)  # nobody quantises activations for it beforehand
-    setattr(method, kind.kernel, products)
+    setattr(method, kernel, products)
     if hasattr(method, "use_marlin"):
         method.use_marlin = True  # who wants the weight as it was (MLA) multiplies with the identity then
+    return None
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------
@@ -167,7 +141,7 @@ def _put(
 
 def replace(interface: Interface) -> str:
     """Makes vLLM's methods for such layers use these products; returns what was done."""
-    for module, name in interface.float_linear:
-        made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, METHODS[name]))
+    for module, name, *how in interface.float_linear:
+        made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, *how))
         replace_once(module, f"{name}.process_weights_after_loading", made)
     return "linear layers in FP8, MXFP4 and NVFP4 run here, with activations in 16 bits"

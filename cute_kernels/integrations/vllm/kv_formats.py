@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from cute_kernels.formats.kv import LayerFormats, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.engine_cache import Formats, formats_named, row_bytes
 from cute_kernels.integrations.vllm import environment
+from cute_kernels.integrations.vllm.seams import layer_made
 
 BY_DTYPE = {
     "fp8": "e4m3_tensor",
@@ -55,28 +53,14 @@ def described() -> str | None:
     return f"{len(formats)} formats by layer" if len(formats) > 1 else next(map(str, formats), None)
 
 
-@contextmanager
-def making(layer: str | None) -> Iterator[None]:
-    """Notes the name of the layer that vLLM makes within this block."""
-    global _layer
-    _layer = layer
-    try:
-        yield
-    finally:
-        _layer = None
-
-
-_layer: str | None = None
-
-
 def of_layer() -> Formats | None:
     """The formats of the layer that is being made; None where one format serves all layers, or the file has none."""
-    formats = own_formats()
-    if len(formats) <= 1 or _layer is None:
+    formats, name = own_formats(), layer_made().name
+    if len(formats) <= 1 or name is None:
         return None
     from vllm.model_executor.models.utils import extract_layer_index
 
-    number = extract_layer_index(_layer)
+    number = extract_layer_index(name)
     return formats[number] if number < len(formats) else None
 
 
@@ -93,10 +77,9 @@ def formats_for(kv_cache_dtype: str) -> Formats:
     assert formats  # other dtypes are not chosen without
     found = formats[0] if len(formats) == 1 else of_layer()
     if found is None:
-        raise ValueError(
-            f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: {_layer or 'pages of no layer'}: got formats "
-            f"of {len(formats)} layers, want full attention in all layers, and no drafting model"
-        )
+        where = f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: {layer_made().name or 'pages of no layer'}"
+        wanted = "want full attention in all layers, and no drafting model"
+        raise ValueError(f"{where}: got formats of {len(formats)} layers, {wanted}")
     return found
 
 

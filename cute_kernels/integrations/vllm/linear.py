@@ -10,8 +10,8 @@ from one start to the next, and another checkpoint of the same configuration mus
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_layers, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
+from cute_kernels.integrations.vllm.seams import replace_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.gpu import GPU
 
@@ -128,14 +129,16 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
         """The tensors of the packed weight, by the names of the parameters that they replace."""
         form = self.form
         weight = self.settled(layer, engine_linear.packed(form, *self._tensors(layer)))
-        names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
         tensors = engine_linear.tensors_of(form, weight)
-        return {name: one for name, one in zip(names, tensors, strict=True) if name is not None and one is not None}
+        both = zip(self._names(), tensors, strict=True)
+        return {name: one for name, one in both if name is not None and one is not None}
+
+    def _names(self) -> tuple[str | None, ...]:
+        """The parameters of codes, scales, zero points and order of inputs; None for those that a layer does not have."""
+        return self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
-        """Codes, scales, zero points and the order of inputs; None for those that the layer does not have."""
-        names = self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
-        return [getattr(layer, name or "", None) for name in names]
+        return [getattr(layer, name or "", None) for name in self._names()]
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.multiply(x, LayerTensors(*self._tensors(layer)), bias)
@@ -148,23 +151,18 @@ def replace(interface: Interface) -> str:
     if CuteKernelsLinearKernel not in kernels:
         kernels.insert(0, CuteKernelsLinearKernel)
     module, name = interface.linear_scheme
-    _choose_for_invariance(getattr(importlib.import_module(module), name))
+    replace_once(module, f"{name}.create_weights", _chooses_for_invariance)
     return "weight-only linear layers (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here first"
 
 
-def _choose_for_invariance(scheme: Foreign) -> None:
+def _chooses_for_invariance(original: Callable[..., None]) -> Callable[..., None]:
     """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
 
     It dequantises them in every step, and still does so with those that are not served here.
     """
-    original = scheme.create_weights
-    if getattr(original, "asks_cute_kernels", False):
-        return
 
-    @functools.wraps(original)
     def create_weights(self: Foreign, layer: torch.nn.Module, *arguments: object, **named: object) -> None:
-        asks = getattr(self, "use_batch_invariant", False)
-        if asks:
+        if getattr(self, "use_batch_invariant", False):
             self.use_batch_invariant = False
             with contextlib.suppress(ValueError):  # vLLM has no kernel
                 original(self, layer, *arguments, **named)
@@ -173,8 +171,7 @@ def _choose_for_invariance(scheme: Foreign) -> None:
             self.use_batch_invariant, self.kernel = True, None
         original(self, layer, *arguments, **named)
 
-    vars(create_weights)["asks_cute_kernels"] = True
-    scheme.create_weights = create_weights
+    return create_weights
 
 
 def _num_sms(device_index: int) -> int:

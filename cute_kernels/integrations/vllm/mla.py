@@ -22,7 +22,7 @@ from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import mla_kernels, prepare
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
-from cute_kernels.integrations.vllm.seams import say_once
+from cute_kernels.integrations.vllm.seams import refusal, say_once
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.gpu import GPU
@@ -162,8 +162,7 @@ def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | N
         "decode context parallelism": impl.dcp_world_size > 1 and not cut,
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
     }
-    found = [what for what, is_so in wrong.items() if is_so]
-    return f"{', '.join(found)} not supported" if found else None
+    return refusal(wrong)
 
 
 def _model_dtype() -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,18 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, WeightFormat, integers
+from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import TILE_N, padded_shape, symmetric_zero
+from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import prepare
 from cute_kernels.integrations.vllm.plugin import note_served
-from cute_kernels.integrations.vllm.seams import packs_here, replace_once
+from cute_kernels.integrations.vllm.seams import packs_here, refusal, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 
 MAX_EXPERTS = 512
@@ -48,7 +47,7 @@ class Source:
         form: (method) to (bits, group size, whether there are zero points, whether inputs are in act-order).
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights so.
-        format, dtype: of weights that are no integers, and of activations, which their scales do not say; None else.
+        dtype: of activations, where scales do not say it.
         seam: by which the environment asks for such layers.
     """
 
@@ -59,7 +58,6 @@ class Source:
     form: Callable[[Any], tuple[int, int, bool, bool]]
     outputs_first: bool = False
     backends: tuple[str, ...] = ("MARLIN", "HUMMING")
-    format: WeightFormat | None = None
     dtype: torch.dtype | None = None
     seam: str = "moe"
 
@@ -236,10 +234,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "GPUs that come and go": prepare.engine_has("parallel_config", "enable_elastic_ep"),
         "LoRA": bool(method.moe.is_lora_enabled),
     }
-    found = [what for what, is_so in wrong.items() if is_so]
-    if found:
-        return f"{', '.join(found)} not supported"
-    return prepare.why_not_ready(words.device, _kernels_of(method, layer, source)) if words.is_cuda else None
+    return refusal(wrong)
 
 
 BIASES = ("w13_bias", "w2_bias")
@@ -250,30 +245,6 @@ def _biases(method: Foreign, layer: Foreign) -> list[str]:
     there = [name for name in BIASES if getattr(layer, name, None) is not None]
     loaded = getattr(layer, "_loaded_expert_biases", there)
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
-
-
-def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[KernelSpec]:
-    """The kernels that a layer will need once it is packed; looked up only where they cannot be compiled."""
-    if compiler_version() is not None:
-        return
-    bits, group_size, zero_point, _ = source.form(method)
-    forms = []
-    for name in ("w13", "w2"):
-        words, scales, zeros = source.tensors(layer, name, zero_point)
-        experts, _, n = scales.shape
-        k = words.shape[1] * (1 if source.pack is expert_weights.from_awq else 8 * words.itemsize // bits)
-        size = 0 if group_size == -1 else group_size
-        k_pad = padded_shape((n, k), size or None)[1]
-        index = prepare.index_of(scales.device)
-        form = source.format or integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
-        forms.append(ExpertsForm(experts, n, k, k_pad, form, source.dtype or scales.dtype, index))
-    yield from _asked(method, forms[0], forms[1], activation_of(layer) or expert_kernels.SWIGLU)
-
-
-def _are_symmetric(zeros: torch.Tensor, bits: int) -> bool:
-    """Whether all zero points in int32 words are the symmetric one; such weights are packed without."""
-    word = symmetric_zero(bits) * (0xFFFFFFFF // ((1 << bits) - 1))
-    return bool((zeros == word - (1 << 32)).all())
 
 
 @functools.cache
@@ -296,8 +267,8 @@ def _asked(
     return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT), activation)
 
 
-def process(method: Foreign, layer: Foreign, source: Source) -> None:
-    """Packs a layer's weights, and gives the method these experts.
+def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
+    """Packs a layer's weights, and gives the method these experts; or leaves all as it is, and says what kernels lack.
 
     Raises:
         ValueError: they are loaded again, and other kernels would serve them than captured graphs have.
@@ -316,6 +287,8 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
             dtype=source.dtype or scales.dtype,
             gated=gated,
         )
+    if (reason := _make_ready(method, packed["w13"], packed["w2"], activation)) is not None:
+        return reason
     biases = _biases_of(method, layer, packed["w13"].dtype)
     packed = method.cute_kernels_experts = _kept(getattr(method, "cute_kernels_experts", packed), packed)
     biases = method.cute_kernels_biases = _kept_biases(getattr(method, "cute_kernels_biases", biases), biases)
@@ -327,7 +300,6 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
     note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
-    _load_kernels(method, packed["w13"], packed["w2"], activation)
     for name, bias in zip(BIASES, biases, strict=True):  # None: a parameter that no checkpoint filled
         if getattr(layer, name, None) is not None:
             _set(layer, name, bias)
@@ -345,6 +317,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     epilogues = expert_kernels.Epilogues(activation, *biases)
     experts = CuteKernelsExperts(method.moe, method.moe_quant_config, packed["w13"], packed["w2"], epilogues)
     method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
+    return None
 
 
 def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> dict[str, PackedExperts]:
@@ -391,14 +364,19 @@ def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
     layer.register_parameter(name, parameter)
 
 
-def _load_kernels(method: Foreign, gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction) -> None:
-    """Makes a layer's kernels ready, unless a layer like it has done so."""
+def _make_ready(
+    method: Foreign, gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction
+) -> str | None:
+    """Makes a layer's kernels ready, unless a layer like it has done so; what keeps them from that."""
     if not gate_up.codes.is_cuda:
-        return
+        return None
     asked = _asked(method, gate_up.form, down.form, activation)
-    if asked not in _loaded:
+    if asked in _loaded:
+        return None
+    if (reason := prepare.why_not_ready(gate_up.device, asked)) is None:
         _loaded.add(asked)
         prepare.load(gate_up.device, asked)
+    return reason
 
 
 _loaded: set[tuple[KernelSpec, ...]] = set()
@@ -427,10 +405,8 @@ def replace_experts(module: str, name: str, source: Source) -> None:
         return takes_part(method) or prepare.why_left(source.seam) is None
 
     def serve(method: Foreign, layer: Foreign) -> str | None:
-        reason = reason_against(method, layer, source)
-        if reason is None:
-            process(method, layer, source)
-        elif method.moe.moe_parallel_config.enable_eplb and not takes_part(method):
+        reason = reason_against(method, layer, source) or process(method, layer, source)
+        if reason is not None and method.moe.moe_parallel_config.enable_eplb and not takes_part(method):
             raise NotImplementedError(f"--enable-eplb: {name}: want another method, or a layer served here: {reason}")
         return reason
 

@@ -60,9 +60,7 @@ def register() -> None:
         _say_nothing(reason)
         return
     seams = environment.wanted_seams()
-    environment.check_kv_format()  # refused here, where they ask for what no layer would ever look at
-    environment.wanted_constants()
-    environment.keeps_activations()
+    environment.check()  # refused here, where they ask for what no layer would ever look at
     fresh = [seam for seam in seams if seam not in _outcomes]
     for seam in fresh:
         _outcomes[seam] = _replace(seam)

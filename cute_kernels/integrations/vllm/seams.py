@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from cute_kernels.integrations.objects import Foreign
 
@@ -32,6 +33,38 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
         replacement = functools.wraps(original)(made(original))
         vars(replacement)["is_cute_kernels"] = True
         setattr(owner, last, replacement)
+
+
+def refusal(wrong: Mapping[str, object]) -> str | None:
+    """Of reasons and whether they are so: those that are, in words; None if none is."""
+    found = [what for what, is_so in wrong.items() if is_so]
+    return f"{', '.join(found)} not supported" if found else None
+
+
+class Layer(NamedTuple):
+    """A layer of attention that vLLM makes. name: its own, or that of the layer whose cache it reads."""
+
+    name: str | None = None
+    has_alibi: bool = False
+
+
+_layer = Layer()
+
+
+def layer_made() -> Layer:
+    """The layer that vLLM is making."""
+    return _layer
+
+
+@contextmanager
+def making(layer: Layer) -> Iterator[None]:
+    """Says which layer vLLM makes, which it tells no backend."""
+    global _layer
+    _layer = layer
+    try:
+        yield
+    finally:
+        _layer = Layer()
 
 
 def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:

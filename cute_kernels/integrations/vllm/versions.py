@@ -27,7 +27,8 @@ class Interface:
         backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
-        float_linear: modules and classes of the methods of linear layers in FP8, MXFP4 and NVFP4.
+        float_linear: modules and classes of the methods of linear layers in FP8, MXFP4 and NVFP4, the attribute that
+            multiplies, and the one that says what activations are rounded to ("" for nothing).
         float_experts: the module and class of the method of gpt-oss's.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
@@ -46,13 +47,13 @@ class Interface:
         (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
         (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
     )
-    float_linear: tuple[tuple[str, str], ...] = (
-        (f"{QUANTIZATION}.fp8", "Fp8LinearMethod"),
-        (f"{SCHEMES}_w8a8_fp8", "CompressedTensorsW8A8Fp8"),
-        (f"{SCHEMES}_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
-        (f"{SCHEMES}_w4a4_nvfp4", "CompressedTensorsW4A4Fp4"),
-        (f"{SCHEMES}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4"),
-        (f"{QUANTIZATION}.modelopt", "ModelOptLinearMethod"),
+    float_linear: tuple[tuple[str, str, str, str], ...] = (
+        (f"{QUANTIZATION}.fp8", "Fp8LinearMethod", "fp8_linear", "activation_quant_key"),
+        (f"{SCHEMES}_w8a8_fp8", "CompressedTensorsW8A8Fp8", "fp8_linear", "activation_quant_key"),
+        (f"{SCHEMES}_w8a16_fp8", "CompressedTensorsW8A16Fp8", "linear_kernel", ""),
+        (f"{SCHEMES}_w4a4_nvfp4", "CompressedTensorsW4A4Fp4", "kernel", ""),
+        (f"{SCHEMES}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4", "kernel", "kernel.config.activation_quant_key"),
+        (f"{QUANTIZATION}.modelopt", "ModelOptLinearMethod", "kernel", "spec.activation"),
     )
     float_experts: tuple[str, str] = (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod")
     mla_backends: tuple[tuple[str, str], ...] = (

@@ -260,9 +260,9 @@ def a_format_of_our_own_is_never_silently_another() -> None:
         with mock.patch.dict(os.environ, {environment.KV_FORMAT: ""}):
             assert spec() is not None
     with mock.patch.dict(os.environ, {environment.SWITCH: "linear,moe"}):
-        refused(environment.check_kv_format, "got 'int4_g4', want the seam attention in CUTE_KERNELS_VLLM")
+        refused(environment.check, "got 'int4_g4', want the seam attention in CUTE_KERNELS_VLLM")
     with mock.patch.dict(os.environ, {environment.SWITCH: "0"}):
-        environment.check_kv_format()
+        environment.check()
 
 
 @check
@@ -431,44 +431,6 @@ def sizes_that_are_not_rotated_are_left_to_vllm() -> None:
         kv_formats.reason_against_rotation("int4_per_token_head", 96)
     )
     assert kv_formats.reason_against_rotation("fp8", 96) is None
-
-
-@check
-def slot_mappings_of_other_page_sizes_are_compiled_before_the_first_request() -> None:
-    from vllm.v1.worker import block_table
-
-    from cute_kernels.integrations.vllm import warm_up
-
-    if not hasattr(block_table, "_compute_slot_mapping_kernel"):
-        warm_up.slot_mapping(SimpleNamespace(), SimpleNamespace(), torch.device("cpu"))  # vLLM does it itself
-        return
-    calls: list[tuple[Any, ...]] = []
-    kernel = mock.MagicMock()
-    kernel.__getitem__.return_value = lambda *given, **named: calls.append((given[5], given[6], named))
-    config = SimpleNamespace(
-        use_v2_model_runner=False,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8448),
-        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-    )
-
-    def served(size: int, **changes: Any) -> None:
-        spec = SimpleNamespace(block_size=size, max_num_blocks_per_req=lambda config, tokens: -(-tokens // size))
-        warm_up.slot_mapping(spec, SimpleNamespace(**{**vars(config), **changes}), torch.device("cpu"))
-
-    with mock.patch.object(block_table, "_compute_slot_mapping_kernel", kernel):
-        served(16)
-        served(64, use_v2_model_runner=True)
-        assert not calls
-        served(64)
-        ((stride, size, named),) = calls
-        assert (stride, size, named["KV_CACHE_BLOCK_SIZE"], named["BLOCKS_PER_KV_BLOCK"]) == (132, 64, 64, 1)
-    with (
-        mock.patch.object(warm_up, "_call", side_effect=RuntimeError("moved")),
-        mock.patch.object(warm_up.logger, "warning") as said,
-    ):
-        served(64)
-    assert "first request" in said.call_args.args[0]
 
 
 @check

@@ -309,7 +309,7 @@ def name_of(number: int) -> str:
 @check
 def layers_have_pages_in_formats_of_their_own() -> None:
     """As vLLM cuts them out of its memory, side by side: what is written into one layer's is in no other's."""
-    from cute_kernels.integrations.vllm import attention, attention_pages, kv_formats
+    from cute_kernels.integrations.vllm import attention, attention_pages, kv_formats, seams
 
     if not attention_pages.BACKENDS_PACK:
         return
@@ -323,7 +323,7 @@ def layers_have_pages_in_formats_of_their_own() -> None:
         path = by_layer(folder)
         for number, pair in enumerate(BY_LAYER):
             name = name_of(number)
-            with kv_formats.making(name):
+            with seams.making(seams.Layer(name)):
                 impls[name] = Layer("auto", path).make("cpu")
             assert (impls[name].formats.k.name, impls[name].formats.v.name) == pair
             layer = SimpleNamespace(impl=impls[name], kv_cache_dtype="auto")
@@ -409,9 +409,9 @@ def formats_by_layer_are_refused_where_pages_would_be_as_large_as_the_largest() 
     def reasons(slides: bool = False, hybrid: bool = False, layers: int = 4, connector: object = None) -> list[str]:
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=layers), is_hybrid=hybrid)
         config = SimpleNamespace(model_config=model, kv_transfer_config=connector)
-        return attention_pages.reasons_by_layer(config, slides)
+        return [what for what, is_so in attention_pages.wrong_by_layer(config, slides).items() if is_so]
 
-    old = [] if attention_pages.BACKENDS_PACK else ["formats by layer with this vLLM not supported"]
+    old = [] if attention_pages.BACKENDS_PACK else ["formats by layer with this vLLM"]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(versions, "installed", lambda: "0.33.0"),
@@ -419,10 +419,10 @@ def formats_by_layer_are_refused_where_pages_would_be_as_large_as_the_largest() 
         path = by_layer(folder)
         with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": path, "CUTE_KERNELS_VLLM": "1"}):
             assert reasons() == old
-            assert "formats by layer beside windows not supported" in reasons(slides=True)
-            assert "formats by layer beside Mamba layers not supported" in reasons(hybrid=True)
-            assert "formats by layer of 4 layers for a model of 5 not supported" in reasons(layers=5)
-            assert "formats by layer with a KV connector not supported" in reasons(connector=object())
+            assert "formats by layer beside windows" in reasons(slides=True)
+            assert "formats by layer beside Mamba layers" in reasons(hybrid=True)
+            assert "formats of 4 layers for a model of 5" in reasons(layers=5)
+            assert "formats by layer with a KV connector" in reasons(connector=object())
             assert "KV caches in 4 formats by layer with" in doctor.examine().detail
         with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": f"{folder}/none.json"}):
             assert doctor.examine().status == "limited"

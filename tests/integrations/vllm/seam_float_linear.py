@@ -152,10 +152,15 @@ def named() -> Any:
     return mock.patch.object(plugin, "is_replaced", lambda seam: True)
 
 
-def kernel_of(method: Any) -> Any:
-    from cute_kernels.integrations.vllm import float_linear
+def how(method: Any) -> tuple[str, str]:
+    """The attribute of a method that multiplies, and the one that says what activations are rounded to."""
+    from cute_kernels.integrations.vllm.versions import Interface
 
-    return getattr(method, float_linear.METHODS[type(method).__name__].kernel)
+    return next((kernel, key) for _, name, kernel, key in Interface.float_linear if name == type(method).__name__)
+
+
+def kernel_of(method: Any) -> Any:
+    return getattr(method, how(method)[0])
 
 
 def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,7 +204,7 @@ def activations_that_vllm_rounds_to_fp8_are_kept_where_the_environment_says_so()
     def reason(kind: str, **attributes: Any) -> str:
         method, layer, _ = made(kind, **attributes)
         with named():
-            return str(float_linear.serve(float_linear.METHODS[type(method).__name__], method, layer))
+            return str(float_linear.serve(*how(method), method, layer))
 
     with wanted(""):
         for kind in KINDS:
@@ -217,7 +222,7 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
 
     def reason(method: Any, layer: Any) -> str:
         before, key = kernel_of(method), hasattr(layer, "_input_quant_key")
-        found = str(float_linear.serve(float_linear.METHODS[type(method).__name__], method, layer))
+        found = str(float_linear.serve(*how(method), method, layer))
         assert kernel_of(method) is before and hasattr(layer, "_input_quant_key") is key
         return found
 

@@ -86,8 +86,8 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
 
 
 @check
-def kernels_of_experts_are_those_of_their_zero_points() -> None:
-    """A checkpoint of AWQ has zero points even where all are symmetric, and is packed without them then."""
+def experts_whose_zero_points_are_all_symmetric_are_packed_without() -> None:
+    """A checkpoint of AWQ has zero points in any case; kernels that are looked for are those of the packed weights."""
     from cute_kernels.gemm.activations import Swiglu
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
@@ -100,18 +100,28 @@ def kernels_of_experts_are_those_of_their_zero_points() -> None:
         source = layers.expert_source(form)
         experts = layers.make_experts(form, "cpu")
         experts.method.quant_config.zero_point, experts.method.symmetric = True, False
-        with (
-            mock.patch.object(moe, "compiler_version", lambda: None),
-            mock.patch.object(moe.prepare, "index_of", lambda device: -1),
-            mock.patch.object(moe, "_asked", return_value=()) as asked,
-        ):
-            assert list(moe._kernels_of(experts.method, experts.layer, source)) == []
         no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
-        with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
-            moe.process(experts.method, experts.layer, source)
+        kernel = mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made)
+        with no_hand_out, kernel, mock.patch.object(moe, "_make_ready", return_value=None) as ready:
+            assert moe.process(experts.method, experts.layer, source) is None
         made = experts.method.moe_kernel
-        asked.assert_called_once_with(experts.method, made.gate_up.form, made.down.form, Swiglu())
+        ready.assert_called_once_with(experts.method, made.gate_up, made.down, Swiglu())
         assert (made.gate_up.zeros is None) is symmetric
+
+
+@check
+def experts_whose_kernels_are_in_no_bundle_keep_their_parameters() -> None:
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    experts = layers.make_experts(layers.Checkpoint("ct", 4, 32, n=96, k=128), "cpu")
+    before = dict(experts.layer.named_parameters())
+    with mock.patch.object(moe, "_make_ready", return_value="7 kernels are in no bundle"):
+        found = moe.process(experts.method, experts.layer, layers.expert_source(layers.Checkpoint("ct")))
+    assert found == "7 kernels are in no bundle" and not hasattr(experts.method, "moe_kernel")
+    after = dict(experts.layer.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
 @check
