@@ -14,10 +14,6 @@ from cute_kernels.integrations.vllm import moe
 from cute_kernels.integrations.vllm.versions import Interface
 
 
-def _form(method: object) -> tuple[int, int, bool, bool]:
-    return 4, MXFP4.group_size, False, False
-
-
 def _pack(words: torch.Tensor, scales: torch.Tensor, zeros: None, *, gated: bool, **options: object) -> PackedExperts:
     """Packs experts' weights. words: bytes of two codes [E, K / 2, N]. scales: E8M0 [E, K / 32, N]. gated: whether
     gates come before ups."""
@@ -33,7 +29,7 @@ SOURCE = moe.Source(
     "{}_weight_scale",
     "",
     _pack,
-    _form,
+    lambda method: (4, MXFP4.group_size, False, False),
     outputs_first=True,
     dtype=torch.bfloat16,
     seam="float_experts",

@@ -247,22 +247,14 @@ def _biases(method: Foreign, layer: Foreign) -> list[str]:
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
 
 
-@functools.cache
-def _specs(
-    gate_up: ExpertsForm,
-    down: ExpertsForm,
-    topk: int,
-    tokens: tuple[int, ...],
-    invariant: bool,
-    activation: ActivationFunction,
-) -> tuple[KernelSpec, ...]:
-    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, invariant, activation))
+_specs = functools.cache(lambda *kind: tuple(expert_kernels.specs(*kind)))
+"""Of layers of one kind; a model's are nearly always alike."""
 
 
 def _asked(
     method: Foreign, gate_up: ExpertsForm, down: ExpertsForm, activation: ActivationFunction
 ) -> tuple[KernelSpec, ...]:
-    """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
+    """The kernels of a layer's steps."""
     tokens = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS)
     return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT), activation)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
+import logging
 from dataclasses import dataclass
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, versions
-from cute_kernels.integrations.vllm.seams import logger
+from cute_kernels.integrations.vllm.seams import logger, say_once
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
@@ -57,7 +57,8 @@ def register() -> None:
     """
     reason = _why_nothing()
     if reason is not None:
-        _say_nothing(reason)
+        ignored = f"; {environment.KV_FORMAT} is not looked at" if environment.wanted_kv_format() else ""
+        say_once(f"{__version__}: nothing is replaced: {reason}{ignored}", logging.WARNING)
         return
     seams = environment.wanted_seams()
     environment.check()  # refused here, where they ask for what no layer would ever look at
@@ -93,12 +94,6 @@ def _platform() -> Foreign | None:
     from vllm.platforms import current_platform
 
     return current_platform if current_platform.is_cuda() else None
-
-
-@functools.cache
-def _say_nothing(reason: str) -> None:
-    ignored = f"; {environment.KV_FORMAT} is not looked at" if environment.wanted_kv_format() else ""
-    logger.warning("cute-kernels %s: nothing is replaced: %s%s", __version__, reason, ignored)
 
 
 def is_replaced(seam: str) -> bool:

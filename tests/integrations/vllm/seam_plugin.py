@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -127,7 +128,7 @@ def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
 
 @check
 def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> None:
-    from cute_kernels.integrations.vllm import environment, plugin, register, versions
+    from cute_kernels.integrations.vllm import environment, plugin, register, seams, versions
 
     def other(*capability: int) -> Any:
         return SimpleNamespace(
@@ -136,7 +137,7 @@ def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> 
         )
 
     def line(platform: Any = None, **more: Any) -> str:
-        plugin._say_nothing.cache_clear()
+        seams.said.clear()
         touched = mock.Mock()
         with (
             mock.patch.object(plugin, "_platform", lambda: platform),
@@ -144,14 +145,14 @@ def beside_other_versions_and_gpus_nothing_is_touched_and_one_line_says_so() -> 
             mock.patch.multiple(plugin, POOL=touched, COUNTERS=touched),
             mock.patch.object(versions, "interface_of", lambda version: more.get("interface", versions.Interface(""))),
             mock.patch.dict(os.environ, more.get("environment", {})),
-            mock.patch.object(plugin, "logger") as logger,
+            mock.patch.object(seams, "logger") as logger,
         ):
             register()
             register()  # by a program, and by vLLM
             assert plugin.outcomes() == [] and not touched.mock_calls
         ((call, *others),) = (logger.method_calls,)
-        assert call[0] == "warning" and not others
-        text, *values = call.args
+        level, text, *values = call.args
+        assert level == logging.WARNING and not others
         return text % tuple(values)
 
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
