@@ -134,7 +134,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
         return {name: one for name, one in both if name is not None and one is not None}
 
     def _names(self) -> tuple[str | None, ...]:
-        """The parameters of codes, scales, zero points and order of inputs; None for those that a layer does not have."""
+        """The parameters of codes, scales, zero points and order of inputs; None for those that it lacks."""
         return self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
