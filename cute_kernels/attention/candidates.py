@@ -63,7 +63,7 @@ def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
 
 
 def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
-    """CTAs on an SM."""
+    """The numbers of CTAs on an SM that are worth a try."""
     if _borrows_registers(problem):
         return (1,)
     return (1, 2, MOST_CTAS) if contiguous else (2,)

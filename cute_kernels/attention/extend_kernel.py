@@ -97,7 +97,7 @@ class ExtendKernel:
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
-        """Tokens that a request may have. tokens: of a block of the cache."""
+        """Tokens that a request may have. tokens: how many a block of the cache has."""
         if self.config.unpacked:
             return max_pages
         return max_pages * tokens if self.config.page_tokens else tokens

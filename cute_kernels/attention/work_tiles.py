@@ -36,7 +36,7 @@ class ExtendSizes:
         batch, num_q_heads, max_seq_len: of the tensors.
         group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has.
         splits: parts that each work tile's keys are cut into.
-        num_slots: of work tiles of a KV head; num_tiles: of all, each split counted.
+        num_slots: work tiles of a KV head; num_tiles: of all KV heads, each split counted.
         window: keys that a query sees, itself included.
     """
 

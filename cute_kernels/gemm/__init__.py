@@ -174,9 +174,9 @@ def quantized_layer(
         return LayerRows(rows, quantized_linear(rows, qkv))
 
     One launch serves one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order or input
-    scales; N a multiple of 64 and K of 256; norms in bf16. All else, and calls that are traced, goes the
-    way of these calls. Both ways round alike, but add up in another order: results differ in their last bits. Each
-    repeats its own to the bit.
+    scales; N a multiple of 64 and K of 256; norms in bf16. Otherwise, and when traced, it makes the calls above.
+    The two ways add up in different orders, so their results differ in the last bits; each way repeats its own
+    results bit for bit.
 
     Args:
         x: bf16 or fp16 [..., K of o], what attention gives.
@@ -184,7 +184,8 @@ def quantized_layer(
             them) and [hidden, inner].
         qkv: the next layer's [N, hidden], or None.
         residual: [..., hidden], the residual stream, in x's dtype.
-        norm: [hidden], the weight of the norm before gate and up. following_norm: of that before the next qkv.
+        norm: [hidden], the weight of the norm before gate and up.
+        following_norm: [hidden], the weight of the norm before the next qkv.
         norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
 
     Returns:

@@ -24,7 +24,7 @@ class Activate:
     ``shape`` has that number as ``activation``.
 
     Args:
-        own: of the configuration; None for the standard ones, or none.
+        own: the configuration's own activation; None if it is a standard one, or there is none.
     """
 
     def __init__(self, own: ActivationFunction | None):

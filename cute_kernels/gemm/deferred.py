@@ -225,7 +225,7 @@ def take(call: LinearCall) -> torch.Tensor:
 
 
 def take_apart(call: LinearCall) -> torch.Tensor:
-    """The product after a launch for the norm."""
+    """Launches the norm, then the product."""
     rows = call.x
     normed = {"norm": rows.norm, "eps": rows.norm_eps, "offset": rows.norm_offset, "norm_apart": True}
     return ops.linear(call._replace(x=rows.rows, **normed))

@@ -88,7 +88,7 @@ class Batch:
         """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written by blocks; else
         None.
 
-        Rows that hold no sequence have a slot of another, which nothing is written to.
+        Rows that hold no sequence have another sequence's slot, and nothing is written to it.
         """
         return None if self._slots is None else self._slots[: self.size]
 

@@ -25,7 +25,7 @@ class RowTransformer:
     """The transforms of a kernel's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """parts: the steps of the transform. head_dims: of K and V. lanes, runs: of a team."""
+        """parts: the steps of the transform. head_dims: of K and V. lanes, runs: how many a team has."""
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)
@@ -102,7 +102,7 @@ class RowTransformer:
         self.k_hadamard.apply(values, lane)
 
     def apply_constants(self, values, constants):
-        """What K's constants do."""
+        """Applies K's constants: subtracts the centre, then multiplies by the factors."""
         count = self.k_constants.count
         if self.parts.center:
             for i in range(count):

@@ -23,8 +23,8 @@ class StepConfig:
     """One compiled variant: attention that rotates its queries and writes each request's newest token itself.
 
     Attributes:
-        attention: of the tokens; ``after_append``, though no append comes before it.
-        append: what rows of q, k and v become; of its teams the lanes count alone.
+        attention: the configuration that attends to the tokens; ``after_append``, though no append comes before it.
+        append: the configuration that makes rows of q, k and v; only the number of lanes of its teams matters.
         positions: whether the positions for RoPE are given.
     """
 

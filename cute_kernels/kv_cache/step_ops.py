@@ -105,7 +105,7 @@ class StepPlan:
     """Everything about the two launches that does not change between calls of the same shapes, dtypes and options.
 
     Attributes:
-        append, attention: of the two kernels.
+        append, attention: the plans of the two kernels.
         q_shape: of the queries that attention gets.
         token_shapes: of q, k and v as the append gets them.
         cu_seqlens: where each request's new tokens begin; None if it has one.

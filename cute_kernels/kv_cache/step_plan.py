@@ -38,7 +38,7 @@ class OneLaunchPlan:
     """Everything about the launch that does not change between calls of the same shapes, dtypes and options.
 
     Attributes:
-        attention: of the kernel, which appends as well.
+        attention: the plan of the kernel, which appends as well.
         phase_steps: of the angles, kept alive for the address that the kernel is given.
         restores: whether the kernel brings its output back from V's transform.
     """

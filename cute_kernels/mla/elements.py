@@ -15,7 +15,7 @@ class ElementType:
     """One kind of 16-bit numbers.
 
     Attributes:
-        type: of tensors.
+        type: the CuTe type of tensors that have them.
         pack: two fp32, rounded to nearest, into a word, the first in the lower half.
     """
 

@@ -46,9 +46,9 @@ class Rate:
 
     Attributes:
         heads: of a CTA.
-        block_us: of 64 tokens.
-        cta_us: queries, the first tile, the output.
-        cluster: CTAs that have the parts of a row and add them up, 1 if a second launch does.
+        block_us: for 64 tokens.
+        cta_us: once a CTA, for queries, the first tile and the output.
+        cluster: CTAs that compute the parts of a row and add them up; 1 if a second launch adds them up.
         value_bytes: of a partial result's value.
         together: whether the CTAs of a launch add up the parts, see `.together`.
     """
@@ -153,7 +153,7 @@ def possible_parts(shape: Workload, rate: Rate) -> list[int]:
 
 
 def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, or STREAM_K, the smallest of equals. A cluster's is its own."""
+    """The cheapest number of parts, the smallest of equals; or STREAM_K. For clusters it is the cluster's size."""
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 

@@ -24,7 +24,7 @@ class LayerInputs:
     """The inputs of a layer as `.kernel.NormKernel` makes them, for a configuration that has `NormConfig.inputs`.
 
     Args:
-        sums_bytes: of shared memory, which are the kernel's own.
+        sums_bytes: shared memory for sums, which the kernel itself uses.
         unpack, pack: packed pairs as fp32 numbers, and back, rounded.
     """
 

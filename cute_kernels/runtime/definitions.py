@@ -40,12 +40,12 @@ class Definition:
 
     Attributes:
         binds: the names that it gives a value.
-        digest: of its text.
+        digest: the digest of its text.
         uses: dotted names that it refers to, sorted; weak: dotted names that only its annotations refer to.
         mentions: names of attributes in it, and strings that may be names of attributes.
         spans: the first and the last line of each of its parts.
         is_class: whether it is a class; weak references are not followed beyond one.
-        members: of a class, its methods by name.
+        members: a class's methods by name.
         held: of a class, what code depends on that holds a value of it: the class with its members.
         bases: of ``held``, the names of its bases.
         entries: of a dict whose keys are classes, the definitions of its values by the names of the classes.

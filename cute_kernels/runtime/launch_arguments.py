@@ -100,20 +100,20 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """``function`` as a launch calls it, and which passes on all arguments in order.
+        """Makes the function that a launch calls, which calls ``function`` with all arguments in order.
 
         It takes, by name, the arguments that are neither fixed nor looked up, and the tensors that others are looked up
         in.
 
         Args:
             fixed: values by name.
-            tensors: places of tensors by name, whose address is passed, or 0 for None.
-            values: places of values by name.
+            tensors: by name, where to look up a tensor whose address is passed, 0 for None.
+            values: by name, where to look up a value.
             made: by name, what makes a value for each launch.
             ignored: names that a launch may give and the function does not take.
 
         Raises:
-            TypeError: something is said of an argument that there is not, or twice; the message names it.
+            TypeError: an argument is named that does not exist, or twice; the message says which.
         """
         said = [*fixed, *(tensors or {}), *(values or {}), *(made or {})]
         for name in said:

@@ -69,7 +69,7 @@ class Launcher(Protocol[P, ResultT]):
 
     Attributes:
         plans: those kept, by key.
-        launch: of one with `Routes`, the same for tensors on a GPU alone.
+        launch: with `Routes`, the same function for tensors on a GPU alone.
     """
 
     plans: dict[Hashable, Any]
@@ -137,14 +137,14 @@ def launcher(
     the compiled function refuses, the checks say why in the caller's terms.
 
     Args:
-        key: of the call's arguments, what decides its plan. May raise AttributeError, TypeError or RuntimeError for an
-            argument of a kind that none may be, a tensor without strides among them: then the checks say which, or what
-            was raised goes on.
-        check: of the arguments, the call as an object, after everything that can be said of it without waiting for the
+        key: maps the call's arguments to what decides its plan. May raise AttributeError, TypeError or RuntimeError
+            for an argument of a wrong kind, such as a tensor without strides. Then the checks say which argument it is;
+            if they find none, the error goes on.
+        check: maps the arguments to the call as an object, after all checks that need not wait for the
             device, and with `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
-        make: of a checked call, its plan; None for a call that no kernel is launched for.
-        empty: of a checked call without a plan, its result.
-        always: of the arguments, whether they are checked though there is a plan.
+        make: makes a checked call's plan; None for a call that needs no kernel.
+        empty: makes the result of a checked call that needs no kernel.
+        always: maps the arguments to whether they are checked although there is a plan.
         routes: where given, the result is the family's function for any tensors: on a GPU it waits for a few
             comparisons more. Its ``launch`` takes tensors on a GPU alone.
     """

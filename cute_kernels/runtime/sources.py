@@ -118,7 +118,7 @@ def _is_others(value: object) -> bool:
 def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
     """The types of a value and of what it holds, where they are of some packages or derive from such.
 
-    name: of a value whose fields are told nowhere else, so that they count.
+    name: the name of a value whose fields are named nowhere else, so that they count.
     """
     if isinstance(value, tuple | list):
         for item in value:

@@ -252,7 +252,7 @@ class _Waiting:
     """Workers that wait for the next call, the longest first. Thread-safe.
 
     Attributes:
-        most: of them.
+        most: how many may wait.
     """
 
     def __init__(self, most: int) -> None:

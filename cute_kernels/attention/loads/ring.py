@@ -95,7 +95,7 @@ class RingFiller:
     def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known):
         """Keeps the pipeline full for one unit; ``issued`` of its tiles are in flight.
 
-        state: of the consumer warps. known: whether ``pages``, if any, are those of this unit's tiles.
+        state: the consumer warps' pipeline state. known: whether ``pages``, if any, are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane
         producer = cta.warp - config.num_warps

@@ -74,7 +74,7 @@ class Softmax:
 
     def scales_in(self, words) -> list[TileScale]:
         """Scales by part of a tile; ones where tiles have none. Callers ask for them last: the words take a third of
-        their registers, which are scarce while scores and accumulators are live."""
+        the registers, which are scarce while scores and accumulators are live."""
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -125,8 +125,8 @@ class Softmax:
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
         """Words of a query's mask, shifted so that bit c % 32 of word c // 32 belongs to the lane's accumulator in
-        column c of a block. first: the block's first token among the new ones, below 0 for older ones, which are
-        seen."""
+        column c of a block. first: the block's first token, counted from the first new one; older tokens, below 0,
+        are always seen."""
         whole, shift = first >> 5, Uint32(first & 31)
         words = []
         for k in range(self.tokens // 32 + 1):

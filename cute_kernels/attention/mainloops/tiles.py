@@ -109,7 +109,7 @@ class Consumer:
 
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """Processes all work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
         if const_expr(self.config.ping_pong):
             if group == 1:
                 self.pass_turn(group)

@@ -185,7 +185,7 @@ class ValueReader:
     """Accumulators of P V: for each block of queries as many as the value tile has columns, in pairs of two heads.
 
     Attributes:
-        num_accumulators: of a lane, for one block of 8 query heads.
+        num_accumulators: how many a lane has for one block of 8 query heads.
     """
 
     config: DecodeConfig

@@ -96,5 +96,6 @@ class CodeDecoder(ABC):
     ) -> list[Uint32]:
         """The four registers of the A operand of a k16 step.
 
-        words: the thread's 16 bytes, four registers. rows: of `row_numbers`. masks: of `masks`, or None.
+        words: the thread's 16 bytes, four registers. rows: as `row_numbers` returns them. masks: as
+        `masks` returns them, or None.
         """

@@ -122,7 +122,7 @@ def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunct
 
 
 def _called(experts: Any, kind: Stored, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] of experts, as their block calls them."""
+    """The experts' results [tokens, hidden], called as their block calls them."""
     if not kind.scales_inputs:
         return experts(x, ids, shares)
     scores = shares.new_zeros(len(x), _SMALL_EXPERTS).scatter(1, ids, shares)

@@ -198,7 +198,7 @@ def make_moe_plan(
     out_dtype: torch.dtype,
     activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
-    """The plan of a layer with given products: of `assigned_products`, `entry_products` or `sorted_products`."""
+    """The plan of a layer. products: what `assigned_products`, `entry_products` or `sorted_products` returns."""
     count, num_experts, (first, second) = tokens * topk, gate_up.num_experts, products
     few = second.finds_ids
     dtype, index, vector = gate_up.dtype, gate_up.device_index, ALIGNMENT // gate_up.dtype.itemsize

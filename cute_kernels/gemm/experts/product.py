@@ -196,7 +196,7 @@ def limb_rows(dtype: str, places: int, groups: int, arch: str) -> ScaledRows:
 class AssignedIds(NamedTuple):
     """The ids of a few assignments' experts, as a product takes them.
 
-    count: of all; id_words: of 32 bits, of an id; row_assignments: neighbours that have a row of x together; waits: as
+    count: ids in all; id_words: 32-bit words of an id; row_assignments: neighbours that share a row of x; waits: as
     of `GroupedProduct`.
     """
 

@@ -36,15 +36,15 @@ class LayerProductsConfig:
     """One compiled variant.
 
     Attributes:
-        rows: of x, at most.
-        groups: of 128 inputs of the longest row whose limbs there is room for.
-        num_stages: of the pipeline of weights.
-        consumer_warps, loader_warps: that multiply, and that copy weights.
+        rows: the most rows of x.
+        groups: how many groups of 128 inputs there is room for, as limbs of one row.
+        num_stages: stages of the pipeline of weights.
+        consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
         wide_window: the same where no CTA waits for another.
         activation: between gate and up and down; None: SwiGLU.
-        draw_ahead: stages of the first loader warp that it has yet to ask for when it draws the next work tile.
+        draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.
     """
 
     limits: ClassVar[Limits] = HOPPER

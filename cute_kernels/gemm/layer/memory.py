@@ -53,7 +53,7 @@ class Product:
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others
-    wait for, all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
+    wait for, all but the last product's; used: words of their results. m: rows. x, residual: the first product's."""
 
     first_end: Int32
     second_end: Int32

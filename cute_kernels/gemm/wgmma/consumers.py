@@ -44,7 +44,7 @@ class Consumers:
 
     @cute.jit
     def multiply(self, operands, shape, memory, scheduler, place: Lane):
-        """Processes all of a warp's work tiles. place: of `lane`."""
+        """Processes all of a warp's work tiles. place: as `lane` returns it."""
         config, warp, lane = self.config, place.warp, place.lane
         group = warp // WARPGROUP_WARPS
         store = Store(

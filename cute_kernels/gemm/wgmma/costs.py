@@ -70,14 +70,14 @@ class TileRates(NamedTuple):
     """Clocks of decoded tiles, for each k16 step of a tile of 64 features unless something else is said.
 
     Attributes:
-        decode, row: of decoding, however few rows; for each row.
-        mma, mma_row: of MMAs beside half a clock for each row, which is what the tensor cores take; for each row.
-        k_block: of each k block that is decoded.
-        work_tile, work_tile_acc: of a work tile's results; for each accumulator of a thread.
+        decode, row: to decode, however few rows there are; more for each row.
+        mma, mma_row: of MMAs beyond the half clock that tensor cores take for each row; more for each row.
+        k_block: more for each k block that is decoded.
+        work_tile, work_tile_acc: to store a work tile's results; more for each accumulator of a thread.
         combine, combine_part: to exchange parts of K through the workspace, and each other part of each accumulator of
             a thread.
         join, join_acc: the same of a cluster that exchanges rows.
-        all_cut_us: of `MainloopCost`.
+        all_cut_us: as in `MainloopCost`.
         in_flight_gain: what two groups of MMAs in flight gain of a k block's time, without clusters.
     """
 

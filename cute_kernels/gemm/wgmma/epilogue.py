@@ -43,7 +43,7 @@ class TileEpilogue:
     """The store policy of a consumer warpgroup.
 
     Args:
-        dense: whether of a dense product: results may have a residual, and activations of one feature each. Experts
+        dense: whether the product is dense: results may have a residual, and activations of one feature each. Experts
             have neither; should they, `store_any` serves them.
     """
 

@@ -93,7 +93,7 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 class SpareWarps(Protocol):
     """The work of the producer warps that copy nothing, while others multiply.
 
-    registers: of a thread that loads, and of one that multiplies.
+    registers: how many a thread that loads has, and one that multiplies.
     """
 
     registers: tuple[int, int]
@@ -122,10 +122,10 @@ class TileRoles:
     """The roles of a CTA's warps: two producer warps fill the pipeline, the consumers empty it.
 
     Args:
-        table_bytes: of shared memory for a table of tiles, which grouped products have.
-        dense: whether of a dense product, whose first work tile is known before any table is.
+        table_bytes: shared memory for a table of tiles, which grouped products have.
+        dense: whether the product is dense, so that its first work tile is known before any table is.
         waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
-        spare: what the producer warps that copy nothing do besides; None: nothing.
+        spare: the work of the two producer warps that copy nothing; None: they have none.
     """
 
     def __init__(
@@ -231,11 +231,11 @@ class TileScheduling(Protocol):
     """Which work tiles there are, and where their rows, weights and results are, for dense products or experts.
 
     Attributes:
-        places: of a work tile's numbers.
+        places: where the numbers that describe a work tile are.
         is_dense: whether results may have a residual, and the first work tile is known before any table is.
-        asks_first: whether the first weights are asked for before anybody is told of barriers.
-        masks_by_lane, x_scale_shift: of `make_mainloop`.
-        table_bytes: of shared memory for a table of tiles.
+        asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
+        masks_by_lane, x_scale_shift: as `make_mainloop` takes them.
+        table_bytes: shared memory for a table of tiles.
     """
 
     places: Places
@@ -292,7 +292,7 @@ class WgmmaKernel:
     Args:
         scheduling: dense, or of experts; None: dense.
         store: in place of `TileEpilogue`; ``operands`` has what it asks for.
-        waits, spare: of `TileRoles`.
+        waits, spare: as `TileRoles` takes them.
     """
 
     def __init__(

@@ -72,11 +72,11 @@ class LimbProducts:
     """The products of a k block of codes and limbs, wherever they lie.
 
     Args:
-        tiles: of 64 output features that are multiplied with the same limbs.
+        tiles: how many tiles of 64 output features are multiplied by the same limbs.
         tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
         word_steps: k16 steps whose codes of a thread are a word.
         bytes_of: makes bytes of codes.
-        groups: of a k block that have scales of their own, and so accumulators.
+        groups: how many groups of a k block have their own scales, and therefore their own accumulators.
     """
 
     def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):

@@ -44,8 +44,8 @@ class RegisterMainloop:
     def multiply(self, acc, memory, work_tile, place: Lane, channel, state, teller, tile_m: int):
         """Adds W X^T of a work tile's k blocks to ``acc``, for the first ``tile_m`` rows of its tile.
 
-        channel: of `Channel.load`. state and result: those of the next k block and of the one before, whose stage is
-        not released yet. teller: whether this lane releases stages.
+        channel: as `Channel.load` returns it. state and result: those of the next k block and of the
+        one before, whose stage is not released yet. teller: whether this lane releases stages.
         """
         here, last = state
         begin = work_tile.begin + place.k_rank

@@ -164,7 +164,8 @@ class ResidentRows:
         """Makes limbs and scales of k blocks [begin, end), in the place of x, where it has arrived, or of x that is
         loaded here.
 
-        MMAs see them after a barrier of all warps that make them. asked: of `ask_factors`, where factors are loading.
+        MMAs see them after a barrier of all warps that make them. asked: as `ask_factors` returns it,
+        where factors are loading.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
@@ -247,8 +248,8 @@ class ResidentRows:
         return self.load_pieces(start, there, lane, constant=False)
 
     def load_pieces(self, start, there, lane, *, constant: bool, pieces: int = BLOCK_PIECES) -> list[Any]:
-        """Loads a lane's blocks, of ``pieces``, of a group that begins at ``start`` and has the first ``there``
-        pieces."""
+        """Loads a lane's blocks of a group: ``pieces`` pieces each. The group begins at ``start``; only its first
+        ``there`` pieces exist, the others are zeros."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES

@@ -27,11 +27,12 @@ class WarpgroupsOf:
     `ResidentLimbs` and its reduction.
 
     Attributes:
-        most_stages: of the pipeline, however much room there is: what is asked for at once comes later, all of it.
+        most_stages: the most stages of the pipeline, even if there is room for more: the more is loaded at once,
+            the later all of it arrives.
         loaded_stages: the same where warps load x.
         chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
-        least: k blocks of a CTA's part of K where it is worth a try.
-        loaded: whether it is for x that warps load alone: TMA fills in rows for all k blocks at once.
+        least: the fewest k blocks of a CTA's part of K for which it is worth a try.
+        loaded: whether it is only for x that warps load, since TMA fills in rows for all k blocks at once.
     """
 
     warpgroups: int

@@ -206,7 +206,7 @@ def specs() -> list[KernelSpec]:
 
 
 def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
-    """The kernels of all parts, each once, found by so many processes."""
+    """The kernels of all parts, each once, listed by ``jobs`` processes."""
     lists = [part() for part in parts] if jobs == 1 else workers.call_all(list(parts), jobs)
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 

@@ -276,7 +276,7 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two products with a norm between them: a node of GIVING, and of TAKING; the rows that the first makes."""
+    """Two products with a norm between them: the nodes of GIVING and of TAKING, and the rows that the first makes."""
 
     gives: fx.Node
     takes: fx.Node

@@ -15,7 +15,7 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 class PersistentConsumers:
-    """A CTA stays for all of its work tiles. mainloop: of the blocks of each."""
+    """Consumers of a CTA that processes work tile after work tile. mainloop: processes the blocks of each."""
 
     def __init__(self, mainloop: Serial | Stepped | DelayedPV):
         self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)

@@ -56,7 +56,7 @@ class CombiningProducers:
 
 
 class PartConsumers:
-    """The consumer warpgroups, which process one part and publish it for the CTAs that combine. mainloop: of its
+    """The consumer warpgroups, which process one part and publish it for the CTAs that combine. mainloop: processes its
     blocks."""
 
     def __init__(self, mainloop: Stepped):

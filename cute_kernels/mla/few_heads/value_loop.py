@@ -102,7 +102,7 @@ class ValueLoop:
                     acc[index] = acc[index] * factors[2 * block + i % 2]
 
     def add(self, acc, rows, weights, lane) -> None:
-        """Adds a block. rows: address of the warp's first column of token 0; weights: of the tile's."""
+        """Adds a block. rows: address of the warp's first column of token 0; weights: those of the tile's."""
         blocks = range(self.config.head_blocks)
         operands = [self.load_weights(weights, block, lane) for block in blocks]
         address = rows + matrix_lane(lane)

@@ -55,7 +55,7 @@ class Scoring:
         rows: a thread's.
         scale: powers of 2 per unit of score.
         factors: fp32 [2], by which a block shrinks earlier accumulators; of mainloops in steps.
-        places: of a thread's weights in shared memory; of mainloops in steps.
+        places: where a thread's weights lie in shared memory; only for mainloops in steps.
         held: the queries' slabs in registers; of `DelayedPV`.
     """
 

@@ -142,7 +142,7 @@ class ByteRows:
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        """A registers for each step of 16 columns. magic: of `magic_of`."""
+        """A registers for each step of 16 columns. magic: as `magic_of` returns it."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))

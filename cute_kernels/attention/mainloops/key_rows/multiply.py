@@ -75,7 +75,7 @@ class Ahead:
 
     Attributes:
         codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
-        state: of the pipeline, of its tiles.
+        state: where its tiles are in the pipeline.
         missing: whether there is such a block, and its tiles had not arrived when asked.
         source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
         start: where there the lane's keys lie.
@@ -90,10 +90,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """The position of a thread. group, warp: of the two warpgroups, of its four warps. keys, values: bytes from a tile
+    """The position of a thread. group: 0 or 1, the warpgroup; warp: 0 to 3, in it. keys, values: bytes from a tile
     to the lane's. probabilities: their shared address in the first of the warpgroup's buffers. headers: bytes from
     where those of K and of V start to the lane's. scales: the shifts of its rows of K and V; next_value: from values of
-    its first token to those of its next one. magic: of `magic_of`."""
+    its first token to those of its next one. magic: as `magic_of` returns it."""
 
     group: Int32
     warp: Int32
@@ -127,7 +127,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """Processes all work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
         if group == 1:
             self.pass_turn(group)
         state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
@@ -469,8 +469,8 @@ class KeyRowsConsumer:
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Returns whether one is too large for fp16.
 
-        target: address of the lane's. bounds: of `bounds_of`, where the reference is no less than any logit. Logits of
-        2^30 are rounded by more than fp16 holds, which no other reference would help.
+        target: address of the lane's. bounds: as `bounds_of` returns them, where the reference is no less than any
+        logit. Logits of 2^30 are rounded by more than fp16 holds, which no other reference would help.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):

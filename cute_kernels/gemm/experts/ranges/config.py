@@ -30,7 +30,7 @@ class EntryLimbs(Activations):
     in turn with the others. One warp loads only weights.
 
     Attributes:
-        expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
+        expert_rounds: rounds of `ROUND_EXPERTS` experts, in each of which a warp counts their entries.
         lane_assignments: assignments of a lane where warps find entries among them as they are; 0 if they are sorted.
     """
 

@@ -51,7 +51,7 @@ class ExpertFinder:
 
     @staticmethod
     def of(places: list[list[Any]], lane, entry_rows: int) -> ExpertFinder:
-        """places: of `load_places`."""
+        """places: as `load_places` returns them."""
         before, total = [], Int32(0)
         bits = entry_rows.bit_length() - 1
         for ends in places:

@@ -68,7 +68,7 @@ class Routing(Protocol):
         ...
 
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
-        """The row of x of the lane's row of an entry, or of its last one; known: of `find`."""
+        """The row of x of the lane's row of an entry, or of its last one; known: as `find` returns it."""
         ...
 
 

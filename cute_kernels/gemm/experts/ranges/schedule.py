@@ -58,7 +58,8 @@ class RangeLayout:
         k_blocks: of the padded K, or of a part of it.
         num_ctas: as many as there are SMs; those without a block end at once.
         x_slots: sets of limbs of an entry that a CTA has room for, 1 or 2.
-        parts: of K, whose results stand apart, for whoever adds them up: among assignments as they are only.
+        parts: how many parts K is cut into, whose results are stored apart and added up later; more than one only
+            where assignments are taken in their order.
     """
 
     config: RangeConfig
