@@ -106,7 +106,7 @@ def quantize_model(
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer)
-        done.append(_reported(names[0], module, layer))
+        done.append(reported(names[0], module, layer, weight_bytes(getattr(module, "experts", module))))
         del module
         if progress is not None:
             progress(names[0], len(done), total)
@@ -114,13 +114,13 @@ def quantize_model(
     return given
 
 
-def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | OfExperts) -> ReportedLayer:
-    if isinstance(layer, QuantizedLinear):
-        form, before, packed = layer.weight_format, weight_bytes(swapped), layer.weight.nbytes
-    else:
-        form, before = layer.down.weight_format, weight_bytes(getattr(swapped, "experts", swapped))
-        packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
-    note = f"{form.title}, {layer.products}"
+def reported(
+    name: str, swapped: nn.Module, layer: QuantizedLinear | OfExperts, before: int, note: str | None = None
+) -> ReportedLayer:
+    """The entry of a layer in the place of another module, which had ``before`` bytes; note: default what it is."""
+    parts = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
+    note = f"{parts[-1].weight_format.title}, {layer.products}" if note is None else note
+    packed = sum(part.weight.nbytes for part in parts)
     return ReportedLayer(name, type(swapped).__name__, before, packed, note=note)
 
 

@@ -38,15 +38,12 @@ def from_compressed_tensors(
         TypeError, ValueError: a tensor does not fit; the message names it.
     """
     fields.check_tensor("weight_packed", weight_packed, (torch.int32,), 2, "[N, K * bits / 32]")
-    one = isinstance(weight_scale, torch.Tensor) and weight_scale.numel() == 1
-    fields.check_tensor("weight_scale", weight_scale, fields.FLOATING, weight_scale.dim() if one else 2, "[N, groups]")
     n = weight_packed.shape[0]
-    scales = weight_scale.reshape(1, 1).expand(n, 1) if one else weight_scale
+    scales = _by_row("weight_scale", weight_scale, fields.FLOATING, n)
     bits, k = _bits_and_k(weight_packed, weight_shape, bits)
     groups = scales.shape[1]
-    fields.check_shape("weight_scale", scales, (n, groups), "a row for each row of weight_packed")
     size = fields.group_size_of(k, groups, group_size)
-    zeros = None if weight_zero_point is None else _zeros(weight_zero_point, n, groups, bits, one)
+    zeros = None if weight_zero_point is None else _zeros(weight_zero_point, n, groups, bits)
     return pack_codes(
         lambda start, stop: fields.unpack_words(weight_packed[start:stop], bits)[:, :k],
         fields.to_scales("weight_scale", scales, dtype),
@@ -92,11 +89,7 @@ def from_int_quantized(
     scales = _by_row("weight_scale", weight_scale, fields.FLOATING, n)
     groups = scales.shape[1]
     size = fields.group_size_of(k, groups, group_size)
-    zeros = None
-    if weight_zero_point is not None:
-        given = _by_row("weight_zero_point", weight_zero_point, (torch.int8, torch.int32, torch.int64), n)
-        fields.check_shape("weight_zero_point", given, (n, groups), "one for each scale")
-        zeros = _as_codes(given, bits)
+    zeros = None if weight_zero_point is None else _as_codes(weight_zero_point, n, groups, bits)
     return pack_codes(
         lambda start, stop: (weight[start:stop].to(torch.int16) - low).to(torch.uint8),
         fields.to_scales("weight_scale", scales, dtype),
@@ -109,14 +102,18 @@ def from_int_quantized(
     )
 
 
-def _by_row(name: str, values: torch.Tensor, dtypes: tuple[torch.dtype, ...], n: int) -> torch.Tensor:
-    """Returns values as [N, G]. They are given as [N, G], [N] or a single number."""
+def _by_row(
+    name: str, values: torch.Tensor, dtypes: tuple[torch.dtype, ...], n: int, groups: int | None = None
+) -> torch.Tensor:
+    """Returns values as [N, G]. They are given as [N, G], [N] or a single number, which is one group."""
     fields.check_tensor(name, values, dtypes, getattr(values, "ndim", 0), "[N, groups]")
-    if values.numel() == 1:
-        return values.reshape(1, 1).expand(n, 1)
-    if values.dim() not in (1, 2) or values.shape[0] != n:
-        raise ValueError(f"{name}: got shape {list(values.shape)}, want [{n}, groups]")
-    return values.reshape(n, -1)
+    found = values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values
+    rows = found.shape[0] if found.dim() in (1, 2) else 0
+    if rows != n or groups not in (None, found.numel() // max(1, n)):
+        raise ValueError(
+            f"{name}: got shape {list(values.shape)}, want [{n}, {groups or 'groups'}], a row for each of W"
+        )
+    return found.reshape(n, -1)
 
 
 def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, bits: int | None) -> tuple[int, int]:
@@ -136,27 +133,20 @@ def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, 
     return fitting[0], k
 
 
-def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int, one_scale: bool) -> torch.Tensor:
-    """uint8 zero points [N, G] as codes."""
-    dtypes = (torch.int32, torch.int8)
-    one = one_scale and isinstance(weight_zero_point, torch.Tensor) and weight_zero_point.numel() == 1
-    wanted = "[N * bits / 32, groups] or [N, groups]"
-    fields.check_tensor("weight_zero_point", weight_zero_point, dtypes, weight_zero_point.dim() if one else 2, wanted)
-    if weight_zero_point.dtype == torch.int32:
-        per_word = fields.check_bits(bits)
-        fields.check_shape(
-            "weight_zero_point", weight_zero_point, (-(-n // per_word), groups), f"{per_word} codes a word"
-        )
-        return fields.unpack_words(weight_zero_point.T, bits)[:, :n].T
-    if one:
-        weight_zero_point = weight_zero_point.reshape(1, 1).expand(n, 1)
-    fields.check_shape("weight_zero_point", weight_zero_point, (n, groups), "one for each scale")
-    return _as_codes(weight_zero_point, bits)
+def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
+    """uint8 zero points [N, G] as codes, of words packed along N or of signed numbers."""
+    if getattr(weight_zero_point, "dtype", None) != torch.int32:
+        return _as_codes(weight_zero_point, n, groups, bits)
+    per_word = fields.check_bits(bits)
+    fields.check_tensor("weight_zero_point", weight_zero_point, (torch.int32,), 2, "[N * bits / 32, groups]")
+    fields.check_shape("weight_zero_point", weight_zero_point, (-(-n // per_word), groups), f"{per_word} codes a word")
+    return fields.unpack_words(weight_zero_point.T, bits)[:, :n].T
 
 
-def _as_codes(weight_zero_point: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes of signed zero points."""
-    codes = weight_zero_point.int() + symmetric_zero(bits)
+def _as_codes(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
+    """uint8 codes [N, G] of signed zero points."""
+    given = _by_row("weight_zero_point", weight_zero_point, (torch.int8, torch.int32, torch.int64), n, groups)
+    codes = given.int() + symmetric_zero(bits)
     if bool(((codes < 0) | (codes >= 1 << bits)).any()):
         low = -symmetric_zero(bits)
         raise ValueError(f"weight_zero_point: got values outside {low} to {-low - 1}, want {bits}-bit ones")

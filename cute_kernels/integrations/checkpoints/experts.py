@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gemm.experts.module import QuantizedExperts
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import differences, interleave_weights
 from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
@@ -81,6 +82,6 @@ class Experts:
     def is_full(self) -> bool:
         return all(stack.is_full for stack in self._stacks.values())
 
-    def finish(self) -> dict[str, PackedExperts]:
-        """The finished weights that `QuantizedMoE` takes: gate_up and down."""
-        return {name: stack.finish() for name, stack in self._stacks.items()}
+    def finish(self) -> dict[str, QuantizedExperts]:
+        """The finished parts of a layer: gate_up and down."""
+        return {name: QuantizedExperts(stack.finish()) for name, stack in self._stacks.items()}

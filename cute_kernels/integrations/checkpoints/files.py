@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cute_kernels.formats.weights import weight_format
-from cute_kernels.gemm.experts.module import QuantizedExperts, layer_for
+from cute_kernels.gemm.experts.module import OfExperts, QuantizedExperts, layer_for
 from cute_kernels.gemm.experts.stored import NAMES, Known, known_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.operands.fp8 import check_scale
@@ -43,6 +43,7 @@ from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
 from cute_kernels.model_layers import compiled_from, survey, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
+from cute_kernels.models import reported
 from cute_kernels.names import Activations
 
 FP8_WEIGHTS = weight_format("fp8")  # whose products may be in FP8
@@ -157,7 +158,7 @@ class Filling:
                 raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's {why}")
             if place.role is not None and has_bias and not wants_bias:
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
-        self._made: dict[nn.Module, nn.Module] = {}
+        self._made: dict[nn.Module, QuantizedLinear | OfExperts] = {}
         self._activations: Activations | None = None
         self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
@@ -216,12 +217,10 @@ class Filling:
                 raise ValueError(f"{name}.{error}") from error
             full = experts.is_full
         if full:
-            pair: Any = experts if isinstance(experts, dict) else experts.finish()
+            parts: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            biases = None
-            if isinstance(experts, dict):
-                biases = (pair["gate_up"].bias, pair["down"].bias) if kind.biased else None
-                pair = {role: layer.weight for role, layer in pair.items()}
+            biases = (parts["gate_up"].bias, parts["down"].bias) if kind.biased else None
+            pair: dict[str, PackedExperts] = {role: part.weight for role, part in parts.items()}
             target = self._swapped(name)
             made = layer_for(target, known, **pair, biases=biases)
             # Experts have no static scales: those of a checkpoint that declares some stay with 16-bit products.
@@ -256,11 +255,8 @@ class Filling:
             names.setdefault(module, name)
         for module, layer in self._made.items():
             own = getattr(module, "experts", module)
-            dense: list[torch.Tensor] = [getattr(own, name) for name in ("weight", *NAMES) if hasattr(own, name)]
-            parts: Any = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
-            packed = sum(part.weight.nbytes for part in parts)
-            sizes = sum(tensor.nbytes for tensor in dense), packed
-            yield ReportedLayer(names[module], type(module).__name__, *sizes, note=self._notes[module])
+            before = sum(getattr(own, name).nbytes for name in ("weight", *NAMES) if hasattr(own, name))
+            yield reported(names[module], module, layer, before, self._notes[module])
 
     def _left(self, model: nn.Module) -> Iterator[ReportedLayer]:
         """The layers that have weights in 16 bits, by the checkpoint or because they were unpacked."""

@@ -214,9 +214,8 @@ def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, sai
 def _hqq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
     """Converts an HQQ layer by the settings in its own tensors; HQQ's defaults apply to what none says."""
     shape = tensors.pop("shape").tolist()
-    numbers = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
     found = {"nbits": 4, "axis": 1} | {name: config[name] for name in ("nbits", "axis") if name in config}
-    found |= {name: _integer(name, tensors.pop(name)) for name in numbers if name in tensors}
+    found |= {name: _integer(name, tensors.pop(name)) for name in _HQQ_NUMBERS if name in tensors}
     for name in ("view_as_float", "quant_scale", "quant_zero"):
         if found.get(name):
             raise ValueError(f"{name}: got {found[name]}, want 0: codes as bytes, scales and zero points as they are")
@@ -284,19 +283,11 @@ COMPRESSED_FORMATS = {
 }
 """`format` of compressed-tensors that go with packed codes, with codes of a byte, and with floats."""
 
-AUTO_ROUND_PACKINGS = {
-    "auto_round": "gptq_v2",
-    "auto_round:gptqmodel": "gptq_v2",
-    "auto_round:gptqmodel:exllamav2": "gptq_v2",
-    "auto_round:exllamav2": "gptq_v2",
-    "auto_round:tritonv2": "gptq_v2",
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:auto_gptq:exllamav2": "gptq",
-    "auto_round:gptq": "gptq",
-    "auto_round:gptq:exllamav2": "gptq",
-    "auto_gptq": "gptq",
-    "gptq": "gptq",
-}
+_AS_THEY_ARE = "", ":gptqmodel", ":gptqmodel:exllamav2", ":exllamav2", ":tritonv2"
+_LESS_ONE = ":auto_gptq", ":auto_gptq:exllamav2", ":gptq", ":gptq:exllamav2"
+AUTO_ROUND_PACKINGS = dict.fromkeys([f"auto_round{each}" for each in _AS_THEY_ARE], "gptq_v2") | dict.fromkeys(
+    ["auto_gptq", "gptq", *(f"auto_round{each}" for each in _LESS_ONE)], "gptq"
+)
 """AutoRound's packing formats as GPTQ's: with zero points as they are, or less one."""
 
 _HQQ_NUMBERS = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")

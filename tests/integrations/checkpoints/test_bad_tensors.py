@@ -125,14 +125,17 @@ COMPRESSED: dict[str, tuple[Changes, str]] = {
     ),
     "no bits": ({"bits": 0, "weight_shape": None}, "bits: got 0, want 4 or 8"),
     "other bits": ({"bits": 8}, r"weight_packed: got shape \[72, 16\], want 4 codes a word for weight_shape"),
-    "scales by column": ({"weight_scale": torch.ones(4, 72)}, r"weight_scale: got shape \[4, 72\], want \[72, 72\]"),
+    "scales by column": (
+        {"weight_scale": torch.ones(4, 72)},
+        r"weight_scale: got shape \[4, 72\], want \[72, groups\]",
+    ),
     "zero points": (
         {"weight_zero_point": torch.zeros(8, 4, dtype=torch.int32)},
         r"weight_zero_point: got shape \[8, 4\], want \[9, 4\]: 8 codes a word",
     ),
     "one zero point of many groups": (
         {"weight_zero_point": torch.zeros(1, dtype=torch.int8)},
-        r"weight_zero_point: got shape \[1\], want \[N \* bits / 32, groups\] or \[N, groups\]",
+        r"weight_zero_point: got shape \[1\], want \[72, 4\], a row for each of W",
     ),
     "zero points beyond 4 bits": (
         {"weight_zero_point": torch.full((72, 4), 8, dtype=torch.int8)},
