@@ -13,7 +13,7 @@ import torch
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
-    from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+    from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 
 CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
 GROUP_MULTIPLE = STEP_K  # of a group size
@@ -236,6 +236,11 @@ class WeightFormat(ABC):
         """Makes the decoder from codes to signed bytes, 16 times a weight without its scale; for formats with
         `codes_as_bytes`."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
+
+    def e4m3_decoder(self) -> type[E4m3Decoder] | None:
+        """Returns the decoder from codes to E4M3, for formats whose products may be in FP8; asked where there may be no
+        compiler."""
+        return None
 
     # -- identity ------------------------------------------------------------------------------------------------------
 

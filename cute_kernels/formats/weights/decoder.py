@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from cute_kernels.formats.weights.base import CODE_BITS
 
@@ -46,6 +46,31 @@ class ByteDecoder(ABC):
     @abstractmethod
     def fragment(self, word: Uint32, masks: Any) -> list[Uint32]:
         """Two registers of the A operand: bytes of a k16 step of the thread's rows g and g + 8; word: its codes."""
+
+
+class E4m3Decoder(ABC):
+    """Decodes codes of one format to E4M3, exactly: the A operand of FP8 products.
+
+    A thread's codes of a k16 step, in the blob of `layouts.weights.hopper`, are those of its rows g and g + 8 for
+    inputs 2t, 2t + 8, 2t + 1 and 2t + 9, which is the order in which x lies for these products.
+
+    Attributes:
+        slots: issue slots of a warp that decoding 64 codes a thread takes.
+        unit: what 1 in a decoded weight counts.
+    """
+
+    slots: ClassVar[int]
+    unit: ClassVar[float] = 1.0
+
+    def __init__(self, math: PackedMath) -> None:
+        self.math = math
+
+    @abstractmethod
+    def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
+        """Two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in ``words``."""
+
+    def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:
+        return self.math.prmt(a, b, self.math.word(selector))
 
 
 class CodeDecoder(ABC):

@@ -18,7 +18,7 @@ import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import ByteScales, PowerScales, power_word
-from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 from layouts.numbers import ceil_log2, quotient
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,6 +30,9 @@ TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
 # Bytes 16 times the numbers of codes 0 to 3 and 4 to 7, and those of codes with a sign.
 BYTES, MINUS_BYTES = (0x18100800, 0x60403020), (0xE8F0F800, 0xA0C0D0E0)
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
+# Of magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the E4M3 bytes, low byte first; bits of magnitudes and signs.
+E4M3_LOW, E4M3_HIGH = 0x3C383000, 0x4C484440
+MAGNITUDES, SIGNS = 0x77777777, 0x80808080
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,9 @@ class Fp4Format(ByteScales, WeightFormat):
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
         return Fp4Bytes(math)
+
+    def e4m3_decoder(self) -> type[E4m3Decoder]:
+        return E2m1Codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +161,21 @@ class NvFp4Decoder(Fp4Decoder):
 
     def scale_word(self, word) -> Any:
         return self.math.multiply(word << 4, self.math.word(TWO_TO_120))
+
+
+class E2m1Codes(E4m3Decoder):
+    """Codes whose magnitudes are looked up in a table of eight bytes, then signed: 8 of them take nine instructions."""
+
+    slots = 72
+
+    def fragment(self, words) -> list[Any]:
+        word, math = words[0], self.math
+        places = word & math.word(MAGNITUDES)
+        low, high = math.word(E4M3_LOW), math.word(E4M3_HIGH)
+        first, second = math.prmt(low, high, places), math.prmt(low, high, places >> 16)
+        found = [self.permuted(first, second, selector) for selector in (EVEN_BYTES, ODD_BYTES)]
+        signs = (word << 4) & math.word(SIGNS), word & math.word(SIGNS)
+        return [number | sign for number, sign in zip(found, signs, strict=True)]
 
 
 class Fp4Bytes(ByteDecoder):

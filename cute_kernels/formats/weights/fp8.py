@@ -24,7 +24,7 @@ import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, WordScales, power_word
-from cute_kernels.formats.weights.decoder import CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import CodeDecoder, E4m3Decoder, PackedMath
 from cute_kernels.formats.weights.integers import SCALE_LIMIT
 from layouts.numbers import quotient
 
@@ -77,6 +77,9 @@ class Fp8Format(WeightFormat):
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return Fp8Decoder(dtype, math)
+
+    def e4m3_decoder(self) -> type[E4m3Decoder]:
+        return E4m3Codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +170,16 @@ class Fp8Decoder(CodeDecoder):
     def _placed(self, pair) -> Any:
         shift, mask = PLACES[self.dtype]
         return (pair & self.math.word(BOTH_SIGNS)) | ((pair >> shift) & self.math.word(mask))
+
+
+class E4m3Codes(E4m3Decoder):
+    """Codes that are E4M3: 8 of them take two instructions."""
+
+    slots = 16
+
+    def fragment(self, words) -> list[Any]:
+        # Of bytes a, b of two words: the even ones of a and b in turn, and the odd ones.
+        return [self.permuted(words[0], words[1], selector) for selector in (0x6240, 0x7351)]
 
 
 class PowerFp8Decoder(Fp8Decoder):

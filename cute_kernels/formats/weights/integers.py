@@ -10,13 +10,17 @@ import torch
 
 from cute_kernels.arguments import is_one_of
 from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
-from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 from layouts.numbers import quotient
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 SHIPPED_GROUP_SIZES = GROUP_SIZES[1:]  # whose kernels a wheel has: engines take no others
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `SubnormalDecoder`
+
+LOW_NIBBLES, LOW_THREE = 0x0F0F0F0F, 0x07070707
+SIGN_MASKS = 0xBA98  # each byte's sign, eight times
+ZERO_CODE = 0x88888888  # less a code below 8: the sign, and what is missing to 8
 
 
 class UnsignedCodes:
@@ -145,6 +149,26 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         from cute_kernels.formats.weights.integer_decode import SubnormalDecoder
 
         return SubnormalDecoder(self.bits, dtype, self.has_zeros)
+
+    def e4m3_decoder(self) -> type[E4m3Decoder] | None:
+        return Int4Codes if self.bits == 4 and not self.has_zeros else None
+
+
+class Int4Codes(E4m3Decoder):
+    """Codes less 8 as E4M3's smallest numbers, multiples of 2**-9: their sign, and their magnitude as it is. 8 codes
+    take twelve instructions."""
+
+    slots, unit = 96, 512.0
+
+    def fragment(self, words) -> list[Any]:
+        (word,), math = words, self.math
+        found = []
+        for codes, tops in ((word, word << 4), (word >> 4, word)):
+            own = codes & math.word(LOW_NIBBLES)
+            not_negative = self.permuted(tops, tops, SIGN_MASKS)  # by each code's highest bit
+            negative = math.word(ZERO_CODE) - own
+            found.append((own & math.word(LOW_THREE) & not_negative) | (negative & ~not_negative))
+        return found
 
 
 def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = False) -> IntegerFormat:

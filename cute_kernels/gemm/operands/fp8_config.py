@@ -20,7 +20,6 @@ from cute_kernels.gemm.wgmma.results import Reduction, WholeK, WorkspaceSplitK
 
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
-EXACT_CODES = ("e4m3", "e2m1", "w4")  # `WeightFormat.codes_name` of codes that are E4M3 numbers
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
 ROWS_THREADS = 256
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
@@ -40,7 +39,7 @@ first scale_groups of them, group_stride and place_stride apart."""
 
 def fp8_problem(form: WeightFormat) -> str | None:
     """Why weights of a format are no FP8 operands, or None."""
-    if form.codes_name not in EXACT_CODES or form.has_zeros:
+    if form.e4m3_decoder() is None:
         return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
     if form.group_size and form.group_size < MMA_GROUP:
         return f"groups of at least {MMA_GROUP} inputs, those of an MMA"

@@ -19,7 +19,6 @@ from typing import Any
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
-from cute_kernels.gemm.operands.fp8_decode import e4m3_decoder
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
@@ -54,7 +53,9 @@ class Fp8Mainloop(StageByStage):
     ):
         self.config, self.stages, self.channel = config, stages, channel
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=x_scale_shift is None)
-        self.decoder = e4m3_decoder(config.format, HopperMath(config.dtype))
+        decoder = config.format.e4m3_decoder()
+        assert decoder is not None, config.format
+        self.decoder = decoder(HopperMath(config.dtype))
 
     def masks(self, shape, lane):
         return None

@@ -1,7 +1,7 @@
 """Makes rows of x in E4M3 on the GPU, in the order of their places, with fp32 scales.
 
 A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs alternate, for
-which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`.fp8_decode`). With a scale
+which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`E4m3Decoder`). With a scale
 for each row a CTA reads all of the row first, and reads it again from cache.
 """
 

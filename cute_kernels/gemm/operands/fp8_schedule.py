@@ -20,9 +20,7 @@ from cute_kernels.gemm.wgmma.stages import with_stages
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
 SHAPES = ((128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 SMALL_GROUP_SHAPES = ((64, 1, 2), (64, 1, 1), (32, 2, 1), (16, 2, 1))
-# Issue slots of a warp for a tile's k block: of decoding 64 codes a thread, by what codes are, and of all else.
-DECODE_SLOTS = {"e4m3": 16, "e2m1": 72, "w4": 96}
-K_BLOCK_SLOTS = 60
+K_BLOCK_SLOTS = 60  # issue slots of a warp for a tile's k block, but for decoding and adding
 L2_BYTES_PER_CLOCK = 40  # that an SM takes in
 WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as those of 16-bit products
 
@@ -57,7 +55,8 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
     """Issue slots of an SM's scheduler for a k block of a tile of which ``tile_m`` rows are computed."""
     adds = (max(config.k_block_groups, 1) + 1) * tile_m / 2
-    return config.block_tiles * (DECODE_SLOTS[config.format.codes_name] + adds) + config.warpgroups * K_BLOCK_SLOTS
+    decoder = config.format.e4m3_decoder()
+    return config.block_tiles * ((decoder.slots if decoder else 0) + adds) + config.warpgroups * K_BLOCK_SLOTS
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
