@@ -325,7 +325,7 @@ def make_call(
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
     caches = check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
-    checks.check_key_rows(k_cache, forms[0], head_dim)
+    checks.check_row("k_cache", k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)

@@ -125,12 +125,11 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         raise ValueError(f"v_cache: got shape {shape_of(v_cache)}, want {wanted}")
 
 
-def check_key_rows(k_cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
-    row = form.row_elements(head_dim)
-    if k_cache.shape[3] != row:
-        raise ValueError(
-            f"k_cache: got rows of {k_cache.shape[3]} elements, want {row} for {form.name} at head_dim {head_dim}"
-        )
+def check_row(name: str, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
+    """Raises ValueError unless rows of a cache have as many elements as its format wants."""
+    found, row = cache.shape[3], form.row_elements(head_dim)
+    if found != row:
+        raise ValueError(f"{name}: got rows of {found} elements, want {row} for {form.name} at head_dim {head_dim}")
 
 
 def head_dim_of_row(form: KvFormat, row: int) -> int:

@@ -187,13 +187,16 @@ def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
     return inner, block
 
 
-def _checked_out(
-    out: torch.Tensor,
+def _result(
+    out: torch.Tensor | None,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     **read: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Returns the caller's memory for a result, checked, or new memory of the first dtype."""
+    if out is None:
+        return torch.empty(shape, dtype=dtypes[0], device=device)
     check_tensors(out=out)
     check_dtype("out", out, *dtypes)
     check_shape("out", out, *shape)
@@ -204,7 +207,7 @@ def _checked_out(
 
 
 def _copied(out: torch.Tensor | None, result: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return result if out is None else _checked_out(out, result.shape, (dtype,), device).copy_(result)
+    return result if out is None else _result(out, result.shape, (dtype,), device).copy_(result)
 
 
 def _quantize_here(call: Quantize) -> torch.Tensor:
@@ -213,7 +216,7 @@ def _quantize_here(call: Quantize) -> torch.Tensor:
     rows = form.quantize(call.numbers(), shaped_scale(form, scale))
     if out is None:
         return x.clone() if rows is x else rows  # an operator's result is its own
-    _checked_out(out, rows.shape, form.cache_dtypes, x.device, x=x, scale=scale)
+    _result(out, rows.shape, form.cache_dtypes, x.device, x=x, scale=scale)
     if rows.element_size() == 1:
         out.view(torch.uint8).copy_(rows.view(torch.uint8))
         return out
@@ -226,7 +229,7 @@ def _dequantize_here(call: Dequantize) -> torch.Tensor:
     x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
     if out is None:
         return x.clone() if x is rows else x
-    return _checked_out(out, x.shape, (dtype,), rows.device, rows=rows, scale=scale).copy_(x)
+    return _result(out, x.shape, (dtype,), rows.device, rows=rows, scale=scale).copy_(x)
 
 
 def _launch_quantize(call: Quantize) -> torch.Tensor:
@@ -239,10 +242,7 @@ def _launch_quantize(call: Quantize) -> torch.Tensor:
         if (wanted := other_rotation(half.k_rotation, x.shape[-1])) is not None:
             raise ValueError(f"transform: got a rotation of {half.k_rotation} columns, want {wanted}")
     shape = (*x.shape[:-1], form.row_elements(x.shape[-1]))
-    if out is None:
-        rows = torch.empty(shape, dtype=form.cache_dtype, device=x.device)
-    else:
-        rows = _checked_out(out, shape, form.cache_dtypes, x.device, x=x, scale=scale)
+    rows = _result(out, shape, form.cache_dtypes, x.device, x=x, scale=scale)
     _launch("quantize", kv_format, x, rows, scale, ("x", "out"), half)
     return rows
 
@@ -251,11 +251,7 @@ def _launch_dequantize(call: Dequantize) -> torch.Tensor:
     rows, kv_format, head_dim, dtype, scale, out = call
     if _check_rows(call).in_blocks:
         return _dequantize_here(call)
-    shape = (*rows.shape[:-1], head_dim)
-    if out is None:
-        x = torch.empty(shape, dtype=dtype, device=rows.device)
-    else:
-        x = _checked_out(out, shape, (dtype,), rows.device, rows=rows, scale=scale)
+    x = _result(out, (*rows.shape[:-1], head_dim), (dtype,), rows.device, rows=rows, scale=scale)
     _launch("dequantize", kv_format, x, rows, scale, ("out", "rows"))
     return x
 

@@ -17,7 +17,7 @@ from cute_kernels.arguments import (
     overlaps,
     shape_of,
 )
-from cute_kernels.attention.checks import check_alike, check_given_scale
+from cute_kernels.attention.checks import check_alike, check_given_scale, check_row
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
@@ -209,11 +209,7 @@ def check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat
     inner = "page_size, num_kv_heads" if call.cache_layout == "NHD" else "num_kv_heads, page_size"
     check_shape(name, cache, "num_pages or batch", *inner.split(", "), "row")
     check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
-    row = form.row_elements(head_dim)
-    if cache.shape[3] != row:
-        raise ValueError(
-            f"{name}: got rows of {cache.shape[3]} elements, want {row} for {form.name} at head_dim {head_dim}"
-        )
+    check_row(name, cache, form, head_dim)
     heads = cache.shape[2 if call.cache_layout == "NHD" else 1]
     if heads != call.num_kv_heads:
         raise ValueError(

@@ -217,19 +217,10 @@ class AppendConfig:
     transform: RowTransform | None = None
 
     @classmethod
-    def alike(
-        cls,
-        kv_format: str,
-        dtype: str,
-        head_dim: int,
-        prologue: RowPrologue = AS_THEY_COME,
-        *,
-        leads: bool = False,
-        transform: RowTransform | None = None,
-    ) -> AppendConfig:
+    def alike(cls, kv_format: str, dtype: str, head_dim: int, prologue: RowPrologue = AS_THEY_COME) -> AppendConfig:
         """The configuration whose rows of K and V have one format, and as many columns."""
         rows = WrittenRows(kv_format, head_dim)
-        return cls(rows, rows, dtype, prologue, leads=leads, transform=transform)
+        return cls(rows, rows, dtype, prologue)
 
     def for_decode(self, num_tokens: int = 1) -> AppendConfig:
         """The configuration that does the same faster where ``decode`` holds.

@@ -44,7 +44,11 @@ def after_append(of: AttentionProblem) -> DecodeConfig:
     return make_schedule(dataclasses.replace(of, after_append=True)).config
 
 
-APPENDS = [AppendConfig.alike(name, "bf16", 128, RowPrologue("half", 128), leads=True) for name in FORMATS]
+def leading(kv_format: str, prologue: RowPrologue, transform: RowTransform | None = None) -> AppendConfig:
+    return replace(AppendConfig.alike(kv_format, "bf16", 128, prologue), leads=True, transform=transform)
+
+
+APPENDS = [leading(name, RowPrologue("half", 128)) for name in FORMATS]
 DECODES = dict.fromkeys(after_append(of) for of in PROBLEMS)
 BIASES, NORMS = {"has_bias": True}, {"has_norm": True}
 HEADS_FIRST = Features(paged=True, head_major=True)
@@ -58,7 +62,7 @@ def alone(kv_format: str, batch: int = 1, num_kv_heads: int = 8, rope: str = "ha
     terms, positions = others.pop("terms", {}), others.pop("positions", False)
     of = problem(kv_format, batch, num_kv_heads, page_tokens=64, features=features, **others)
     prologue = RowPrologue(rope, 128 if rope != "none" else 0, **terms)
-    append = AppendConfig.alike(kv_format, "bf16", 128, prologue, leads=True, transform=transform)
+    append = leading(kv_format, prologue, transform)
     config = step_config(after_append(of), append, positions)
     assert config is not None
     return config
@@ -161,10 +165,8 @@ def test_a_step_in_one_launch_reads_nothing_before_the_launch_before_it_has_ende
 @pytest.mark.parametrize("changes", [{}, {"terms": NORMS}, {"transform": RowTransform(k_rotation=32)}])
 def test_queries_that_meet_more_than_rope_are_an_appends_where_many_waves_of_ctas_follow_each_other(changes):
     """As measured with 8 KV heads: 15 waves of 512 requests, heads first; 4 of 128, and of 512, tokens first."""
-    append = AppendConfig.alike(
-        "int4_g4", "bf16", 128, RowPrologue("half", 128, **changes.get("terms", {})), leads=True
-    )
-    append = replace(append, transform=changes.get("transform"))
+    prologue = RowPrologue("half", 128, **changes.get("terms", {}))
+    append = leading("int4_g4", prologue, changes.get("transform"))
 
     def served(batch: int, features: Features) -> bool:
         of = problem("int4_g4", batch, 8, page_tokens=64, features=features, after_append=True)
@@ -187,5 +189,5 @@ UNSERVED = {
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_a_step_in_one_launch_does_not_do_is_left_to_two(name):
     of, changes = UNSERVED[name]
-    append = AppendConfig.alike(of.k_format, "bf16", 128, RowPrologue("half", 128), leads=True)
+    append = leading(of.k_format, RowPrologue("half", 128))
     assert step_config(after_append(of), replace(append, **changes)) is None

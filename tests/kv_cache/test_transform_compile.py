@@ -25,7 +25,7 @@ ALL = RowTransform(center=True, factor=True, v_factor=True, shift=True, k_rotati
 
 
 def append(kv_format: str = "int4_g4", parts: RowTransform = CENTRED, head_dim: int = 128) -> AppendConfig:
-    return AppendConfig.alike(kv_format, "bf16", head_dim, RowPrologue("half", head_dim), transform=parts)
+    return replace(AppendConfig.alike(kv_format, "bf16", head_dim, RowPrologue("half", head_dim)), transform=parts)
 
 
 def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> AttentionSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,37 +127,32 @@ moe = launcher(moe_key, check_moe, moe_plan, without_assignments, routes=_moe_ro
 """`cute_kernels.fused_moe`."""
 
 
-@torch.no_grad()
-def _moe_fields_on_cpu(
-    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
+def _moe_call_of(
+    make, x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
     activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
-) -> torch.Tensor:  # fmt: skip
-    shapes = ((codes, scales, zeros, weight_format(format), (n, k)),
-              (down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k)))  # fmt: skip
-    gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
-    own = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    numbers = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "activations": activations}
-    return fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, **own, **numbers)
-
-
-def _moe_fields_on_cuda(
-    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
-    activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
-) -> torch.Tensor:  # fmt: skip
-    gate_up = experts_of(codes, scales, zeros, weight_format(format), (n, k))
-    down = experts_of(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
+) -> MoeCall:  # fmt: skip
+    """The operator's arguments as a call; make: of fields, experts."""
+    gate_up = make(codes, scales, zeros, weight_format(format), (n, k))
+    down = make(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
     options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, activations
-    return moe.launch(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options))
+    return MoeCall(x, gate_up, down, topk_weights, topk_ids, *options)
 
 
-def _moe_fields_on_meta(
-    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
-    activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
-) -> torch.Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
+@torch.no_grad()
+def _moe_fields_on_cpu(*fields: Any) -> torch.Tensor:
+    named = _moe_call_of(partial(PackedExperts, check_values=False), *fields)._asdict()
+    del named["out"]
+    return fused_moe_reference(**named)
+
+
+def _moe_fields_on_cuda(*fields: Any) -> torch.Tensor:
+    return moe.launch(_moe_call_of(experts_of, *fields))
+
+
+def _moe_fields_on_meta(*fields: Any) -> torch.Tensor:
+    call = _moe_call_of(experts_of, *fields)
+    return call.x.new_empty((call.x.shape[0], call.down.shape[0]), dtype=call.out_dtype)
 
 
 moe_operator = Operator(
