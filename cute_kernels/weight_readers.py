@@ -103,7 +103,7 @@ def _places(
 
 
 def _value(test: ast.expr, module: nn.Module) -> bool | None:
-    """What a test of a module's plain flags gives; None for one that asks for more."""
+    """The result of a test of a module's plain flags; None if the test reads anything else."""
     if isinstance(test, ast.BoolOp):
         values = [_value(each, module) for each in test.values]
         decides = isinstance(test.op, ast.Or)

@@ -406,8 +406,8 @@ def make_extend_call(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionCall:
-    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: those of both
-    calls."""
+    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: those that both
+    calls have."""
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)

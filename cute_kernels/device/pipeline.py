@@ -139,7 +139,7 @@ class Barrier:
 
     Attributes:
         pointer: of the mbarrier.
-        arrivals: that end a phase.
+        arrivals: how many end a phase.
     """
 
     pointer: cute.Pointer

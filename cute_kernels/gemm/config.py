@@ -82,7 +82,7 @@ class StreamStore:
     """Results are stored through staging buffers, by warps of their own: `.epilogue`.
 
     Attributes:
-        epilogue_warps: that add up, store and combine results.
+        epilogue_warps: how many warps add up, store and combine results.
         num_buffers: of results on their way to them.
         activation: of results; None: one of the standard ones, or none, as the launch says.
     """

@@ -19,7 +19,7 @@ class MemoryReport:
         pages_shared: pages that more than one sequence refers to.
         sequences: sequences there are.
         tokens: sum of the sequences' lengths.
-        tokens_stored: the same with shared tokens counted once.
+        tokens_stored: the same, with shared tokens counted once.
         token_bytes: bytes of K and V of one token, all layers.
         token_bytes_bf16: what they would be in bf16.
         tail_bytes: bytes of the newest keys of formats in blocks, which lie beside the pages, all layers.

@@ -173,7 +173,7 @@ class NewRows:
         return self.query_addresses(cta, work)
 
     def coming(self, num_words: int) -> Coming:
-        """Registers for a row."""
+        """Makes the registers that a row is loaded into, with its constants and extras."""
         constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
         return Coming(cute.make_rmem_tensor(num_words, Uint32), constants, self.row_extras.registers())
 

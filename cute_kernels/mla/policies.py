@@ -182,8 +182,8 @@ class WholeTiles:
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """Tiles in two parts, by delayed PV: the right half of the values is delayed by a block. Partial results as
-    above."""
+    """Tiles in two parts, by delayed PV: the right half of the values is delayed by a block. Partial results are
+    combined as for `WholeTiles`."""
 
     load: SplitCrossover | TmaTiles
     mainloop: ClassVar[str] = "delayed_pv"

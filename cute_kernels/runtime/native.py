@@ -72,10 +72,10 @@ def _dsl_version() -> str | None:
 
 
 def compiler_version() -> str | None:
-    """Version of the compiler, None where there is none for these kernels.
+    """Version of the compiler, None if none can compile these kernels.
 
-    Other packages bring DSLs of other versions: what those bring along to run kernels serves these as well, what they
-    compile with does not.
+    Other packages install other versions of the DSL. Their runtime libraries run these kernels too, but their compilers
+    do not compile them.
     """
     version = dsl_version()
     return version if version in COMPILER_VERSIONS else None

@@ -47,7 +47,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 @dataclass(frozen=True)
 class Features:
     """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
-    int32 [total_q, tree_words]; tensors: those of registered score options, by name."""
+    int32 [total_q, tree_words]; tensors: the tensors of registered score options, by name."""
 
     window: Int32
     soft_cap: Float32

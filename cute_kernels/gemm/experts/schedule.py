@@ -38,8 +38,8 @@ class GroupedSchedule(StreamCut):
     Attributes:
         entry_rows: rows that an entry may have, a power of two: what a set of activations has room for.
         x_slots: sets of activations that a CTA has room for, 1 or 2.
-        max_entries: that one launch computes at most.
-        num_launches: that all entries there may be take.
+        max_entries: the most entries that one launch computes.
+        num_launches: how many launches compute as many entries as there can be.
         slack: k blocks that a group may have beyond its share so that blocks stay whole; -1: they are cut.
     """
 
@@ -107,7 +107,7 @@ def most_rows(problem: GroupedProblem) -> int:
 
 
 def schedules(problem: GroupedProblem) -> Iterator[GroupedSchedule]:
-    """All ways that are possible."""
+    """All schedules that are possible."""
     rows = min(CAPACITY, most_rows(problem))
     for candidate in candidate_configs(problem.dense(CAPACITY)):
         config = with_table(candidate)

@@ -1,15 +1,21 @@
 """The arguments that a launch of several products takes; they are listed nowhere else.
 
-Of each product (`PRODUCTS`), addresses on 16 bytes: codes, scales of a weight [n, k]; norm: the weight of the RMSNorm
-of its rows, bf16 [k], or 0; out bf16 [m, n], [m, n / 2] of swiglu, or 0 of a product whose results nobody else wants.
-n, multiples of 64, 0 of a product that there is not; k, multiples of 256; gated: 1 of swiglu, else 0. adds: 1 of a
-product that adds the first one's results, else 0.
+For each product (`PRODUCTS`), addresses that are multiples of 16:
 
-x: bf16 [m, k], the first product's rows; those of another are the results of the one before. residual: bf16 [m, n],
-added to the first product, or 0.
+- codes, scales: the packed weight [n, k];
+- norm: the weight of its rows' RMSNorm, bf16 [k], or 0;
+- out: its results, bf16 [m, n], or [m, n / 2] with SwiGLU; 0 if only the next product reads them;
 
-exchange: `EXCHANGE_WORDS` words that no other launch uses, EMPTY at first: see :mod:`.exchange`. num_ctas: that are
-launched. eps, offset: of the norms.
+and numbers:
+
+- n, a multiple of 64, or 0 if there is no such product; k, a multiple of 256;
+- gated: 1 with SwiGLU, else 0; adds: 1 if it adds the first product's results, else 0.
+
+x: bf16 [m, k], the first product's rows; each other product's rows are the results of the one before. residual: bf16
+[m, n], added to the first product, or 0.
+
+exchange: `EXCHANGE_WORDS` words that no other launch uses, EMPTY at first: see :mod:`.exchange`. num_ctas: how many
+are launched. eps, offset: the norms' numbers.
 """
 
 from __future__ import annotations

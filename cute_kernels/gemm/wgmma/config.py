@@ -47,7 +47,7 @@ class WgmmaConfig(Generic[M]):
         row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts behind the last row that there
             is are neither brought nor multiplied.
         n_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
-        warpgroups: that multiply; each has ``n_tiles`` of its own.
+        warpgroups: how many multiply; each has ``n_tiles`` of its own.
         block_k: inputs of a k block.
         num_stages: pipeline stages.
         multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its

@@ -55,7 +55,7 @@ class StageReader:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
-        """A thread's places. masks: of a mainloop, of (shape, lane)."""
+        """A thread's places. masks: makes a mainloop's masks from (shape, lane)."""
         config = self.config
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
         first_tile = self.first_tile(group)

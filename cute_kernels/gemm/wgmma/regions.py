@@ -21,8 +21,8 @@ class Barriers(NamedTuple):
 
     Attributes:
         count: how many.
-        arrivals: that a phase waits for; 0 where the barriers' owner initialises them.
-        expected_bytes: that the first phase waits for besides.
+        arrivals: how many a phase waits for; 0 where the barriers' owner initialises them.
+        expected_bytes: the bytes that the first phase waits for besides.
     """
 
     name: str

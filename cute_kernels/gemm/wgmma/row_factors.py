@@ -51,7 +51,7 @@ class RowFactors:
 
     Args:
         kind: `mainloops.SCALED` or `mainloops.NORMED`.
-        warps: that make limbs.
+        warps: how many make limbs.
     """
 
     def __init__(self, kind: str, dtype: str, warps: int):

@@ -32,7 +32,7 @@ class RowOrder:
     """How consumer warps permute a row before they make limbs.
 
     Args:
-        warps: that make limbs.
+        warps: how many make limbs.
     """
 
     def __init__(self, warps: int):

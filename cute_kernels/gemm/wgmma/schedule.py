@@ -175,7 +175,7 @@ class TileSchedule:
         m_tiles: tiles of rows of x.
         k_blocks: of the padded K.
         splits: parts of a tile that is cut, of K, none of them empty, or of its rows of x.
-        num_ctas: that run.
+        num_ctas: how many run.
         whole: tiles that are not cut.
     """
 

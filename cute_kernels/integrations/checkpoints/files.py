@@ -135,7 +135,7 @@ class Filling:
         entries, found: the checkpoint's tensors and its quantised layers.
 
     Attributes:
-        found: those of the layers that the model has a use for.
+        found: the layers that the model has a place for.
         is_unused: whether a tensor is one that it has no use for, by name.
     """
 

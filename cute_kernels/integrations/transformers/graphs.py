@@ -146,7 +146,7 @@ class StepReplay:
     Attributes:
         reason: why steps are not recorded, once one could not be.
         replays: steps that were replayed.
-        ahead: those of them that had been begun when they were asked for.
+        ahead: how many of them had been begun when they were asked for.
     """
 
     def __init__(self, forward: Callable[..., Any], record: Record | None = None) -> None:

@@ -169,7 +169,7 @@ class PartOfPair(QuantizedLinear):
     Args:
         pair: as `interleave` makes it.
         halves: (0,) for gate, (1,) for up, (0, 1) for both, one after the other.
-        order: that `interleave` was given.
+        order: the one that `interleave` was given.
     """
 
     def __init__(self, pair: QuantizedLinear, halves: tuple[int, ...], order: torch.Tensor | None = None) -> None:

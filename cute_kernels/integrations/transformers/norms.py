@@ -78,7 +78,7 @@ class _Product(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Rows whose norm has been multiplied by a weight already. weight: that of the product."""
+    """Rows whose norm has been multiplied by a weight already. weight: the product's weight."""
 
     rows: NormedRows
     weight: PackedWeight

@@ -21,7 +21,7 @@ class Decodes:
     Attributes:
         form: of the cache. chosen: whether an indexer chooses tokens, or requests see all of theirs.
         num_heads: of a GPU. rows: requests of a step; chosen: new tokens of a step.
-        q_lens: new tokens of a request. tokens: that one sees at most. page_size: of the cache.
+        q_lens: new tokens of a request. tokens: the most tokens that a request sees. page_size: of the cache.
     """
 
     form: str

@@ -359,7 +359,7 @@ def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
 def _make_ready(
     method: Foreign, gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction
 ) -> str | None:
-    """Makes a layer's kernels ready, unless a layer like it has done so; what keeps them from that."""
+    """Makes a layer's kernels ready, unless a layer like it has done so. Returns what prevents that, or None."""
     if not gate_up.codes.is_cuda:
         return None
     asked = _asked(method, gate_up.form, down.form, activation)

@@ -58,7 +58,7 @@ def layer_made() -> Layer:
 
 @contextmanager
 def making(layer: Layer) -> Iterator[None]:
-    """Says which layer vLLM makes, which it tells no backend."""
+    """Notes, within the block, which layer vLLM makes: vLLM itself does not tell the backend."""
     global _layer
     _layer = layer
     try:

@@ -133,7 +133,7 @@ class SteppedWeights:
 
     @cute.jit
     def mask(self, scores, flags, work, memory, stage, block, warp, lane):
-        """Sets scores of a block's tokens that do not exist to -inf. flags: of :meth:`common_flags`."""
+        """Sets scores of a block's tokens that do not exist to -inf. flags: as :meth:`common_flags` returns them."""
         if const_expr(self.config.tokens == "sparse"):
             if flags != softmax.ALL_FLAGS:
                 softmax.hide(scores, load_flags(memory, stage), lane)

@@ -497,7 +497,7 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """A logit as an exponent of 2, less the reference; or ``start`` and it."""
+        """A logit as an exponent of 2, less the reference; with ``start``, added to that instead."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 

@@ -188,8 +188,8 @@ class KeyRowsResults:
 
     @cute.jit
     def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, group: cutlass.Constexpr):
-        """Writes a warpgroup's columns of all rows, of so many bytes a number: its own accumulators and the other
-        one's."""
+        """Writes a warpgroup's columns of all rows, as numbers of ``size`` bytes: the sums of both warpgroups'
+        accumulators."""
         d = self.rows.column(place.warp, place.lane, group)
         start, row_bytes = target + Int64(d * size), self.config.head_dim * size
         numbers = self.numbers(memory, 0) + 8 * (place.lane % 4)

@@ -55,7 +55,7 @@ class AssignmentFinder:
         numbers: and of which; others have any number.
     And:
         total: of all entries.
-        entry_rows: that an entry may have, a power of two.
+        entry_rows: the most rows of an entry, a power of two.
     """
 
     experts: Sequence[Int32]

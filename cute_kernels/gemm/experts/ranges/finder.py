@@ -40,7 +40,7 @@ class ExpertFinder:
         places: [round][expert + 1]: where the places of each of a lane's experts begin, and those of the last one end.
         before: as these, how many entries there are before.
         total: of all entries.
-        entry_rows: that an entry may have, a power of two.
+        entry_rows: the most rows of an entry, a power of two.
     """
 
     places: list[list[Int32]]

@@ -178,8 +178,8 @@ class RangeRoles:
 
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
-        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first. known: of
-        `Routing.find`.
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first. known: as
+        `Routing.find` returns it.
 
         No warp still reads what lay there, as all have met since. If there is only one slot, all meet before as well.
         """
