@@ -38,6 +38,7 @@ from tests.gpu.vllm_scenarios import (
     WIDE,
     Scenario,
     kernels_of,
+    named_format,
 )
 
 NEW_TOKENS = 24
@@ -133,8 +134,8 @@ def start(scenario: Scenario, folder: Path) -> Any:
     """The engine of a scenario."""
     import vllm
 
-    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
     folder.mkdir()
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = named_format(scenario.kv_format, folder)
     config = {**CONFIG, **scenario.model}
     (folder / "config.json").write_text(json.dumps(config))
     write_model(folder, config)

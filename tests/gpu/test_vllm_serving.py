@@ -18,7 +18,7 @@ from cute_kernels.integrations.vllm.environment import SEAMS
 from tests.gpu.vllm_scenarios import ENVIRONMENTS, SCENARIOS
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm")
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS, VLLMS = "CuteKernelsAttentionImpl", "FlashAttentionImpl"
@@ -167,6 +167,17 @@ def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference
     found = difference(ours, served(theirs))
     print(f"{name}:", found)
     assert bound.holds(found), str(found)
+
+
+def test_layers_with_formats_of_their_own_lose_what_these_lose(served: Served):
+    """Each layer's pages have the bytes of its own rows, side by side in one block table."""
+    if str(vllm.__version__).startswith("0.26"):
+        pytest.skip("this vLLM gives all layers pages of one size")
+    ours = served("by-layer", "layers")
+    assert ours["attention"] == [OURS]
+    found = difference(ours, served("theirs", "layers"))
+    print("by-layer:", found)
+    assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
 
 
 def test_latent_attention_gives_what_flashmla_gives(served: Served):

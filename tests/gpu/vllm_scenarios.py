@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
@@ -95,7 +96,8 @@ class Scenario:
     """One engine.
 
     Attributes:
-        kv: what --kv-cache-dtype is given. kv_format: of this package, instead of it; empty for none.
+        kv: what --kv-cache-dtype is given. kv_format: of this package, instead of it; empty for none; with semicolons
+            between those of the layers.
         chunk: tokens of a step, at most.
         tokens: that the cache has room for.
         model: changes to CONFIG. engine: more arguments of the engine.
@@ -182,6 +184,10 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "int4": Scenario(kv_format="int4_g4"),
         "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
     },
+    "layers": {
+        "theirs": Scenario(),
+        "by-layer": Scenario(kv_format="int8_token_head;fp16;int8_token_head"),
+    },
     "two": {
         "theirs": Scenario(),
         "theirs-cut": Scenario(chunk=384),
@@ -198,6 +204,7 @@ ENVIRONMENTS = {
     # What is fused is said where graphs are made.
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
+    "layers": {},
     # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
     "two": {
         "VLLM_HOST_IP": "127.0.0.1",
@@ -207,6 +214,15 @@ ENVIRONMENTS = {
         "VLLM_DISABLE_COMPILE_CACHE": "1",
     },
 }
+
+
+def named_format(kv_format: str, folder: Path) -> str:
+    """What the environment names for a scenario's ``kv_format``: of formats by layer a file in the folder."""
+    if ";" not in kv_format:
+        return kv_format
+    path = folder / "formats.json"
+    LayerFormats(tuple(format_pair(name) for name in kv_format.split(";"))).save(path)
+    return str(path)
 
 
 def specs() -> list[KernelSpec]:
@@ -252,23 +268,27 @@ def _heads(scenario: Scenario) -> tuple[dict[str, Any], int, int]:
 
 def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
     config, heads, kv_heads = _heads(scenario)
-    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": scenario.kv_format}):
-        formats = kv_formats.formats_for(scenario.kv)
-    layer = SimpleNamespace(
-        formats=formats,
-        head_size=config["head_dim"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        sliding_window=scenario.model.get("sliding_window"),
-        soft_cap=None,
-        sinks=None,
-        transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
-    )
+    layers = []
+    for own in dict.fromkeys(scenario.kv_format.split(";")):
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+            formats = kv_formats.formats_for(scenario.kv)
+        layers.append(
+            SimpleNamespace(
+                formats=formats,
+                head_size=config["head_dim"],
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                sliding_window=scenario.model.get("sliding_window"),
+                soft_cap=None,
+                sinks=None,
+                transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
+            )
+        )
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
     longest = scenario.engine.get("max_model_len", MAX_MODEL_LEN)
     batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
     decodes = attention_kernels.Decodes(batches, min(1 + drafted, 16), longest, BLOCK, _dtype(scenario), invariant)
-    return attention_kernels.specs([layer], decodes, torch.device("cuda", 0))
+    return attention_kernels.specs(layers, decodes, torch.device("cuda", 0))
 
 
 def _latent_kernels(scenario: Scenario) -> list[KernelSpec]:
