@@ -57,12 +57,15 @@ def test_a_model_computes_the_same_with_its_routers_fused(make):
     assert (got - want).norm() <= 0.02 * want.norm()
 
 
+@pytest.mark.parametrize(
+    ("make", "count"), [(gpt_oss_model, 2), (blocks.nemotron_model, 1)], ids=["gpt-oss", "Nemotron-H"]
+)
 @torch.no_grad()
-def test_a_router_beside_experts_in_a_block_of_the_models_own_is_fused_too():
-    model = quantize_model(gpt_oss_model(), group_size=32)
+def test_a_router_beside_experts_in_a_block_of_the_models_own_is_fused_too(make, count):
+    model = quantize_model(make(), group_size=32)
     want, fused = model(TOKENS).logits.float(), Fused()
     add_routers(model, fused)
-    assert fused.routers == len(installed(model)) == 2
+    assert fused.routers == len(installed(model)) == count
     got = model(TOKENS).logits.float()
     assert (got - want).norm() <= 0.02 * want.norm()
 

@@ -13,6 +13,8 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -65,6 +67,21 @@ def deepseek_model(seed: int = 0) -> Any:
 def minimax_model(seed: int = 0) -> Any:
     """Its block gives the router a bias of its own: the experts alone are swapped."""
     return _filled(MiniMaxM2ForCausalLM(MiniMaxM2Config(**COMMON, num_local_experts=EXPERTS, head_dim=16)), seed)
+
+
+def nemotron_model(seed: int = 0) -> Any:
+    """Its experts have no gate, and its block projects what they take: the experts alone are swapped."""
+    options: dict[str, Any] = {
+        "layers_block_type": ["attention", "moe"],
+        "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": INNER,
+        "moe_shared_expert_intermediate_size": INNER,
+        "n_group": 2,
+        "topk_group": 1,
+        "mamba_num_heads": 4,
+        "head_dim": 16,
+    }
+    return _filled(NemotronHForCausalLM(NemotronHConfig(**COMMON, **options)), seed)
 
 
 def mixtral(seed: int = 0) -> Any:

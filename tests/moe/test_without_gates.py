@@ -16,6 +16,7 @@ from cute_kernels.gemm.experts import PackedExperts, QuantizedRoutedExperts, qua
 from cute_kernels.gemm.experts.blocks import experts_refusal
 from cute_kernels.gemm.experts.stored import known_experts
 from cute_kernels.integrations.hf_quantizer import register
+from tests.moe import blocks
 
 EXPERTS, HIDDEN, INNER, TOPK = 4, 96, 80, 2
 BF16 = torch.bfloat16
@@ -108,21 +109,9 @@ def test_experts_that_do_more_are_refused():
     assert "its experts compute something else than relu2" in str(experts_refusal(experts))
 
 
-def nemotron() -> Any:
-    own: dict[str, Any] = {"n_routed_experts": EXPERTS, "moe_intermediate_size": 64, "num_experts_per_tok": TOPK}
-    own |= {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
-    torch.manual_seed(0)
-    config = tf.NemotronHConfig(hidden_size=64, vocab_size=96, num_attention_heads=2, num_key_value_heads=2, **own)
-    model: Any = tf.NemotronHForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model.to(BF16).eval()
-
-
 @torch.no_grad()
 def test_a_model_is_quantised_and_saved(tmp_path):
-    dense = nemotron()
+    dense = blocks.nemotron_model()
     model: Any = quantize_model(copy.deepcopy(dense), bits=8, group_size=32)
     experts = [module for module in model.modules() if isinstance(module, QuantizedRoutedExperts)]
     assert [each.activation for each in experts] == [Relu2()]

@@ -204,13 +204,6 @@ def llama4() -> Any:
     )
 
 
-def nemotron_h() -> Any:
-    own: dict[str, Any] = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-    own |= {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return tf.NemotronHForCausalLM(tf.NemotronHConfig(hidden_size=64, vocab_size=96, **heads, **own))
-
-
 def with_experts_apart(path: Path, model: Any) -> Any:
     """A GPTQ checkpoint of a model's experts one by one, and the model of their dequantised weights."""
     torch.manual_seed(0)
@@ -261,7 +254,7 @@ def test_experts_whose_router_scales_what_they_take(tmp_path):
 
 @torch.no_grad()
 def test_experts_without_a_gate(tmp_path):
-    want = with_experts_apart(tmp_path / "packed", nemotron_h())
+    want = with_experts_apart(tmp_path / "packed", blocks.nemotron_model())
     found = load_model(tmp_path / "packed")
     (experts,) = (module for module in found.modules() if isinstance(module, QuantizedRoutedExperts))
     assert experts.activation == Relu2() and agree(found, want, text)
