@@ -16,16 +16,15 @@ from cute_kernels import grouped_linear, quantize_activations, quantize_experts,
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.spec import ExpertSpec
-from cute_kernels.gemm.experts.wgmma.fp8_config import GroupedFp8TailWgmma
-from cute_kernels.gemm.experts.wgmma.kernel import grouped_fp8_tail_kernel
+from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel
 from cute_kernels.gemm.experts.wgmma.schedule import FP8_SHAPES, SMALL_GROUP_FP8_SHAPES, make_fp8_tiles, tile_config
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8RowsConfig, Fp8TailWgmma
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8RowsConfig, Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import candidates, fp8_schedule
-from cute_kernels.gemm.operands.fp8_tail import Fp8TailKernel
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.runtime import KernelSpec, default_cache
 from simulator import Altered, PlainThread, running, stand_in
 from tests import golden
@@ -40,7 +39,7 @@ HALF = X_GROUP // 2
 GUARD = 1 << 12  # bytes of NaN codes and scales between the tensors of a weight
 FORMATS = ("mxfp4", "mxfp8", "e4m3_g64f32", "w4g32", "fp8", "w4gchannel")
 TILE = WgmmaConfig(
-    weight_format("mxfp4"), "bf16", tile_m=16, block_k=X_GROUP, num_stages=STAGES, mainloop=Fp8TailWgmma()
+    weight_format("mxfp4"), "bf16", tile_m=16, block_k=X_GROUP, num_stages=STAGES, mainloop=Fp8Wgmma(half_last=True)
 )
 
 
@@ -111,11 +110,11 @@ class TailStages(Stages):
 @pytest.mark.parametrize("name", FORMATS)
 def test_sums_are_those_of_all_of_k(name: str, k: int, experts: bool, run_on):
     """Of the second of two blocks of features, or of the second expert, within 1e-6 of fp64."""
-    config = replace(TILE, format=weight_format(name), mainloop=GroupedFp8TailWgmma() if experts else Fp8TailWgmma())
+    config = replace(TILE, format=weight_format(name))
     generator, rows = torch.Generator().manual_seed(k), 2 * config.block_rows
     weight = quantize_weight(torch.randn(rows, k, generator=generator), format=name, dtype=torch.bfloat16)
     x = torch.randn(config.tile_m, k, generator=generator).bfloat16()
-    subject: Any = (grouped_fp8_tail_kernel if experts else Fp8TailKernel)(config)
+    subject: Any = (grouped_tiles_kernel if experts else WgmmaKernel)(config)
     k_blocks = -(-k // X_GROUP)
     work_tile = SimpleNamespace(expert=1, block=1 - experts, token=0, begin=0, end=k_blocks)
     tiles = config.block_tiles * (1 if experts else 2)
@@ -182,10 +181,10 @@ def test_less_than_a_k_block_is_refused():
 @pytest.mark.parametrize("m", [1, 100, 8192])
 def test_every_product_has_a_schedule_that_covers_it(name: str, m: int):
     schedule = fp8_schedule(LinearProblem(m, 2880, 2880, 2880, weight_format(name), "bf16"))
-    assert schedule.config.can_implement() is None and isinstance(schedule.config.mainloop, Fp8TailWgmma)
+    assert schedule.config.can_implement() is None and schedule.config.mainloop.half_last
     assert schedule.k_blocks == 23 and schedule.m_tiles * schedule.config.tile_m >= m
     layout = make_fp8_tiles(GroupedProblem(4 * m, 128, 2880, 2880, 2880, weight_format(name), "bf16"))
-    assert layout.k_blocks == 23 and isinstance(layout.config.mainloop, GroupedFp8TailWgmma)
+    assert layout.k_blocks == 23 and layout.config.mainloop.half_last
     spec: Any = ExpertSpec(layout.config)
     assert "x_scales" in spec.kernel.arguments.names and "offsets" in spec.kernel.arguments.names
 
@@ -203,7 +202,7 @@ def dense_specs(name: str) -> list[KernelSpec]:
 def grouped_specs(name: str) -> list[KernelSpec]:
     problem = GroupedProblem(4096, 128, 2880, 2880, 2944, weight_format(name), "bf16")
     shapes = SMALL_GROUP_FP8_SHAPES if problem.format.group_size else FP8_SHAPES
-    tails = (tile_config(problem, shape._replace(mainloop=GroupedFp8TailWgmma())) for shape in shapes)
+    tails = (tile_config(problem, shape._replace(mainloop=Fp8Wgmma(half_last=True))) for shape in shapes)
     return [ExpertSpec(config) for config in tails if config is not None]
 
 

@@ -28,7 +28,7 @@ from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8TailWgmma
+from cute_kernels.gemm.operands.fp8_config import X_GROUP
 from cute_kernels.gemm.operands.fp8_launch import ScaledRows, pitch_of, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
@@ -138,7 +138,7 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     if layout.config.limbs:
         rows = limb_rows(dtype, places, layout.k_blocks, arch)
     else:
-        missing = X_GROUP // 2 if isinstance(layout.config.mainloop, Fp8TailWgmma) else 0
+        missing = X_GROUP // 2 if layout.config.mainloop.half_last else 0
         k_pad = layout.k_blocks * X_GROUP - missing
         rows = rows_for_products(places, k_pad, TORCH_DTYPES[dtype], scales, device_index)
     multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)

@@ -80,15 +80,24 @@ def whole_k(k_pad: int) -> int:
 @dataclass(frozen=True)
 class Fp8Wgmma(Mainloop):
     """The mainloop of wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32:
-    `.fp8_mainloop`."""
+    `.fp8_mainloop`.
 
+    Attributes:
+        half_last: whether K ends in half a k block. The last k block then begins half a block earlier, and x has zeros
+            for the inputs that the one before has as well: `.fp8_tail`.
+    """
+
+    half_last: bool = False
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
     tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, *range(16, 129, 16))
     block_k_sizes: ClassVar[tuple[int, ...]] = (X_GROUP,)
     most_acc_m: ClassVar[int] = 128  # a group's sums take as many registers again
-    name: ClassVar[str] = "e4m3"
+
+    @property
+    def name(self) -> str:
+        return "e4m3tail" if self.half_last else "e4m3"
 
     def kernel(self) -> Kernel:
         return Kernel("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", FP8_TILES)
@@ -102,25 +111,11 @@ class Fp8Wgmma(Mainloop):
 
     def problem(self, config: WgmmaConfig) -> str | None:
         wanted, rows = fp8_problem(config.format), config.tile_m * config.n_tiles
+        if self.half_last and config.group_size >= X_GROUP:
+            return f"groups of {config.group_size} inputs end with a k block"
         if wanted is None and config.k_block_groups > 1 and rows > SMALL_GROUP_ACC_M:
             return f"{rows} rows of all tiles are more than the {SMALL_GROUP_ACC_M} of groups of {config.group_size}"
         return None if wanted is None else f"FP8 products want {wanted}, not {config.format.key}"
-
-
-@dataclass(frozen=True)
-class Fp8TailWgmma(Fp8Wgmma):
-    """The mainloop of `Fp8Wgmma` for K that ends in half a k block. The last k block begins half a block earlier, and x
-    has zeros for the inputs that the one before has as well: `.fp8_tail`."""
-
-    name: ClassVar[str] = "e4m3tail"
-
-    def kernel(self) -> Kernel:
-        return Kernel("cute_kernels.gemm.operands.fp8_tail:Fp8TailKernel", FP8_TILES)
-
-    def problem(self, config: WgmmaConfig) -> str | None:
-        if config.group_size >= X_GROUP:
-            return f"groups of {config.group_size} inputs end with a k block"
-        return super().problem(config)
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class Fp8RowsConfig:
         dtype: of x, "bf16" or "fp16".
         scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
         for_products: whether bytes lie in the order that products take, not in their own.
-        half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8TailWgmma`.
+        half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
     """
 
     dtype: str

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8TailWgmma, Fp8Wgmma, whole_k
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, whole_k
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
@@ -28,7 +28,7 @@ WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as thos
 def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every schedule that is right for a problem. K of batch-invariant products is whole: its parts would go by the
     number of rows."""
-    mainloop = Fp8TailWgmma() if problem.k_pad % X_GROUP else Fp8Wgmma()
+    mainloop = Fp8Wgmma(half_last=problem.k_pad % X_GROUP > 0)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = 0 < problem.format.group_size < X_GROUP
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:

@@ -11,8 +11,6 @@ import cutlass
 from cutlass import Int32
 
 from cute_kernels.device import ptx
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.kernel import LOADER, TileRoles, TileScheduling, Waits, WgmmaKernel
 from cute_kernels.gemm.wgmma.loads import WeightLoads, product
 
 
@@ -35,17 +33,3 @@ class TailWeightLoads(WeightLoads):
                 size = stage_bytes // config.block_tiles
                 to = target + stage * stage_bytes + i * size
                 ptx.bulk_copy_to_shared(to, source + half * (size // 2), Int32(size), address)
-
-
-class Fp8TailKernel:
-    """The parts of a `WgmmaKernel` and its launch, except its loads of weights: `TailWeightLoads`."""
-
-    launch, kernel = WgmmaKernel.launch, WgmmaKernel.kernel
-
-    def __init__(self, config: WgmmaConfig, scheduling: TileScheduling | None = None, waits: Waits = LOADER):
-        tiles = WgmmaKernel(config, scheduling, waits=waits)
-        self.config, self.operands, self.scheduling = config, tiles.operands, tiles.scheduling
-        self.activations, self.consumers, own = tiles.activations, tiles.consumers, tiles.scheduling
-        weights = TailWeightLoads(config, own.places, asks_first=own.asks_first)
-        parts = config, own.places, weights, self.activations, self.consumers, own.table_bytes
-        self.roles = TileRoles(*parts, dense=own.is_dense, waits=waits)

@@ -24,6 +24,7 @@ from cutlass import Int64, const_expr
 
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_mainloop import Fp8Mainloop
+from cute_kernels.gemm.operands.fp8_tail import TailWeightLoads
 from cute_kernels.gemm.wgmma import mainloops
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop
@@ -313,7 +314,8 @@ class WgmmaKernel:
         reduction: TileReduction = reduction_of(config)(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
-        weights = WeightLoads(config, places, asks_first=self.scheduling.asks_first)
+        loads_weights = TailWeightLoads if config.mainloop.half_last else WeightLoads
+        weights = loads_weights(config, places, asks_first=self.scheduling.asks_first)
         loads, table = (weights, self.activations), self.scheduling.table_bytes
         self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)
 

@@ -78,6 +78,7 @@ class Mainloop(ABC):
         rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
         limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
+        half_last: whether the last k block begins half a block earlier.
     """
 
     reductions: ClassVar[tuple[type[Reduction], ...]]
@@ -96,6 +97,7 @@ class Mainloop(ABC):
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
     most_acc_m: ClassVar[int] = 256  # rows of all tiles of a warpgroup whose accumulators a thread has registers for
     spare: int = 0
+    half_last: bool = False
 
     @property
     @abstractmethod

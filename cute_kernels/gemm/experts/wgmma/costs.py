@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from cute_kernels.gemm.experts.wgmma.fp8_config import GroupedFp8TailWgmma
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -119,7 +118,6 @@ class Fp8Cost:
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
     RegisterWgmma: RegisterCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(), Fp8Wgmma: Fp8Cost(),
-    GroupedFp8TailWgmma: Fp8Cost(),
 }  # fmt: skip
 
 

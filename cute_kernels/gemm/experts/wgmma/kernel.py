@@ -17,7 +17,6 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
 from cute_kernels.gemm.experts.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
-from cute_kernels.gemm.operands.fp8_tail import Fp8TailKernel
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import NOBODY, TileRoles, WgmmaKernel
 from cute_kernels.gemm.wgmma.limbs import Shift
@@ -112,8 +111,3 @@ def grouped_tiles_kernel(config: WgmmaConfig) -> WgmmaKernel:
             f"config: got {config.consumer_warps} consumer warps, want {TABLE_WARPS}, which write the table"
         )
     return WgmmaKernel(config, ExpertTiles(config), waits=NOBODY)
-
-
-def grouped_fp8_tail_kernel(config: WgmmaConfig) -> Fp8TailKernel:
-    """The same of K that ends in half a k block of FP8; takes `LIMB_TILES`."""
-    return Fp8TailKernel(config, ExpertTiles(config), waits=NOBODY)

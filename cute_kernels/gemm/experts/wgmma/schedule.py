@@ -26,7 +26,6 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryConfig,
     EntryWgmma,
 )
-from cute_kernels.gemm.experts.wgmma.fp8_config import GroupedFp8TailWgmma
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, whole_k
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
@@ -151,7 +150,7 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
     """
     shapes = SMALL_GROUP_FP8_SHAPES if 0 < problem.format.group_size < X_GROUP else FP8_SHAPES
     if problem.k_pad % X_GROUP:
-        shapes = tuple(shape._replace(mainloop=GroupedFp8TailWgmma()) for shape in shapes)
+        shapes = tuple(shape._replace(mainloop=Fp8Wgmma(half_last=True)) for shape in shapes)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     configs = [config for shape in shapes if (config := tile_config(problem, shape)) is not None]
     num_tiles, k_blocks = -(-problem.n // TILE_N), problem.k_pad // X_GROUP
