@@ -59,7 +59,6 @@ def transform_query(
     return transform.queries(q), shift
 
 
-@torch.no_grad()
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Transforms a result over the transformed V back, into ``out`` if there is one."""
     restored = transform.restore(result)
@@ -109,7 +108,6 @@ def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any
     )
 
 
-@torch.no_grad()
 def results_of(
     transform: CacheTransform,
     inputs: Inputs,

@@ -165,8 +165,7 @@ def _on_cpu(call: Fp8Call) -> torch.Tensor:
 
 def _through_operator(call: Fp8Call) -> torch.Tensor:
     check(call, places=False)
-    with torch.no_grad():
-        return ops.of_rows(call.linear, partial(operator, scale=call.scale))
+    return ops.of_rows(call.linear, partial(operator, scale=call.scale))
 
 
 _routes = Routes(_on_cpu, _through_operator, {"x": "call.linear.x", "codes": "call.linear.weight.codes"})
@@ -176,7 +175,6 @@ linear = launcher(key_of, check, make_plan, lambda call: without_rows(call.linea
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def _fields_on_cpu(
     x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant, scale=None
 ) -> torch.Tensor:

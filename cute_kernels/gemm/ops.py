@@ -29,8 +29,7 @@ def _on_cpu(call: LinearCall) -> torch.Tensor:
 
 def _through_operator(call: LinearCall) -> torch.Tensor:
     check(call, places=False)
-    with torch.no_grad():  # there is no way back, so nothing may look as if there were
-        return of_rows(call, operator)
+    return of_rows(call, operator)
 
 
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -67,7 +66,6 @@ linear = launcher(key_of, check, make_plan, without_rows, routes=_routes)
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def _fields_on_cpu(
     x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant=False
 ) -> torch.Tensor:

@@ -9,16 +9,15 @@ from cute_kernels.norm.call import NormCall
 
 def norm_reference(call: NormCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y, the sum with the residual or None) of a checked call; new tensors in x's dtype."""
-    with torch.autocast(call.x.device.type, enabled=False):
-        total = None if call.residual is None else call.x + call.residual
-        values = (call.x if total is None else total).float()
-        if call.kind == "layer":
-            values = values - values.mean(-1, keepdim=True)
-        scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + call.eps)
-        y = scaled * (call.weight.float() + call.weight_offset)
-        if call.bias is not None:
-            y = y + call.bias.float()
-        y = y.to(call.x.dtype)
-        if call.input_scale is not None:
-            y = y * call.input_scale
-        return y if call.order is None else y.index_select(-1, call.order), total
+    total = None if call.residual is None else call.x + call.residual
+    values = (call.x if total is None else total).float()
+    if call.kind == "layer":
+        values = values - values.mean(-1, keepdim=True)
+    scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + call.eps)
+    y = scaled * (call.weight.float() + call.weight_offset)
+    if call.bias is not None:
+        y = y + call.bias.float()
+    y = y.to(call.x.dtype)
+    if call.input_scale is not None:
+        y = y * call.input_scale
+    return y if call.order is None else y.index_select(-1, call.order), total

@@ -222,7 +222,8 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", meta, lib=_library)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(torch.ops.cute_kernels, self.name)(*args, **kwargs)
+        with torch.no_grad():  # there is no way back, so nothing may look as if there were
+            return getattr(torch.ops.cute_kernels, self.name)(*args, **kwargs)
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})

@@ -93,3 +93,16 @@ def test_a_number_as_second_scale_keeps_its_digits(name):
     want = pack_weight("nvfp4", codes, scales, 0.0123456789)
     with STATES[name]():
         assert_equal([pack_weight("nvfp4", codes, scales, 0.0123456789).scales], [want.scales])
+
+
+@pytest.mark.parametrize("name", ["decode", "norm_of_rows", "linear_layer", "mla", "merge"])
+def test_results_of_an_operator_have_no_gradient_either(name):
+    """What is traced, and tensors of other classes, go through it."""
+
+    class Other(torch.Tensor):
+        """No plain tensor."""
+
+    function, given = CALLS[name]()
+    first = next(iter(given))
+    result = function(**given | {first: given[first].requires_grad_().as_subclass(Other)})
+    assert not any(tensor.requires_grad for tensor in _results(result))

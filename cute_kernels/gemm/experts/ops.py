@@ -34,8 +34,7 @@ def _grouped_on_cpu(call: GroupedCall) -> torch.Tensor:
 
 
 def _grouped_by(call: GroupedCall) -> torch.Tensor:
-    with torch.no_grad():  # there is no way back, so nothing may look as if there were
-        return _grouped_of(check_grouped(call, places=False), grouped_operator)
+    return _grouped_of(check_grouped(call, places=False), grouped_operator)
 
 
 def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -56,7 +55,6 @@ grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places, rou
 _OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
 
 
-@torch.no_grad()
 def _grouped_fields_on_cpu(x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, *options) -> torch.Tensor:
     check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
@@ -107,8 +105,7 @@ def _moe_on_cpu(call: MoeCall) -> torch.Tensor:
 
 
 def _moe_by(call: MoeCall) -> torch.Tensor:
-    with torch.no_grad():
-        return _moe_of(check_moe(call), moe_operator)
+    return _moe_of(check_moe(call), moe_operator)
 
 
 def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -139,7 +136,6 @@ def _moe_call_of(
     return MoeCall(x, gate_up, down, topk_weights, topk_ids, *options)
 
 
-@torch.no_grad()
 def _moe_fields_on_cpu(*fields: Any) -> torch.Tensor:
     named = _moe_call_of(partial(PackedExperts, check_values=False), *fields)._asdict()
     del named["out"]

@@ -21,8 +21,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
         return launch(call)
     check_route(call)
     if is_compiling() or needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
-        with torch.no_grad():
-            return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
+        return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
     return by_torch(call)
 
 
