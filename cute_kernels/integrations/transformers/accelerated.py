@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
-from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, check_layers, format_of, format_pair, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
@@ -30,7 +29,6 @@ from cute_kernels.integrations.transformers.cache_options import (
     FormatOfLayers,
     Scales,
     Transforms,
-    check_formats,
     constants_for,
     formats_of_layer,
 )
@@ -154,10 +152,8 @@ def accelerate(
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
         kv_format = told_formats(kv_format)
-        if max_seq_len is not None:
-            check_count("max_seq_len", max_seq_len, 1)
         scales, kv_transform = constants_for(scales, kv_transform)
-        check_formats(kv_format, scales, kv_transform)
+        DecodeCache(kv_format, max_seq_len, scales=scales, kv_transform=kv_transform)  # which checks them
         _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
     quantisation = None if weights is None else _weight_options("weights", weights, model)
     if activations is not None and quantisation is None:
