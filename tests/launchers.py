@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.runtime import KernelCache, KernelSpec
 from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
@@ -86,7 +86,7 @@ def as_compiled(spec: Any) -> Callable[..., Any]:
     kernel = getattr(spec, "kernel", None)
 
     def launched(*arguments: Any) -> None:
-        if isinstance(kernel, Kernel):
+        if isinstance(kernel, CompiledAs):
             matrix = arguments[0]
             assert matrix.dim() == 2 and not matrix.shape[1] % kernel.divisibility, f"{spec}: got {matrix.shape}"
 

@@ -44,8 +44,8 @@ def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matri
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The kernel that a configuration is compiled as.
+class CompiledAs:
+    """What a configuration is compiled as.
 
     Attributes:
         made_by: "module:name" of what makes the kernel of the configuration, imported where it is compiled.
@@ -67,7 +67,7 @@ def code_of(config: object) -> tuple[str, ...]:
     return () if reduction is None else (reduction.made_by,)
 
 
-def compile_kernel(config: Any, kernel: Kernel, arch: str, *options: str) -> Any:
+def compile_kernel(config: Any, kernel: CompiledAs, arch: str, *options: str) -> Any:
     """Compiles a configuration for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
 
     Raises:
@@ -94,12 +94,12 @@ STREAM = matrix_arguments(
     DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
 )  # fmt: skip
 """Of `LinearKernel`."""
-STREAM_KERNEL = Kernel("cute_kernels.gemm.kernel:LinearKernel", STREAM)
+STREAM_KERNEL = CompiledAs("cute_kernels.gemm.kernel:LinearKernel", STREAM)
 
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
 """Of `WgmmaKernel` and `ResidentKernel`."""
-TILES_KERNEL = Kernel("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
+TILES_KERNEL = CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
 
 FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
 """Of `ResidentKernel` whose rows meet factors."""

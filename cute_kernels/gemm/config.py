@@ -10,7 +10,7 @@ from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
-from cute_kernels.gemm.arguments import STREAM_KERNEL, Kernel
+from cute_kernels.gemm.arguments import STREAM_KERNEL, CompiledAs
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
@@ -46,7 +46,7 @@ class Activations(ABC):
         """The activations' part of a kernel's name, behind all others."""
 
     @abstractmethod
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """The kernel that a configuration with them is compiled as."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Slices(Activations):
     alignment: ClassVar[int] = ALIGNMENT
     name: ClassVar[str] = ""
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         return STREAM_KERNEL
 
     def stage_warps(self, config: LinearConfig[Any]) -> int:
@@ -270,7 +270,7 @@ class LinearConfig(Generic[ActivationsT]):
         ends = f"{'_pdl' if self.use_pdl else ''}{self.activations.name}{symbol_of(self.store.activation)}"
         return f"linear_{weight}_{shape}_{state}{ends}"
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
         return self.activations.kernel()
 

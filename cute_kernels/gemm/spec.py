@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import Kernel, code_of, compile_kernel
+from cute_kernels.gemm.arguments import CompiledAs, code_of, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
@@ -30,7 +30,7 @@ class GemmSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """The kernel that the configuration is compiled as."""
         return self.config.kernel()
 

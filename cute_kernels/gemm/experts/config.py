@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import COMBINE, GATHER, ROUTING
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 
@@ -34,9 +34,9 @@ class RoutingConfig:
         """A count for each warp and expert, and one for each expert."""
         return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel(
+        return CompiledAs(
             "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
         )
 
@@ -68,10 +68,12 @@ class CombineConfig:
     shares: str = "fp32"
     num_threads: ClassVar[int] = COMBINE_THREADS
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
         align = 4 if self.dtype == "fp32" else 2
-        return Kernel("cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align)
+        return CompiledAs(
+            "cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align
+        )
 
     @property
     def name(self) -> str:
@@ -113,9 +115,9 @@ class GatherConfig:
         """Places of a CTA."""
         return self.thread_rows * self.batch
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.experts.gather:GatherKernel", GATHER)
+        return CompiledAs("cute_kernels.gemm.experts.gather:GatherKernel", GATHER)
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, Kernel, code_of, compile_kernel
+from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, CompiledAs, code_of, compile_kernel
 from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
@@ -30,15 +30,15 @@ class ExpertSpec(KernelSpec):
         return f"grouped_{self.config.name}" if product else self.config.name
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """The kernel that the configuration is compiled as."""
         room, config = "cute_kernels.gemm.experts", self.config
         kernel = config.kernel()
         if kernel == STREAM_KERNEL:
-            return Kernel(f"{room}.kernel:grouped_kernel", GROUPED)
+            return CompiledAs(f"{room}.kernel:grouped_kernel", GROUPED)
         if kernel.made_by == TILES_KERNEL.made_by and isinstance(config, WgmmaConfig):
             takes = LIMB_TILES if config.mainloop.scaled_rows else TILES
-            return Kernel(f"{room}.wgmma.kernel:grouped_tiles_kernel", takes)
+            return CompiledAs(f"{room}.wgmma.kernel:grouped_tiles_kernel", takes)
         return kernel
 
     def policies(self) -> tuple[object, ...]:

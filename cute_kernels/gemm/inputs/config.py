@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_kernels.gemm.arguments import INPUT_ROWS, Kernel
+from cute_kernels.gemm.arguments import INPUT_ROWS, CompiledAs
 
 DTYPES = ("bf16", "fp16")
 VECTOR = 8  # elements of 16 bytes
@@ -28,9 +28,9 @@ class InputRowsConfig:
     scaled: bool = False
     num_threads: ClassVar[int] = THREADS
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
+        return CompiledAs("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
 
     @property
     def name(self) -> str:

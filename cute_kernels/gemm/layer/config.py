@@ -10,7 +10,7 @@ from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, MOST_PRODUCTS
 
 TILE_N = 32  # output features of a work tile: half a tile of codes
@@ -97,9 +97,9 @@ class LayerProductsConfig:
     def shared_bytes(self) -> int:
         return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
+        return CompiledAs("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
 
     @property
     def name(self) -> str:

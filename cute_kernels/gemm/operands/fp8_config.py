@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling
-from cute_kernels.gemm.arguments import DENSE_ADDRESSES, TILE_NUMBERS, Kernel, matrix_arguments
+from cute_kernels.gemm.arguments import DENSE_ADDRESSES, TILE_NUMBERS, CompiledAs, matrix_arguments
 from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import (
     MMA_GROUP,
@@ -99,8 +99,8 @@ class Fp8Wgmma(Mainloop):
     def name(self) -> str:
         return "e4m3tail" if self.half_last else "e4m3"
 
-    def kernel(self) -> Kernel:
-        return Kernel("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", FP8_TILES)
+    def kernel(self) -> CompiledAs:
+        return CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", FP8_TILES)
 
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
         return config.block_k // X_GROUP  # rows of 128 bytes
@@ -135,9 +135,9 @@ class Fp8RowsConfig:
     half_last: bool = False
     num_threads: ClassVar[int] = ROWS_THREADS
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.operands.fp8_rows:Fp8RowsKernel", FP8_ROWS)
+        return CompiledAs("cute_kernels.gemm.operands.fp8_rows:Fp8RowsKernel", FP8_ROWS)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import symbol_of
-from cute_kernels.gemm.arguments import LIMB_ROWS, Kernel
+from cute_kernels.gemm.arguments import LIMB_ROWS, CompiledAs
 from cute_kernels.gemm.wgmma.mainloops import (
     MOST_LOOPS,
     REGISTER_WGMMA,
@@ -322,7 +322,7 @@ class WgmmaConfig(Generic[M]):
     def smem_bytes(self) -> int:
         return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
         return self.mainloop.kernel()
 
@@ -402,9 +402,9 @@ class LimbRowsConfig:
     dtype: str = "bf16"
     num_threads: ClassVar[int] = LIMB_ROWS_THREADS
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return Kernel("cute_kernels.gemm.wgmma.limb_rows:LimbRowsKernel", LIMB_ROWS)
+        return CompiledAs("cute_kernels.gemm.wgmma.limb_rows:LimbRowsKernel", LIMB_ROWS)
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from cute_kernels.device.cuda import BARRIER_BYTES
-from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, Kernel
+from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, CompiledAs
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
@@ -76,10 +76,10 @@ class DeferredNormConfig:
         """The limits of the architectures that the mainloop is written for."""
         return self.tiles.limits
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
         arguments = GIVES_NORM if self.kind == GIVES else TAKES_NORM
-        return Kernel("cute_kernels.gemm.wgmma.deferred_kernel:deferred_kernel", arguments)
+        return CompiledAs("cute_kernels.gemm.wgmma.deferred_kernel:deferred_kernel", arguments)
 
     @property
     def name(self) -> str:

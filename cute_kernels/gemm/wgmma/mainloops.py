@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.arguments import FACTORED_TILES, TILES, TILES_KERNEL, Kernel
+from cute_kernels.gemm.arguments import FACTORED_TILES, TILES, TILES_KERNEL, CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
@@ -104,7 +104,7 @@ class Mainloop(ABC):
     def name(self) -> str:
         """The mainloop's part of a kernel's name, before the stages."""
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """The kernel that a configuration with it is compiled as."""
         return TILES_KERNEL
 
@@ -310,9 +310,9 @@ class ResidentLimbs(Mainloop):
 
     name: ClassVar[str] = "s2limbs"
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         arguments = FACTORED_TILES if self.factors else TILES
-        return Kernel("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", arguments)
+        return CompiledAs("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", arguments)
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare = f"less{self.spare}" if self.spare else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.config import MMA_N, ROW_WARPS, Activations, LinearConfig
 from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
@@ -43,9 +43,9 @@ class EntryLimbs(Activations):
     def name(self) -> str:
         return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         arguments = ASSIGNED if self.lane_assignments else RANGES
-        return Kernel("cute_kernels.gemm.experts.ranges.kernel:RangeKernel", arguments)
+        return CompiledAs("cute_kernels.gemm.experts.ranges.kernel:RangeKernel", arguments)
 
     def stage_warps(self, config: LinearConfig[Any]) -> int:
         return ROW_WARPS

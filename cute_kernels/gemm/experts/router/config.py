@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.wgmma.results import one_of
@@ -36,11 +36,11 @@ class RouterConfig:
     tile_tokens: int = 1
     num_threads: ClassVar[int] = WARPS * WARP_THREADS
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> CompiledAs:
         """What it is compiled as."""
         if self.weight == LOGITS:
-            return Kernel("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
-        return Kernel("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
+            return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
+        return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
 
     @property
     def name(self) -> str:

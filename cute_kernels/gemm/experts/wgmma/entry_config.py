@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cute_kernels.gemm.arguments import Kernel
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import ENTRIES
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
@@ -45,8 +45,8 @@ class EntryWgmma(RegisterWgmma):
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1,)
     block_k_sizes: ClassVar[tuple[int, ...]] = LONG_BLOCK_K
 
-    def kernel(self) -> Kernel:
-        return Kernel("cute_kernels.gemm.experts.wgmma.entry_kernel:EntryKernel", ENTRIES)
+    def kernel(self) -> CompiledAs:
+        return CompiledAs("cute_kernels.gemm.experts.wgmma.entry_kernel:EntryKernel", ENTRIES)
 
     @property
     def name(self) -> str:
