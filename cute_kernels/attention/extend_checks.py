@@ -15,8 +15,8 @@ from cute_kernels.arguments import (
     strides_of,
 )
 from cute_kernels.attention import checks
-from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
-from cute_kernels.formats.kv import KvFormat, format_of
+from cute_kernels.attention.extend_policies import cannot_multiply_fp8, cannot_read, cannot_unpack
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv import names as format_names
 from cute_kernels.formats.scores import tensors_of
 from cute_kernels.runtime.plans import ALIGNMENT

@@ -9,7 +9,6 @@ from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.extend_policies import (
     ELEMENT_BYTES,
     GROUP_TOKENS,
-    HEAD_DIMS,
     HEADED_ROW_BYTES,
     KEY_ROWS_FEATURES,
     KEY_ROWS_GROUPS,
@@ -49,7 +48,7 @@ from cute_kernels.attention.extend_policies import (
 )
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.kv import HEAD_DIMS, KvFormat
 from cute_kernels.formats.kv.base import Use
 from cute_kernels.formats.scores.features import PLAIN, Features
 

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.formats.kv import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.formats.kv import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.base import Use
 from cute_kernels.formats.scores.features import PLAIN, Features
 
@@ -26,7 +26,6 @@ WORK_SLOTS = 2
 COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle

@@ -12,6 +12,7 @@ import torch
 from cute_kernels.arguments import row_stride
 from cute_kernels.gemm.arguments import INPUT_ROWS
 from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
@@ -19,7 +20,6 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import MAX_PLANS
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes
 
 

@@ -19,6 +19,7 @@ from cute_kernels.gemm.operands.fp8_config import (
     Fp8Wgmma,
     whole_k,
 )
+from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
 from cute_kernels.runtime.cache import default_cache, load
@@ -28,7 +29,6 @@ from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 8  # inputs of 16 bytes
 MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 

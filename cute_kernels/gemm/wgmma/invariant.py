@@ -164,7 +164,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
         for config in narrow
         if long_blocks and config.tile_m <= LONG_TILE_M
     ]
-    return narrow + wide + plain.implementable(long, {1: LONG_STAGES})
+    return narrow + wide + plain.implementable(long, LONG_STAGES)
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
@@ -188,7 +188,7 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
         block_k=DSMEM_BLOCK_K,
         reduction=Dsmem(cluster),
     )
-    return plain.implementable([config], {1: DSMEM_STAGES})
+    return plain.implementable([config], DSMEM_STAGES)
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:

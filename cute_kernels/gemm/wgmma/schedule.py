@@ -6,7 +6,7 @@ tiles waste decoding, large ones the last round; see `estimate_us`. The time of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -87,8 +87,6 @@ LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last ro
 ROW_CUTS = 2
 # Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
 MULTICAST = 2
-# Stages at most, by n_tiles.
-TILE_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}
 
 
 class DsmemShape(NamedTuple):
@@ -394,7 +392,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
         for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
     )
-    return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
+    return implementable(configs, DSMEM_STAGES)
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
@@ -415,7 +413,7 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
         alone = dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
         wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
-    return implementable(wide, {1: DSMEM_STAGES})
+    return implementable(wide, DSMEM_STAGES)
 
 
 def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
@@ -475,7 +473,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
         return []
     options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": dsmem(DSMEM_CLUSTER)}
-    return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], {1: DSMEM_STAGES})
+    return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], DSMEM_STAGES)
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
@@ -541,7 +539,7 @@ def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
     return WgmmaConfig(**weight_fields(problem), **choices)
 
 
-def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
-    """Configurations that there is room for, with their pipelines. most: stages by n_tiles."""
-    found = (with_stages(config, most[config.n_tiles]) for config in configs)
+def implementable(configs: Iterable[WgmmaConfig], most: int = MAX_STAGES) -> list[WgmmaConfig]:
+    """Configurations that there is room for, with their pipelines of at most ``most`` stages."""
+    found = (with_stages(config, most) for config in configs)
     return [config for config in found if config.can_implement() is None]
