@@ -313,7 +313,10 @@ def layers_have_pages_in_formats_of_their_own() -> None:
 
     if not attention_pages.BACKENDS_PACK:
         return
-    from vllm.v1.core import kv_cache_planning
+    try:
+        from vllm.v1.core import kv_cache_planning
+    except ImportError:  # up to 0.32
+        from vllm.v1.core import kv_cache_utils as kv_cache_planning
     from vllm.v1.kv_cache_interface import FullAttentionSpec, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker import utils
@@ -330,13 +333,14 @@ def layers_have_pages_in_formats_of_their_own() -> None:
             spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
             with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": path}):
                 spec = attention_pages.counted(layer, spec)
-                specs[name] = utils.customize_attention_spec(attention.CuteKernelsAttentionBackend, spec)
+                asked = getattr(utils, "customize_attention_spec", lambda backend, spec: backend.customize_spec(spec))
+                specs[name] = asked(attention.CuteKernelsAttentionBackend, spec)
             assert specs[name].page_size_bytes == kv_formats.page_bytes(impls[name].formats, 128, 64, 2)
     config = mock.MagicMock()
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     config.attention_config.hisparse_config = config.cache_config.num_gpu_blocks_override = None
     page = sum(spec.page_size_bytes for spec in specs.values())
-    with mock.patch.object(kv_cache_planning, "get_hisparse_kv_cache_groups", lambda *_: None):
+    with mock.patch.object(kv_cache_planning, "get_hisparse_kv_cache_groups", lambda *_: None, create=True):
         groups = kv_cache_planning.get_kv_cache_groups(config, specs)
     assert len(groups) == 1 and groups[0].kv_cache_spec.page_size_bytes == page
     for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC):

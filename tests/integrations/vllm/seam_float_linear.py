@@ -46,7 +46,7 @@ def _method(kind: str) -> Any:
     from cute_kernels.integrations.vllm.versions import SCHEMES
 
     if kind.startswith("fp8"):
-        return fp8.Fp8LinearMethod(fp8.Fp8Config(weight_block_size=[128, 128] if "block" in kind else None))
+        return fp8.Fp8LinearMethod(fp8.Fp8Config(True, weight_block_size=[128, 128] if "block" in kind else None))
     if kind.startswith("mo"):
         algorithms = {
             "mo fp8": "FP8",
@@ -293,8 +293,8 @@ def rows_of_gates_and_ups_come_in_turn_in_every_float_format() -> None:
 
     halves = [N // 2, N // 2]
     for kind in ("ct nvfp4", "ct mxfp4", "ct channel", "mo block"):
-        method, layer, weight = made(kind, output_partition_sizes=halves)
-        layer.prefix, layer.bias = "mlp.gate_up_proj", None
+        method, layer, weight = made(kind)
+        layer.prefix, layer.bias, layer.output_partition_sizes = "mlp.gate_up_proj", None, halves
         fused = mock.patch.object(fused_layers, "wanted", lambda: fused_layers.Fused(gates=True))
         with wanted(), named(), fused:
             method.process_weights_after_loading(layer)
