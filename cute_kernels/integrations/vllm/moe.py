@@ -214,9 +214,10 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     backend, dtype = getattr(backend, "value", backend), source.dtype or scales.dtype
     inputs = getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
     parallel = method.moe.moe_parallel_config
+    transposed = source.outputs_first and getattr(method, "is_transposed", False)  # of Marlin, in vLLM 0.30
     wrong = {
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
-        f"weights laid out for {backend}": backend not in source.backends,
+        f"weights laid out for {backend}": backend not in source.backends or transposed,
         f"--moe-backend {method.moe.moe_backend}": method.moe.moe_backend != "auto",
         f"{bits}-bit weights": bits not in (4, 8),
         f"groups of {group_size}": group_size not in (-1, *SHIPPED_GROUP_SIZES),

@@ -78,6 +78,10 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     assert "a bias of one product" in reason(layers.Checkpoint(**usual), **loaded)
     assert "or its numbers" in reason(layers.Checkpoint(**usual), swiglu_limit=7.0, swiglu_alpha=1.5)
     experts = layers.make_experts(layers.Checkpoint(**usual), "cpu")
+    form = layers.Checkpoint(**usual)
+    experts.method.is_transposed = True
+    turned = str(moe.reason_against(experts.method, experts.layer, layers.expert_source(form)))
+    assert ("weights laid out for" in turned) is layers.expert_source(form).outputs_first
     experts.method.wna16_backend.value, experts.method.moe.moe_backend = "TRITON", "triton"
     experts.method.input_dtype = torch.int8  # as VLLM_MARLIN_INPUT_DTYPE does
     found = moe.reason_against(experts.method, experts.layer, layers.expert_source(layers.Checkpoint(**usual)))
@@ -185,6 +189,7 @@ def experts_have_the_parameters_that_vllm_makes() -> None:
         pack = 32 // bits
         fields = {"num_bits": bits, "packed_factor": pack, "symmetric": not zero_point, "group_size": group_size or -1}
         fields |= {"strategy": "group" if group_size else "channel", "actorder": None, "input_dtype": None}
+        fields["is_transposed"] = False  # as 0.30 has it for Humming
         fields["wna16_backend"] = mock.MagicMock(value=layers.expert_source(form).backends[-1])
         fields["experts_cls"] = None
         fields["moe"] = mock.MagicMock(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
