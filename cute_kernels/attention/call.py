@@ -21,7 +21,7 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.attention import checks, extend_checks
 from cute_kernels.attention.chosen_blocks import ChosenBlocks, blocks_of, check_pages
-from cute_kernels.attention.extend_config import MAX_SPLITS
+from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS
 from cute_kernels.attention.operands import Bias, CacheOperand, Tail, check_caches, operand_of, part_of
 from cute_kernels.attention.options import keys_seen
 from cute_kernels.formats.kv import format_of
@@ -417,7 +417,7 @@ def make_extend_call(
     check_shape("seq_lens", seq_lens, "batch")
     batch, window_size = seq_lens.shape[0], options.get("window_size")
     check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
-    check_optional_count("num_splits", num_splits, MAX_SPLITS)
+    check_optional_count("num_splits", num_splits, MAX_EXTEND_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
     if unpack is not None and type(unpack) is not bool:

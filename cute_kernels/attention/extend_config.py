@@ -449,7 +449,7 @@ class ExtendConfig(ReadsCache):
         return None
 
 
-MAX_SPLITS = 32  # a lane of the combining warp for each
+MAX_EXTEND_SPLITS = 32  # a lane of the combining warp for each
 
 
 @dataclass(frozen=True)

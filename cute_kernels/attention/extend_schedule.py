@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cute_kernels.attention.extend_config import MAX_SPLITS, ExtendConfig
+from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS, ExtendConfig
 from cute_kernels.attention.extend_policies import (
     ELEMENT_BYTES,
     KEY_ROWS_HEAD_DIM,
@@ -271,4 +271,4 @@ def choose_splits(
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)
 
-    return min(range(1, min(MAX_SPLITS, max(blocks, 1)) + 1), key=time)
+    return min(range(1, min(MAX_EXTEND_SPLITS, max(blocks, 1)) + 1), key=time)

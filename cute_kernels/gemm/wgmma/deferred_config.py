@@ -42,7 +42,7 @@ FEW_ROWS = 8  # of a tile in limbs
 MOST_OWN_M = 128  # rows of a CTA whose factors are made while others multiply
 ROW_LANES = 8  # threads that add up a row's sums of squares; of rows in limbs twice as many
 FACTOR_WARPS = 2  # producer warps that copy nothing: they make factors
-FACTOR_ROWS = 16  # rows whose sums they ask for at a time: two a thread
+SUMMED_ROWS = 16  # rows whose sums they ask for at a time: two a thread
 # Registers of a thread that loads and of one that multiplies, by the number of warpgroups, where factors are made:
 # all that an SM has.
 FACTOR_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
@@ -99,7 +99,7 @@ class DeferredNormConfig:
     @property
     def rows_at_once(self) -> int:
         """Rows whose sums are added up at a time."""
-        return WARPGROUP_THREADS // self.row_lanes if self.in_limbs else FACTOR_ROWS
+        return WARPGROUP_THREADS // self.row_lanes if self.in_limbs else SUMMED_ROWS
 
     @property
     def registers(self) -> tuple[int, int]:
