@@ -16,6 +16,7 @@ from cute_kernels.gemm.experts import PackedExperts, QuantizedRoutedExperts, qua
 from cute_kernels.gemm.experts.blocks import experts_refusal
 from cute_kernels.gemm.experts.stored import known_experts
 from cute_kernels.integrations.hf_quantizer import register
+from tests.launchers import recording
 from tests.moe import blocks
 
 EXPERTS, HIDDEN, INNER, TOPK = 4, 96, 80, 2
@@ -56,6 +57,22 @@ def test_a_layer_is_its_formula_and_ids_of_no_expert_add_nothing(activation, bia
     assert found.dtype == BF16 and (found.double() - want).norm() < 4e-3 * want.norm()
     compiled = torch.compile(fused_moe, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, up, down, shares, ids, **given), found)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "gelu", "silu", "swiglu"])
+def test_stores_of_entries_hold_every_activation_but_the_gated_one_that_a_number_chooses(activation):
+    """They have no other place where one that a launch's number chooses would be applied."""
+    first = quantize_experts(torch.zeros(8, 256, 256), dtype=BF16, format="w4g128")
+    shares, ids = torch.ones(1, 4), torch.tensor([[0, 3, 2, 1]])
+    inner = 128 if activation == "swiglu" else 256
+    second = quantize_experts(torch.zeros(8, 256, inner), dtype=BF16, format="w4g128")
+    with recording() as cache:
+        fused_moe(
+            torch.zeros(1, 256, dtype=BF16), first, second, shares, ids, activation=activation, batch_invariant=True
+        )
+    config = next(spec.config for spec, _ in cache.loaded if "entries" in spec.symbol)
+    own = activation_named(activation)
+    assert own is not None and config.store.activation == (None if own.gated else own)
 
 
 def test_rows_that_an_activation_has_no_use_for_are_refused():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.activations import ActivationFunction, out_features
+from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
 from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.choice import assigned
@@ -304,8 +304,11 @@ def entry_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
     """The batch-invariant products, as `assigned_products` has the others."""
-    count = tokens * topk
-    problems = problem_of(count, gate_up, True, activation), problem_of(count, down, True)
+    count, own = tokens * topk, activation_named(activation)
+    first = problem_of(count, gate_up, True, activation)
+    if own is not None and not own.gated:  # of those that are chosen by a number, entries' stores know the gated one
+        first = replace(first, activation=own)
+    problems = first, problem_of(count, down, True)
     layouts = [entry_tiles(problem, tokens) for problem in problems]
     return None if None in layouts else as_they_are(layouts, count, topk, id_bits, gate_up)
 
