@@ -10,14 +10,17 @@ from bench import (
     accuracy_report,
     append,
     beside_fp8_report,
+    compare,
     e2e_steps,
     e2e_transformers,
     e2e_vllm,
     extend,
     linear,
+    linear_fp8,
     mla,
     model_accuracy_report,
     moe,
+    moe_fp8,
     norm,
     options,
     report,
@@ -36,6 +39,7 @@ OF_KIND: dict[str, Table] = {
     "moe": (moe.markdown, report.MARK_MOE),
     "norm": (norm.markdown, None),
     "append": (append.text, None),
+    "compare": (compare.text, None),
     "extend": (extend.markdown, None),
     "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
     "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
@@ -54,6 +58,9 @@ def table_of(record: Record, suite: str) -> Table:
     kind = str(record.get("kind", "decode"))
     if "options" in record:
         return options.text, None
+    for key, module in (("linear_fp8", linear_fp8), ("moe_fp8", moe_fp8)):
+        if key in record:
+            return module.text, None
     if kind == "decode":
         return (partial(report.markdown, suite=suite), report.mark(suite)) if record["rows"] else (report.text, None)
     if kind == "e2e":

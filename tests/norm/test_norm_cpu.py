@@ -174,7 +174,7 @@ def test_a_repeated_launch_refuses_memory_that_the_first_did_not_share():
         for name, wrong in {"out": memory[1:5], "residual_out": memory[2:6]}.items():
             results = {"out": apart, "residual_out": residual} | {name: wrong}
             with pytest.raises(ValueError, match=f"{name}: got memory that x takes too"):
-                rms_norm(x, W, residual=residual, **results)
+                rms_norm(x, W, residual=residual, out=results["out"], residual_out=results["residual_out"])
         with pytest.raises(ValueError, match="residual_out: got memory that out takes too"):
             rms_norm(x, W, residual=residual, out=memory[4:8], residual_out=memory[6:10])
     assert len(cache.launches) == 2

@@ -14,6 +14,7 @@ import torch
 from cute_kernels import blocks
 from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import decode_arguments, extend_arguments
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import CAUSAL_PAGES, AttentionSpec
 from cute_kernels.attention.cta import RECIPROCAL_BITS, FeatureValues, Place, Roles
@@ -22,7 +23,7 @@ from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.warp import WarpMainloop, WarpState
-from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS, CallOptions
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.reference import extend_attention_reference
 from cute_kernels.device.softmax import LOWEST, OnlineSoftmax, row_of
@@ -123,8 +124,8 @@ class ScoreOptionTests:
 
     def test_the_operator_gives_what_the_call_gives(self):
         call = with_option(self.option, make_call("int4_g1", (37, 5), num_kv_heads=1, group=2))
-        options = CallOptions(**{**NO_OPTIONS, **call.options})
-        out, _ = ops.dispatch(*call.tensors, call.kv_format, None, None, False, None, options)
+        options = {**NO_OPTIONS, **call.options}
+        out, _ = ops.dispatch(Given(*call.tensors, call.kv_format, options=options))
         assert torch.equal(out, call.run())
 
     def test_it_has_a_name_a_key_and_arguments_of_its_own(self):
@@ -257,7 +258,8 @@ class ScoreOptionTests:
         call = with_option(self.option, make_call("bf16", (37, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))
         q, ends = queries_of(call)
         options = NO_EXTEND_OPTIONS | {"score_options": call.options["score_options"]}
-        out, _ = ops.dispatch(q, *call.tensors[1:], call.kv_format, None, None, False, None, options, ends)
+        given = Given(q, *call.tensors[1:], call.kv_format, options=options, cu_seqlens_q=ends)
+        out, _ = ops.dispatch(given)
         assert torch.equal(out, extended(call)[0])
 
     def test_what_extend_attention_cannot_have_beside_it_is_refused(self):
