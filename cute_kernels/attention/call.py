@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that every call of its kind has, by name."""
+        """The tensors that every call of its kind has, by name."""
         ends = {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q}
         return dict(zip(self._fields[:4], self[:4], strict=True)) | ends
 

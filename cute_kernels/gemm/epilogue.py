@@ -183,7 +183,7 @@ class Epilogue:
         return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
 
     def target_in(self, shape, block, token, vector, first_bias):
-        """As `target_of`, for row ``token`` of the output. first_bias: where the first output feature's bias is."""
+        """Returns the target for row ``token`` of the output. first_bias: where the first output feature's bias is."""
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         columns, column = shape.n >> halves, row >> halves

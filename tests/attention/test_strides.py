@@ -54,7 +54,7 @@ def test_the_reference_does_not_look_between_rows(kv_format, page_size, cache_la
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "int8_token_head"])
 def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache_layout, dim):
-    """`RowOperand.open` and `RowSource.address`, with Python's integers: the place of every token, by every CTA."""
+    """`AddressedRows.open` and `RowSource.address`, with Python's integers: the place of every token, by every CTA."""
     from cute_kernels.attention.loads import copies
 
     run_on(PlainThread())

@@ -107,7 +107,7 @@ class Cta:
                 place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
                 self.shared[place : place + runs.shape[1]] = runs[tile]
 
-    def release(self, memory: Any, here: PipelineState, teller: Any) -> None:
+    def release(self, memory: Any, here: PipelineState, releases: Any) -> None:
         stage = index(here.stage)
         assert stage == (self.k_rank + self.released * self.config.k_warpgroups) % STAGES
         self.released += 1

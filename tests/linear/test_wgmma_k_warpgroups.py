@@ -40,8 +40,8 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
         stages = reading.StageReader(config)
         subject: Any = register_mainloop.RegisterMainloop(config, stages, None, masks_by_lane=True)  # type: ignore
         log: list[tuple[int, int, bool]] = []
-        subject.multiply_k_block = lambda acc, memory, here, place, channel, last, teller, tile_m, log=log: log.append(
-            (here.stage, last.stage, bool(teller))
+        subject.multiply_k_block = lambda acc, memory, here, place, channel, last, releases, tile_m, log=log: (
+            log.append((here.stage, last.stage, bool(releases)))
         )
         k_rank = stages.k_rank(group)
         work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)

@@ -68,7 +68,7 @@ class Stages:
         self.fill(barrier, self.begin + self.filled)
         self.filled += 1
 
-    def release(self, memory: Any, here: Any, teller: Any) -> None:
+    def release(self, memory: Any, here: Any, releases: Any) -> None:
         stage = here.stage
         assert stage == self.given_back % STAGES and self.given_back < self.filled
         self.given_back += 1

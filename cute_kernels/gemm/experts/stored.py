@@ -62,7 +62,7 @@ class Stored:
         return 2 * inner if self.gated else inner
 
     def shapes(self, count: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Those of a module's parameters by name."""
+        """The shapes of a module's parameters, by name."""
         found: dict[str, tuple[int, ...]] = {}
         for name, n, k in ((self.first, self.rows(inner), hidden), (DOWN, hidden, inner)):
             found[name] = (count, k, n) if self.transposed else (count, n, k)

@@ -123,7 +123,7 @@ class Fp8Mainloop(StageByStage):
             acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
         return []
 
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""
         if not self.config.group_size:
             sums = [acc[i] for i in range(self.config.thread_acc)]

@@ -23,9 +23,9 @@ class TileMainloop(Protocol):
 
     def masks(self, shape, lane) -> Any: ...
 
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int) -> Any: ...
+    def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int) -> Any: ...
 
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None: ...
+    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None: ...
 
 
 class Consumers:
@@ -54,9 +54,9 @@ class Consumers:
             row_warp=warp % WARPGROUP_WARPS,
             lane=lane,
         )
-        teller = lane == 0  # that a stage is free
+        releases = lane == 0  # that a stage is free
         if const_expr(config.multicast > 1):
-            teller = lane < config.multicast  # each tells one of the CTAs that fill it
+            releases = lane < config.multicast  # each tells one of the CTAs that fill it
         here = memory.pipeline.consumer_state(self.stages.k_rank(group))
         last = memory.pipeline.consumer_state()
         acc = cute.make_rmem_tensor(config.thread_acc, Float32)
@@ -74,12 +74,12 @@ class Consumers:
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state, present = (here, last), parts_of(config, self.places, shape, work_tile)
-            here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
-            self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
+            here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, releases, present, 1)
+            self.mainloop.finish(acc, memory, work_tile, place, channel, last, releases)
             self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
 
     @cute.jit
-    def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, teller, present, count: int):
+    def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, releases, present, count: int):
         """Adds the products of a work tile of which ``present`` parts have rows, at least ``count``.
 
         MMAs are as wide as the parts that have rows: a loop for each number of them, or for most, in the same
@@ -89,15 +89,17 @@ class Consumers:
         here, last = state
         tile_m = count * self.config.part_m
         if const_expr(count not in self.config.loop_parts):
-            here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, count + 1)
+            here, last = self.multiply_parts(
+                acc, memory, work_tile, place, channel, state, releases, present, count + 1
+            )
         elif const_expr(count == self.config.row_parts):
-            here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
+            here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, releases, tile_m)
         else:
             if in_loop_of(self.config, present, count):
-                here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, teller, tile_m)
+                here, last = self.mainloop.multiply(acc, memory, work_tile, place, channel, state, releases, tile_m)
             else:
                 here, last = self.multiply_parts(
-                    acc, memory, work_tile, place, channel, state, teller, present, count + 1
+                    acc, memory, work_tile, place, channel, state, releases, present, count + 1
                 )
         return here, last
 

@@ -297,7 +297,7 @@ class StageByStage:
     reader: LimbReader
 
     @cute.jit
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+    def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
         """Multiplies as `RegisterMainloop.multiply` does; waits for all MMAs of a k block, and releases every stage
         itself."""
         here, last = state
@@ -306,7 +306,7 @@ class StageByStage:
             memory.pipeline.consumer_wait(here)
             self.multiply_k_block(acc, memory, here.stage, place, x_place, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, here, teller)
+            self.stages.release(memory, here, releases)
             last = here
             here = memory.pipeline.next(here)
         return here, last
@@ -333,5 +333,5 @@ class LimbMainloop(StageByStage):
         x = self.reader.descriptor(memory, stage)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
 
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
         """Does nothing: accumulators are finished and scaled."""

@@ -41,25 +41,25 @@ class RegisterMainloop:
         return self.stages.decoder.masks(self.nothing(shape, lane))
 
     @cute.jit
-    def multiply(self, acc, memory, work_tile, place: Lane, channel, state, teller, tile_m: int):
+    def multiply(self, acc, memory, work_tile, place: Lane, channel, state, releases, tile_m: int):
         """Adds W X^T of a work tile's k blocks to ``acc``, for the first ``tile_m`` rows of its tile.
 
         channel: as `Channel.load` returns it. state and result: those of the next k block and of the
-        one before, whose stage is not released yet. teller: whether this lane releases stages.
+        one before, whose stage is not released yet. releases: whether this lane releases stages.
         """
         here, last = state
         begin = work_tile.begin + place.k_rank
         for k_block in cutlass.range(begin, work_tile.end, self.config.k_warpgroups, unroll=1):
             memory.pipeline.consumer_wait(here)
-            self.multiply_k_block(acc, memory, here, place, channel, last, teller & (k_block > begin), tile_m)
+            self.multiply_k_block(acc, memory, here, place, channel, last, releases & (k_block > begin), tile_m)
             last = here
             here = self.stages.next_state(memory, here)
         return here, last
 
-    def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, teller, tile_m: int):
+    def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, releases, tile_m: int):
         """Adds W X^T of a k block to ``acc``, whose last MMAs it leaves running; releases the stage before.
 
-        acc: [tile of the warpgroup][tile_m / 2]. last: the state before; teller: whether this lane releases its stage.
+        acc: [tile of the warpgroup][tile_m / 2]. last: the state before; releases: whether this lane releases it.
         """
         config, mainloop, stage = self.config, self.config.mainloop, here.stage
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
@@ -87,7 +87,7 @@ class RegisterMainloop:
             # The oldest group is done: its operands' registers are free for the next one's.
             wgmma.wait(mainloop.in_flight)
             if part == mainloop.in_flight - 1:
-                self.stages.release(memory, last, teller)
+                self.stages.release(memory, last, releases)
         for i in range(config.n_tiles):
             for j in range(tile_m // 2):
                 acc[i * tile_acc + j] = totals[i][j]
@@ -101,8 +101,8 @@ class RegisterMainloop:
             return registers
         return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
 
-    def finish(self, acc, memory, work_tile, place: Lane, channel, last, teller) -> None:
+    def finish(self, acc, memory, work_tile, place: Lane, channel, last, releases) -> None:
         """Waits for the last MMAs, releases their stage, and applies scales that hold for all of K."""
         finished = wgmma.wait_all([acc[i] for i in range(self.config.thread_acc)])
-        self.stages.release(memory, last, teller & (work_tile.begin + place.k_rank < work_tile.end))
+        self.stages.release(memory, last, releases & (work_tile.begin + place.k_rank < work_tile.end))
         self.channel.scale(acc, finished, channel)

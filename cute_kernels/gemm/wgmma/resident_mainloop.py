@@ -42,7 +42,7 @@ class ResidentMainloop:
         return self.products.bytes_of.masks(nothing(shape, lane))
 
     @cute.jit
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+    def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
         """Multiplies as `RegisterMainloop.multiply` does. The second of ``state`` is a pipeline's whose phase is that
         of the next part of x.
 
@@ -63,7 +63,7 @@ class ResidentMainloop:
             if chunk >= 0:
                 start = cutlass.select_(place.fits != 0, work_tile.begin, begin - (chunk & 1) * half)
                 part = replace(work_tile, begin=begin, end=end)
-                here = self.multiply_chunk(acc, memory, part, start, place, here, teller, tile_m)
+                here = self.multiply_chunk(acc, memory, part, start, place, here, releases, tile_m)
             if following < work_tile.end:
                 there = at(memory, buffer, tile_m)
                 self.limbs.make(place, there, following, following_end, x_next.phase)
@@ -73,7 +73,7 @@ class ResidentMainloop:
         return here, x_next
 
     @cute.jit
-    def multiply_chunk(self, acc, memory, work_tile, start, place, here, teller, tile_m: int):
+    def multiply_chunk(self, acc, memory, work_tile, start, place, here, releases, tile_m: int):
         """Decodes each k block of a chunk, multiplies it, waits for it. Returns the state behind it.
 
         start: the k block whose limbs are the first resident ones.
@@ -83,7 +83,7 @@ class ResidentMainloop:
             memory.pipeline.consumer_wait(here)
             self.multiply_k_block(acc, at(memory, k_block - start, tile_m), here.stage, place, x_place, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, here, teller)
+            self.stages.release(memory, here, releases)
             here = self.stages.next_state(memory, here)
         return here
 
@@ -95,5 +95,5 @@ class ResidentMainloop:
         shifts = self.reader.load_shifts(memory, stage, place, x_place, tile_m)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
         """Does nothing: accumulators are finished and scaled."""

@@ -40,7 +40,7 @@ class SynchronousMainloop:
         return self.stages.decoder.masks(self.nothing(shape, lane))
 
     @cute.jit
-    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+    def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
         """Multiplies as `RegisterMainloop.multiply` does; releases every stage itself."""
         here, last = state
         rows = self.rows(cute.arch.lane_idx())
@@ -48,7 +48,7 @@ class SynchronousMainloop:
             memory.pipeline.consumer_wait(here)
             self.multiply_k_block(acc, memory, here.stage, place, rows, channel, tile_m)
             cute.arch.sync_warp()
-            self.stages.release(memory, here, teller)
+            self.stages.release(memory, here, releases)
             last = here
             here = memory.pipeline.next(here)
         return here, last
@@ -102,6 +102,6 @@ class SynchronousMainloop:
                         else:
                             acc[at] = acc[at] + parts[i][block][j]
 
-    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""
         self.channel.scale(acc, [acc[i] for i in range(self.config.thread_acc)], channel)

@@ -34,7 +34,7 @@ FORMATS = (FP8, FP8_BLOCK, MXFP4, NVFP4)
 
 
 class FloatProducts(Products):
-    """In the place of a kernel of vLLM's, whose ``config`` it keeps. names: of the layer's codes and scales."""
+    """Replaces a kernel of vLLM's and keeps its ``config``. names: of the layer's codes and scales."""
 
     def __init__(self, form: Form, names: Names, config: object) -> None:
         self.names, self.config = names, config

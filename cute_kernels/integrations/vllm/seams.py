@@ -36,7 +36,7 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def refusal(wrong: Mapping[str, object]) -> str | None:
-    """Of reasons and whether they are so: those that are, in words; None if none is."""
+    """Says in words which of the reasons hold, of each of which ``wrong`` says whether it does; None if none does."""
     found = [what for what, is_so in wrong.items() if is_so]
     return f"{', '.join(found)} not supported" if found else None
 
