@@ -38,7 +38,7 @@ cute_kernels = cute_kernels.integrations.vllm:register
 [sglang.srt.plugins]
 cute_kernels = cute_kernels.integrations.sglang:register
 """
-WEIGHTS = ("bf16", "w4", "w8")
+WEIGHTS = ("bf16", "w4", "w8", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
     """One start of the engine.
 
     Attributes:
-        model: one of MODELS. weights: one of WEIGHTS, compressed-tensors in groups of 128.
+        model: one of MODELS. weights: one of WEIGHTS: compressed-tensors in groups of 128, or gpt-oss's MXFP4 experts.
         kv: what --kv-cache-dtype is given.
         plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
         kv_format: of this package, instead of what ``kv`` says; empty for none.
@@ -86,6 +86,7 @@ def case_of(text: str) -> Case:
     name, _, page = name.partition("/")
     parts = name.split(":")
     known = len(parts) in (4, 5) and parts[0] in MODELS and parts[1] in WEIGHTS
+    known = known and (parts[0] == "gpt-oss-20b" or parts[1] != "mxfp4")
     if not known or (page and not page.isdecimal()):
         wanted = f"MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
         raise ValueError(f"case: got {text!r}, want {wanted}")
@@ -236,6 +237,7 @@ MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
     "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "gpt-oss-20b",
 }
 
 
@@ -304,7 +306,10 @@ def model_folder(case: Case, folder: Path) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if case.weights != "bf16":
+    if case.weights == "mxfp4":
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    elif case.weights != "bf16":
         weights = {"num_bits": int(case.weights[1:]), "type": "int", "symmetric": True, "strategy": "group"}
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
@@ -434,6 +439,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
         **memory,
     )
     start_s = time.perf_counter() - start
+    print(f"{case.name}: started in {start_s:.1f} s", flush=True)
     cache = llm.llm_engine.vllm_config.cache_config
     prompts = prompts_of(case)
     decoding = {batch: Decoding(llm, [{"prompt_token_ids": each} for each in prompts[batch]]) for batch in prompts}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from bench import e2e_vllm, report, step_kernels, turns, vllm_rows
 from bench.__main__ import main as command
@@ -45,6 +46,7 @@ def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
         ("llama3-8b:w4:auto:on:int4_g4@64", "on", "int4_g4", (64,), 0),
         ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2), 0),
         ("llama2-70b-shard8:w4:auto:on:int4_g4/32@64", "on", "int4_g4", (64,), 32),
+        ("gpt-oss-20b:mxfp4:fp8:attention+float_experts", "attention,float_experts", "", (1, 32), 0),
     ],
 )
 def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...], block_size: int):
@@ -54,7 +56,15 @@ def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpt2:w4:fp8:on", "llama3-8b:w3:fp8:on", "llama3-8b:w4:fp8", "llama3-8b:w4:fp8:on/x"]
+    "text",
+    [
+        "",
+        "gpt2:w4:fp8:on",
+        "llama3-8b:w3:fp8:on",
+        "llama3-8b:mxfp4:fp8:on",
+        "llama3-8b:w4:fp8",
+        "llama3-8b:w4:fp8:on/x",
+    ],
 )
 def test_what_is_no_case_is_refused(text: str):
     with pytest.raises(ValueError, match="want MODEL:WEIGHTS:KV:PLUGIN"):
@@ -185,7 +195,7 @@ def test_the_plugin_is_found_as_an_installed_one_is(tmp_path: Path):
 
 
 def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
-    for weights in e2e_vllm.WEIGHTS:
+    for weights in ("bf16", "w4", "w8"):
         folder = e2e_vllm.model_folder(e2e_vllm.case_of(f"llama3-8b:{weights}:fp8:on"), tmp_path)
         config = json.loads((folder / "config.json").read_text())
         assert config["max_position_embeddings"] >= 8192 + 256
@@ -193,6 +203,14 @@ def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
         assert (quantised is None) == (weights == "bf16")
         if quantised is not None:
             assert quantised["config_groups"]["group_0"]["weights"]["num_bits"] == int(weights[1:])
+
+
+def test_gpt_oss_has_its_published_rotation_windows_and_mxfp4_experts(tmp_path: Path):
+    folder = e2e_vllm.model_folder(e2e_vllm.case_of("gpt-oss-20b:mxfp4:fp8:on"), tmp_path)
+    config = AutoConfig.from_pretrained(folder)
+    assert type(config).__name__ == "GptOssConfig" and config.quantization_config["quant_method"] == "mxfp4"
+    assert config.rope_parameters["rope_theta"] == 150000.0 and config.rope_parameters["rope_type"] == "yarn"
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 12 and config.num_local_experts == 32
 
 
 def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):

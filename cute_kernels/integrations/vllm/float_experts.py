@@ -31,6 +31,7 @@ SOURCE = moe.Source(
     _pack,
     lambda method: (4, MXFP4.group_size, False, False),
     outputs_first=True,
+    backends=("TRITON", "HUMMING", "MARLIN"),  # vLLM's order on Hopper; all load a checkpoint's own layout
     dtype=torch.bfloat16,
     seam="float_experts",
 )

@@ -292,7 +292,7 @@ def gpt_oss_layer() -> tuple[Any, Any, dict[str, torch.Tensor]]:
         has_bias=True,
         w13_num_shards=2,
     )
-    method.mxfp4_backend = SimpleNamespace(value="MARLIN")
+    method.mxfp4_backend = SimpleNamespace(value="TRITON")  # vLLM's choice on Hopper
     method.create_weights(layer, 5, 128, 96, torch.bfloat16, weight_loader=lambda *_, **__: None)
     layer.activation, layer.apply_router_weight_on_input = SimpleNamespace(value="swigluoai"), False
     layer._expert_routing_tables = lambda: None
@@ -346,5 +346,5 @@ def experts_of_gpt_oss_are_served_where_the_environment_names_them() -> None:
     assert layer.w13_weight.dtype == torch.uint8 and len(made.gate_up) == 5
     with named:
         fresh, other, _ = gpt_oss_layer()
-        fresh.mxfp4_backend = SimpleNamespace(value="TRITON")
-        assert "weights laid out for TRITON" in str(moe.reason_against(fresh, other, float_experts.SOURCE))
+        fresh.mxfp4_backend = SimpleNamespace(value="FLASHINFER_CUTLASS_MXFP4_BF16")
+        assert "weights laid out for FLASHINFER" in str(moe.reason_against(fresh, other, float_experts.SOURCE))
