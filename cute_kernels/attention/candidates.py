@@ -230,16 +230,16 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
     shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a producer leave 96 to a
-    thread, which is enough for one group.
+    thread, which is enough for one group of one kind of codes.
     """
-    int4 = costs_of(base.formats) == {"int4"}
-    groups = max(_groups(form) for form in base.formats)
-    roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
+    costs, groups = costs_of(base.formats), max(_groups(form) for form in base.formats)
+    int4, roles = costs == {"int4"}, base.num_roles
+    few_roles = roles <= TARGET_WARPS // 2
     crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
-    elif int4 and groups > 1:
-        ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
+    elif groups > 1 or (not int4 and "int4" in costs):
+        ctas_per_sm = min(ctas_per_sm, 2 if int4 else MOST_CTAS, TARGET_WARPS // roles)
     elif ctas_per_sm == MOST_CTAS and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:

@@ -222,6 +222,23 @@ def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
         assert all((config.num_warps, config.producer_warps) == (8, 4) for config in configs)
 
 
+@pytest.mark.parametrize(
+    ("k_format", "v_format"),
+    [
+        *(("int8_token_head", name) for name in ("int4_g1", "int4_g4")),
+        *(("e4m3_tensor", name) for name in ("int4_g1", "int4_g4")),
+        ("int4_g4", "int8_token_head"),
+        ("int8_g4", "int8_g4"),
+    ],
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_no_more_than_eight_warps_share_an_sm_where_one_needs_more_than_96_registers(k_format, v_format, num_kv_heads):
+    """Codes of two kinds, or of several groups: 16 warps and their producers spilled in the loop."""
+    problem = dataclasses.replace(_of_pages("int8_token_head", 32, 1), num_kv_heads=num_kv_heads)
+    problem = dataclasses.replace(problem, num_q_heads=4 * num_kv_heads, k_format=k_format, v_format=v_format)
+    assert all(config.num_warps * config.ctas_per_sm <= 8 for config in candidate_configs(problem))
+
+
 def _of_pages(kv_format: str, batch: int, q_len: int) -> AttentionProblem:
     features = Features(paged=True, causal=q_len > 1, queries=q_len > 1)
     return AttentionProblem.uniform(
