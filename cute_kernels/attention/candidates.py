@@ -167,13 +167,13 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Whether eight warps need more registers than 168: with four blocks of queries each, or two of INT4 with groups.
+    """Whether eight warps need more registers than 168: with four blocks of queries each, or two and INT4 groups.
 
     Two blocks with four groups take 218 registers, and no two CTAs of an SM have them. Spills find no room in the L1
     cache beside the ring: every such load goes to the L2 cache.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
-    grouped = costs_of(forms) == {"int4"} and max(_groups(form) for form in forms) > 1
+    grouped = "int4" in costs_of(forms) and max(_groups(form) for form in forms) > 1
     blocks_per_warp = query_blocks(problem)[1]
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 

@@ -58,8 +58,10 @@ CONFIGS = [
     config("int4_g4", "int8_channel", num_kv_heads=8),
     config("int4_g2", "bf16", aligned=False),
     config("int8_token_head", aligned=False),
-    *(config("int8_token_head", "int4_g4", num_kv_heads=n, group=4, page_tokens=64, ctas_per_sm=8 // n) for n in (4, 8)),
     config("int8_token_head", "int4_g4", num_kv_heads=8, group=4, page_tokens=64, ctas_per_sm=2),
+    config("int8_token_head", "int4_g4", num_kv_heads=4, group=4, page_tokens=64, ctas_per_sm=4),
+    config("e4m3_tensor", "int4_g4", num_kv_heads=4, group=4, page_tokens=64, ctas_per_sm=2),
+    *(config("int8_token_head", "int4_g4", num_kv_heads=n, group=4, page_tokens=64, q_len=8) for n in (1, 8)),
     # Head dims.
     config("bf16", head_dim=80),
     config("fp16", head_dim=96),

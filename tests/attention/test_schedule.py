@@ -215,8 +215,10 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
 
 
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
-    for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
+    for num_kv_heads, heads, k_format in ((1, 1, "int4_g4"), (2, 2, "int4_g4"), (8, 4, "int4_g4"),
+                                          (8, 4, "int8_token_head")):  # fmt: skip
         problem = AttentionProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
+        problem = dataclasses.replace(problem, k_format=k_format)
         configs = candidate_configs(problem)
         assert configs[0].num_heads == heads
         assert all((config.num_warps, config.producer_warps) == (8, 4) for config in configs)
