@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.e2e_vllm import Case, Decoding, model_folder, prompts_of, row_of, take_turns, write_rows
+from bench.e2e_vllm import Case, Decoding, cache_tokens, model_folder, prompts_of, row_of, take_turns, write_rows
 from bench.turns import Turn
 from cute_kernels.integrations.sglang.attention import NAME
 
@@ -36,10 +36,10 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the case asks for what there is in vLLM alone.
     """
-    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.beside or case.kernels:
+    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.kernels:
         raise ValueError(
             f"case: got {case.name!r}, want KV of {', '.join(KV_DTYPES)} and a plug-in of {', '.join(PLUGINS)}, "
-            "alone and without a cache format, with SGLang"
+            "without a cache format, with SGLang"
         )
     return {
         "model_path": str(model_folder(case, folder)),
@@ -50,6 +50,7 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
         "attention_backend": NAME if (case.plugin, case.kv) == ("on", "fp8") else None,
         "page_size": case.block_size or None,
         "mem_fraction_static": 0.85,
+        "max_total_tokens": cache_tokens(case) if case.beside else None,
         "max_running_requests": max(case.batches),
         "chunked_prefill_size": case.context,
         "cuda_graph_bs_decode": list(case.batches),
@@ -76,13 +77,17 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     start = time.perf_counter()
     engine = sglang.Engine(**engine_arguments(case, folder))
     start_s = time.perf_counter() - start
+    print(f"{case.name}: started in {start_s:.1f} s", flush=True)
     decoding = {batch: SglangDecoding(engine, prompts) for batch, prompts in prompts_of(case).items()}
     try:
         take_turns(case, decoding.values(), turn)
         fit = engine.get_server_info().get("max_total_num_tokens")
     finally:
         engine.shutdown()
-    more = {"tokens_that_fit": fit, "start_s": start_s, "sglang": sglang.__version__}
+    more = (
+        {"tokens_that_fit": fit, "start_s": start_s} if not case.beside else {"tokens_that_fit": None, "start_s": None}
+    )
+    more |= {"sglang": sglang.__version__}
     return [{**row_of(case, batch, each), **more} for batch, each in decoding.items()]
 
 

@@ -321,6 +321,11 @@ def model_folder(case: Case, folder: Path) -> Path:
     return folder
 
 
+def cache_tokens(case: Case) -> int:
+    """Tokens of a cache with room for the largest batch."""
+    return max(case.batches) * (case.context + 256) + 4096  # pages that are not full, and the one that is never used
+
+
 def cache_bytes(case: Case) -> int:
     """Of a cache with room for the largest batch."""
     from cute_kernels.formats.kv import format_of
@@ -331,8 +336,7 @@ def cache_bytes(case: Case) -> int:
     names = (case.kv_format or forms[case.kv]).split(",")
     head_dim = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
     row = sum(format_of(name).row_bytes(head_dim) for name in (names[0], names[-1]))
-    tokens = max(case.batches) * (case.context + 256) + 4096  # pages that are not full, and the one that is never used
-    return tokens * model["num_hidden_layers"] * model["num_key_value_heads"] * row
+    return cache_tokens(case) * model["num_hidden_layers"] * model["num_key_value_heads"] * row
 
 
 @dataclass

@@ -32,13 +32,17 @@ def test_an_engine_has_the_cases_model_cache_and_graphs(tmp_path: Path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
+def test_an_engine_beside_another_has_room_for_its_largest_batch_alone(tmp_path: Path):
+    alone, beside = (arguments("llama3-8b:w4:fp8:on@1,8", tmp_path, beside=side) for side in (False, True))
+    assert alone["max_total_tokens"] is None and beside["max_total_tokens"] == 8 * (8192 + 256) + 4096
+
+
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
         ("llama3-8b:w4:auto:on:int4_g4", {}),
         ("llama3-8b:w4:int8_per_token_head:on", {}),
         ("llama3-8b:w4:fp8:moe", {}),
-        ("llama3-8b:w4:fp8:on", {"beside": True}),
         ("llama3-8b:w4:fp8:on", {"kernels": True}),
     ],
 )
