@@ -70,24 +70,24 @@ WGMMA = Figure(
 
 LINEAR = Figure(
     "gemm_few_rows",
-    "GEMM of few rows: LinearKernel streams weights at the rate of the memory",
+    "GEMM of few rows: StreamKernel streams weights at the rate of the memory",
     (
         Lane("global memory", "memory", (
             Box("W", "equal ranges of k blocks for each group of CTAs (stream-K)"),
             Box("x", "a slice of K of all rows, 16 bits"),
         )),
         Lane("producer warps", "role", (
-            Box("weight loads, 1 warp", "one lane: bulk copies of chunk_k_blocks k blocks", ("gemm/kernel.py:copy_weights",)),
-            Box("activation loads, 1 warp", "a lane a row, beside the first weights that need it", ("gemm/kernel.py:SliceLoads",)),
+            Box("weight loads, 1 warp", "one lane: bulk copies of chunk_k_blocks k blocks", ("gemm/stream/kernel.py:copy_weights",)),
+            Box("activation loads, 1 warp", "a lane a row, beside the first weights that need it", ("gemm/stream/kernel.py:SliceLoads",)),
         )),
         Lane("shared memory", "shared", (
-            Box("stages", "num_stages chunks of codes, scales, zeros", ("gemm/kernel.py:stages",)),
-            Box("x slice", "stays for all blocks of the CTA", ("gemm/kernel.py:x",)),
-            Box("staging", "num_buffers (2) of a block's results, fp32", ("gemm/kernel.py:staging",)),
+            Box("stages", "num_stages chunks of codes, scales, zeros", ("gemm/stream/memory.py:stages",)),
+            Box("x slice", "stays for all blocks of the CTA", ("gemm/stream/memory.py:x",)),
+            Box("staging", "num_buffers (2) of a block's results, fp32", ("gemm/stream/memory.py:staging",)),
         )),
         Lane("consumer warps", "role", (
-            Box("4 x k_warps warps", "decode 16 bytes a thread into A of mma.sync m16n8k16; scales meet the accumulators of a group", ("gemm/kernel.py:multiply", "gemm/config.py:consumer_warps"), 2),
-            Box("epilogue_warps (4)", "add up warps, then CTAs; bias, activation, residual", ("gemm/epilogue.py:Epilogue", "gemm/config.py:epilogue_warps")),
+            Box("4 x k_warps warps", "decode 16 bytes a thread into A of mma.sync m16n8k16; scales meet the accumulators of a group", ("gemm/stream/kernel.py:multiply", "gemm/stream/config.py:consumer_warps"), 2),
+            Box("epilogue_warps (4)", "add up warps, then CTAs; bias, activation, residual", ("gemm/stream/epilogue.py:StreamEpilogue", "gemm/stream/config.py:epilogue_warps")),
         )),
         Lane("results", "result", (
             Box("output", ""),
@@ -109,10 +109,10 @@ LINEAR = Figure(
         Arrow("epilogue_warps (4)", "workspace"),
     ),
     (
-        Barrier("pipeline, full", "num_stages", "2 arrivals (both producer warps) and the bytes of their copies", "consumer warps", ("device/pipeline.py:Pipeline", "gemm/kernel.py:pipeline")),
-        Barrier("pipeline, empty", "num_stages", "one lane of each consumer warp", "both producer warps", ("gemm/config.py:stage_warps",)),
-        Barrier("results, full (staged)", "num_buffers", "one lane of each consumer warp", "epilogue warps", ("gemm/kernel.py:results",)),
-        Barrier("results, empty (drained)", "num_buffers", "one lane of each epilogue warp", "consumer warps", ("gemm/kernel.py:drained",)),
+        Barrier("pipeline, full", "num_stages", "2 arrivals (both producer warps) and the bytes of their copies", "consumer warps", ("device/pipeline.py:Pipeline", "gemm/stream/memory.py:pipeline")),
+        Barrier("pipeline, empty", "num_stages", "one lane of each consumer warp", "both producer warps", ("gemm/stream/config.py:stage_warps",)),
+        Barrier("results, full (staged)", "num_buffers", "one lane of each consumer warp", "epilogue warps", ("gemm/stream/memory.py:results",)),
+        Barrier("results, empty (drained)", "num_buffers", "one lane of each epilogue warp", "consumer warps", ("gemm/stream/memory.py:drained",)),
     ),
     "Experts have the same kernel with ExpertStream in place of DenseStream; EntryLoads gathers an entry's rows by index.",
 )
@@ -180,9 +180,9 @@ EXPERTS = Figure(
             Box("every warp", "finds the CTA's work range by itself: equal numbers of blocks, entries counted by shuffles", ("gemm/experts/ranges/finder.py:ExpertFinder", "gemm/experts/ranges/work.py:BlockRange"), 2),
         )),
         Lane("shared memory", "shared", (
-            Box("stages", "num_stages of codes and scales", ("gemm/kernel.py:stages",)),
+            Box("stages", "num_stages of codes and scales", ("gemm/stream/memory.py:stages",)),
             Box("limbs", "int8, of one or two entries (x_slots), with a scale for 128 inputs", ("gemm/experts/ranges/schedule.py:x_slots", "gemm/experts/ranges/kernel.py:LimbPlaces")),
-            Box("staging", "num_buffers of a block's results", ("gemm/kernel.py:staging",)),
+            Box("staging", "num_buffers of a block's results", ("gemm/stream/memory.py:staging",)),
         )),
         Lane("consumer warps", "role", (
             Box("4 x k_warps warps", "make limbs of an entry's rows, multiply stages in turn by wgmma of bytes", ("gemm/experts/ranges/kernel.py:make_limbs", "gemm/experts/ranges/kernel.py:multiply_blocks"), 2),
@@ -209,13 +209,13 @@ EXPERTS = Figure(
         Arrow("epilogue_warps", "combine: the next launch"),
     ),
     (
-        Barrier("pipeline, full", "num_stages", "1 arrival and the bytes of a stage", "the warpgroup that takes it", ("gemm/kernel.py:pipeline",)),
+        Barrier("pipeline, full", "num_stages", "1 arrival and the bytes of a stage", "the warpgroup that takes it", ("gemm/stream/memory.py:pipeline",)),
         Barrier("pipeline, empty", "num_stages", "one lane of each of that warpgroup's 4 warps", "the weight warp", ("gemm/experts/ranges/config.py:stage_warps",)),
-        Barrier("results", "num_buffers", "staged: consumer warps; drained: epilogue warps", "epilogue warps; consumer warps", ("gemm/kernel.py:results",)),
+        Barrier("results", "num_buffers", "staged: consumer warps; drained: epilogue warps", "epilogue warps; consumer warps", ("gemm/stream/memory.py:results",)),
         Barrier("MEETING (1)", "consumers", "all consumer warps: limbs are written", "consumer warps", ("gemm/experts/ranges/kernel.py:MEETING",)),
         Barrier("CONSUMERS (2), EPILOGUE (3)", "the CTA", "the weight warp (arrives only): barriers are there", "consumers; epilogue warps", ("gemm/experts/ranges/kernel.py:EPILOGUE",)),
     ),
-    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: LinearKernel with ExpertStream.",
+    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: StreamKernel with ExpertStream.",
 )
 
 DECODE = Figure(

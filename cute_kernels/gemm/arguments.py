@@ -6,7 +6,7 @@ bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], 
 ``out_kind``; workspace fp32, every word EMPTY before and after.
 
     k_blocks              padded K / the k block of the configuration
-    activation, out_kind  see :mod:`cute_kernels.gemm.epilogue`
+    activation, out_kind  numbers of :mod:`.activations` and :mod:`.out_kinds`
     num_slices, num_groups, max_parts
                           of a stream: slices of K, groups of CTAs, all of which must fit on the GPU together, parts of
                           a block; workspace [blocks, max_parts, m * block_rows]
@@ -93,8 +93,8 @@ DENSE_ADDRESSES = ("codes", "scales", "zeros", "bias", "residual", "out", "works
 STREAM = matrix_arguments(
     DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
 )  # fmt: skip
-"""Of `LinearKernel`."""
-STREAM_KERNEL = CompiledAs("cute_kernels.gemm.kernel:LinearKernel", STREAM)
+"""Of `StreamKernel`."""
+STREAM_KERNEL = CompiledAs("cute_kernels.gemm.stream.kernel:StreamKernel", STREAM)
 
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)

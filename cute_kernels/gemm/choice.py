@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from cute_kernels.gemm import schedule as stream
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import FEW_ROWS, StreamSchedule
+from cute_kernels.gemm.stream import schedule as stream
+from cute_kernels.gemm.stream.schedule import FEW_ROWS, StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as tiles
 from cute_kernels.gemm.wgmma.schedule import TileSchedule

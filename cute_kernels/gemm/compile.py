@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cute_kernels.gemm import deferred_choice
-from cute_kernels.gemm import schedule as few_rows
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream import schedule as few_rows
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many_rows
 from cute_kernels.runtime.spec import KernelSpec

@@ -7,7 +7,7 @@ from itertools import product
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import StreamSchedule
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
 from cute_kernels.gemm.wgmma.schedule import TileSchedule

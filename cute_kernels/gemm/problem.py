@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction
-from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.stream.config import StreamConfig
 from layouts.weights.hopper import TILE_N
 
 
@@ -19,7 +19,7 @@ class LinearProblem:
         m: rows of x, at least 1.
         n, k: of the weight, without padding.
         k_pad: K as packed.
-        format, dtype: as in :class:`LinearConfig`.
+        format, dtype: as in :class:`StreamConfig`.
         batch_invariant: whether a row's result must not depend on how many others there are.
         activation: of results, one that a kernel is compiled for; None for the standard ones.
     """
@@ -31,7 +31,7 @@ class LinearProblem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = False
-    num_sms: int = LinearConfig.limits.num_sms
+    num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
 
@@ -64,7 +64,7 @@ class GroupedProblem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = True
-    num_sms: int = LinearConfig.limits.num_sms
+    num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
 

@@ -12,12 +12,12 @@ import torch
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import config_of, number_of
 from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
-from cute_kernels.gemm.config import BF16, FP16, FP32
+from cute_kernels.gemm.out_kinds import BF16, FP16, FP32
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.mainloops import (
     FACTOR_ROWS,

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
 
-from cute_kernels.gemm import schedule as few
 from cute_kernels.gemm.choice import chosen, expected_us
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import StreamSchedule
+from cute_kernels.gemm.stream import schedule as few
+from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -27,7 +27,7 @@ from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 
-Config: TypeAlias = "LinearConfig | WgmmaConfig"
+Config: TypeAlias = "StreamConfig | WgmmaConfig"
 
 _ready: dict[LinearProblem, tuple[int, ...]] = {}
 
@@ -89,7 +89,7 @@ def takes_any_rows(config: Config) -> bool:
 def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
     """The best schedule of a configuration for a product of no more rows than those that it was chosen for. None if the
     configuration has no schedule for so few rows."""
-    if isinstance(config, LinearConfig):
+    if isinstance(config, StreamConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)
     if problem.batch_invariant:

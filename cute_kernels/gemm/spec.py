@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import CompiledAs, code_of, compile_kernel
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.operands.fp8_config import Fp8RowsConfig
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import DeferredNormConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -24,7 +24,7 @@ class GemmSpec(KernelSpec):
     """
 
     config: (
-        LinearConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
+        StreamConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
         | Fp8RowsConfig
     )  # fmt: skip
     family: ClassVar[str] = "linear"

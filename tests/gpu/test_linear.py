@@ -18,8 +18,8 @@ from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference, prepare_input
-from cute_kernels.gemm.schedule import FEW_ROWS, make_schedule, schedules
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.schedule import FEW_ROWS, make_schedule, schedules
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.product import Product, problem_of, product_of
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
 from tests.launchers import RecordingCache, recording
@@ -39,7 +39,7 @@ def config_of(m: int, **options) -> Any:
 def test_hopper_takes_its_own_kernels(gpu):
     gpu((9, 0))
     one, many = config_of(1), config_of(64)
-    assert isinstance(one, LinearConfig) or isinstance(one.mainloop, ResidentLimbs)
+    assert isinstance(one, StreamConfig) or isinstance(one.mainloop, ResidentLimbs)
     assert isinstance(many.mainloop, RegisterWgmma)
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import LinearConfig, StreamStore
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
@@ -36,20 +36,20 @@ ARCH = "sm_90a"
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 CONFIGS = [
-    LinearConfig(integers(4, 32, True), "bf16", block_k=64),
-    LinearConfig(integers(4, 64), "fp16", block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
-    LinearConfig(integers(4, 0, True), "bf16", n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(integers(4), "bf16", k_warps=4, store=StreamStore(num_buffers=1)),
-    LinearConfig(integers(4), "bf16", k_warps=1, store=StreamStore(1)),
-    LinearConfig(integers(4, 256, True), "bf16", block_k=256, chunk_k_blocks=2, use_pdl=True),
-    LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
-    LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
+    StreamConfig(integers(4, 32, True), "bf16", block_k=64),
+    StreamConfig(integers(4, 64), "fp16", block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
+    StreamConfig(integers(4, 0, True), "bf16", n_tiles=2, chunk_k_blocks=2),
+    StreamConfig(integers(4), "bf16", k_warps=4, store=StreamStore(num_buffers=1)),
+    StreamConfig(integers(4), "bf16", k_warps=1, store=StreamStore(1)),
+    StreamConfig(integers(4, 256, True), "bf16", block_k=256, chunk_k_blocks=2, use_pdl=True),
+    StreamConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
+    StreamConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
 ]
 COMPILED = golden.worth_compiling(CONFIGS, GemmSpec)
 
 
 @pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
-def test_it_compiles_without_spills(config: LinearConfig):
+def test_it_compiles_without_spills(config: StreamConfig):
     spec = GemmSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
@@ -57,7 +57,7 @@ def test_it_compiles_without_spills(config: LinearConfig):
 
 def test_mma_and_additions_are_as_many_as_the_codes_need():
     """A k block of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
-    spec = GemmSpec(LinearConfig(integers(4), "bf16"))
+    spec = GemmSpec(StreamConfig(integers(4), "bf16"))
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["opcodes"]["HMMA"] == 8
     assert 32 <= kernel["opcodes"]["HADD2"] <= 36
@@ -65,7 +65,7 @@ def test_mma_and_additions_are_as_many_as_the_codes_need():
 
 def test_what_cannot_be_implemented_is_refused():
     with pytest.raises(ValueError, match="config: dtype 'fp32' is not one of bf16, fp16"):
-        GemmSpec(LinearConfig(integers(4), "fp32")).compile(ARCH)
+        GemmSpec(StreamConfig(integers(4), "fp32")).compile(ARCH)
 
 
 SHARED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK())
@@ -177,7 +177,7 @@ COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], GemmSpec)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     products = (*MULTIPLIED, *LARGE, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST)
-    streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
+    streams = [StreamConfig(integers(4), "bf16"), *COMPILED]
     default_cache().artifacts([*map(GemmSpec, streams), *map(GemmSpec, products)], ARCH)
 
 

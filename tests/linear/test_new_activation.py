@@ -39,8 +39,8 @@ from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
 from cute_kernels.gemm.layer.config import config_for
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
-from cute_kernels.gemm.schedule import make_schedule as make_stream
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.schedule import make_schedule as make_stream
 from cute_kernels.gemm.wgmma.deferred_config import TAKES
 from cute_kernels.runtime.sources import reached
 from cute_kernels.runtime.wanted import record_of, spec_of
@@ -123,7 +123,7 @@ def held(value: object, seen: set[int]) -> Iterator[Activate]:
 
 
 FAMILIES = {
-    "LinearKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "grouped_kernel", "grouped_tiles_kernel",
+    "StreamKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "grouped_kernel", "grouped_tiles_kernel",
     "RangeKernel", "EntryKernel", "LayerProductsKernel",
 }  # fmt: skip
 

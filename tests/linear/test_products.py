@@ -14,8 +14,8 @@ from cute_kernels.device.cuda import WARP_THREADS
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import kernel
-from cute_kernels.gemm.config import X_PAD, LinearConfig, StreamStore
+from cute_kernels.gemm.stream import kernel
+from cute_kernels.gemm.stream.config import X_PAD, StreamConfig, StreamStore
 from cute_kernels.gemm.weight import PackedWeight
 from layouts import banks
 from tests.attention import warp as machine
@@ -26,26 +26,26 @@ X_START, STAGING_START = 1 << 17, 3 << 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 CONFIGS = [
-    LinearConfig(integers(bits, group_size, zero_point), dtype, block_k=max(block_k, group_size), chunk_k_blocks=2)
+    StreamConfig(integers(bits, group_size, zero_point), dtype, block_k=max(block_k, group_size), chunk_k_blocks=2)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
     for block_k in (64, 128)
 ] + [
-    LinearConfig(integers(4, 128, True), "bf16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(integers(4, 32, True), "fp16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, store=StreamStore(2, 1)),
-    LinearConfig(integers(8, 64), "bf16", tile_m=16, chunk_k_blocks=2),
+    StreamConfig(integers(4, 128, True), "bf16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    StreamConfig(integers(4, 32, True), "fp16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    StreamConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, store=StreamStore(2, 1)),
+    StreamConfig(integers(8, 64), "bf16", tile_m=16, chunk_k_blocks=2),
 ]
 
 
-def make_weight(config: LinearConfig, k_blocks: int, seed: int = 0) -> PackedWeight:
+def make_weight(config: StreamConfig, k_blocks: int, seed: int = 0) -> PackedWeight:
     """A block of rows and ``k_blocks`` k blocks of K with every code, scale and zero point different."""
     return random_weight(config.format, DTYPES[config.dtype], config.block_rows, k_blocks * config.block_k, seed)
 
 
-def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, start: int) -> None:
+def load_stage(shared: np.ndarray, config: StreamConfig, weight: PackedWeight, start: int) -> None:
     """Puts all k blocks of a weight into a stage, as the bulk copies do: runs of codes, of scales, of zero points."""
     tensors = [
         (weight.codes, 0, config.k_block_bytes),
@@ -62,7 +62,7 @@ def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, s
             shared[place : place + run.size] = run
 
 
-def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, run_on) -> tuple[np.ndarray, list]:
+def run_warps(config: StreamConfig, weight: PackedWeight, x: torch.Tensor, run_on) -> tuple[np.ndarray, list]:
     """What all consumer warps stage for one chunk, added up: [tokens, rows]; and their accesses."""
     m, k = x.shape
     k_blocks, pitch = k // config.block_k, 2 * k + X_PAD
@@ -75,7 +75,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, run_o
     zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
     gpu = LinearWarp(shared, np.concatenate([scales, zeros]))
     run_on(gpu)
-    subject = kernel.LinearKernel(config).roles
+    subject = kernel.StreamKernel(config).roles
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
     sizes = SimpleNamespace(m=m, num_tiles=config.n_tiles, k_blocks=k_blocks)
     work = SimpleNamespace(shape=sizes, tile=lambda segment, i, n_tiles: i)
@@ -93,7 +93,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, run_o
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_a_chunk_is_multiplied(config: LinearConfig, run_on):
+def test_a_chunk_is_multiplied(config: StreamConfig, run_on):
     k_blocks = config.chunk_k_blocks
     weight = make_weight(config, k_blocks)
     m = config.tile_m - 3
@@ -107,7 +107,7 @@ def test_a_chunk_is_multiplied(config: LinearConfig, run_on):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("group_size", [0, 64])
 def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, run_on):
-    config = LinearConfig(integers(bits, group_size, True), dtype, block_k=64, chunk_k_blocks=2)
+    config = StreamConfig(integers(bits, group_size, True), dtype, block_k=64, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     wanted = weight.dequantize(torch.float32).T.numpy()
     for first in range(0, 128, 40):
@@ -118,7 +118,7 @@ def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, run_on
 
 @pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("config", [CONFIGS[6], *CONFIGS[-3:]], ids=lambda config: config.name)
-def test_shared_memory_is_read_and_written_without_conflicts(config: LinearConfig, m: int, run_on):
+def test_shared_memory_is_read_and_written_without_conflicts(config: StreamConfig, m: int, run_on):
     config = replace(config, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     x = torch.zeros(m, 2 * config.block_k, dtype=weight.dtype)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import schedule as schedules
-from cute_kernels.gemm.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import FEW_ROWS, StreamSchedule, candidate_configs, make_schedule
+from cute_kernels.gemm.stream import schedule as schedules
+from cute_kernels.gemm.stream.config import FEW_SEGMENTS, StreamConfig
+from cute_kernels.gemm.stream.schedule import FEW_ROWS, StreamSchedule, candidate_configs, make_schedule
 from simulator import PlainThread, running
 from tests.linear.segments import segments_of
 
@@ -45,7 +45,7 @@ def cuts(draw) -> StreamSchedule:
     num_slices = draw(st.integers(1, k_blocks))
     slice_k_blocks = -(-k_blocks // num_slices)
     num_slices = -(-k_blocks // slice_k_blocks)
-    config = LinearConfig(integers(4), "bf16", n_tiles=draw(st.sampled_from([1, 2])))
+    config = StreamConfig(integers(4), "bf16", n_tiles=draw(st.sampled_from([1, 2])))
     schedule = StreamSchedule(config, draw(st.integers(1, 30)), k_blocks, num_slices, 1)
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
@@ -56,7 +56,7 @@ LONG_K_ON_FEW_SMS = LinearProblem(m=8, n=65, k=20481, k_pad=20736, num_sms=16, f
 TOO_LONG_K_ON_FEW_SMS = LinearProblem(m=8, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
 
 
-def fits_cut_for_all_sms(problem: LinearProblem, config: LinearConfig) -> bool:
+def fits_cut_for_all_sms(problem: LinearProblem, config: StreamConfig) -> bool:
     """Whether an SM has room for its part of the activations if each has one."""
     k_blocks = problem.k_pad // config.block_k
     own = -(-k_blocks // min(k_blocks, problem.num_sms))
@@ -120,7 +120,7 @@ def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: StreamSc
 def epilogue_steps(
     segments: list[tuple[int, int, int, bool]], num_slices: int, num_buffers: int, has_outputs: bool
 ) -> list[tuple[str, int]]:
-    """What a warp of `cute_kernels.gemm.epilogue.Epilogue.run` waits for and tells others, in its order.
+    """What a warp of `cute_kernels.gemm.stream.epilogue.StreamEpilogue.run` waits for and tells others, in its order.
 
     A warp has no outputs to finish if there are fewer than threads.
     """
@@ -203,7 +203,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: 
 @given(cuts())
 @settings(max_examples=100, deadline=None)
 def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
-    work = pytest.importorskip("cute_kernels.gemm.work")
+    work = pytest.importorskip("cute_kernels.gemm.stream.work")
     base, rest = divmod(schedule.total, schedule.num_groups)
     shape = work.StreamSizes(
         m=1, n=0, k=0, num_tiles=schedule.num_tiles, k_blocks=schedule.k_blocks, slice_k_blocks=schedule.slice_k_blocks,
@@ -255,5 +255,5 @@ def test_shipped_configurations_have_names_of_their_own():
     ],
 )
 def test_what_cannot_be_compiled_is_said(fields: dict, reason: str):
-    config = replace(LinearConfig(integers(4), "bf16"), **fields)
+    config = replace(StreamConfig(integers(4), "bf16"), **fields)
     assert reason in (config.can_implement() or "")

@@ -11,8 +11,8 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import served
 from cute_kernels.gemm.choice import candidates, chosen
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import StreamSchedule
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma.invariant import parts_of_k
 
 GPU = "NVIDIA H200"

@@ -12,7 +12,7 @@ import pytest
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import StreamSchedule
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import cost_of

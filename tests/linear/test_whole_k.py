@@ -14,7 +14,7 @@ from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm import served
 from cute_kernels.gemm.choice import candidates, chosen
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.schedule import StreamSchedule
+from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.schedule import TileSchedule

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.ranges.config import EntryLimbs, RangeConfig
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.runtime.composed import changed
 
 
 def range_config(form: WeightFormat, dtype: str, **choices: Any) -> RangeConfig:
-    return changed(LinearConfig(form, dtype, activations=EntryLimbs()), **choices)
+    return changed(StreamConfig(form, dtype, activations=EntryLimbs()), **choices)

@@ -16,8 +16,6 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import epilogue
-from cute_kernels.gemm import kernel as linear_kernel
 from cute_kernels.gemm.activations import (
     ActivationFunction,
     ClampedSwiglu,
@@ -26,7 +24,6 @@ from cute_kernels.gemm.activations import (
     number_of,
     out_features,
 )
-from cute_kernels.gemm.config import BF16, FP32, LinearConfig, StreamStore
 from cute_kernels.gemm.experts import kernel as moe_kernel
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.arguments import GROUPED
@@ -38,8 +35,12 @@ from cute_kernels.gemm.experts.schedule import (
     schedules,
     with_launches,
 )
+from cute_kernels.gemm.out_kinds import BF16, FP32
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.gemm.stream import epilogue as stream_epilogue
+from cute_kernels.gemm.stream import kernel as linear_kernel
+from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.runtime.composed import changed
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
@@ -48,7 +49,7 @@ from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
 
-CONFIG = LinearConfig(
+CONFIG = StreamConfig(
     integers(4, 64), "bf16", block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, store=StreamStore(1), use_pdl=True
 )
 
@@ -97,7 +98,7 @@ def values(shared: np.ndarray, address: int, count: int) -> np.ndarray:
     return (halves << 16).view(np.float32).astype(np.float64)
 
 
-def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: LinearConfig) -> np.ndarray:
+def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: StreamConfig) -> np.ndarray:
     """A k block's weights of a tile's rows, from the codes and scales in a stage."""
     place = stage + (tile * config.chunk_k_blocks + k_block) * config.k_block_bytes
     blob = torch.from_numpy(shared[place : place + config.k_block_bytes].copy()).view(1, config.k_block_tiles, 2048)
@@ -107,12 +108,12 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
     return codes * np.repeat(scales.T, config.group_size, axis=1)
 
 
-def make_kernel(machine: Machine, config: LinearConfig) -> Any:
+def make_kernel(machine: Machine, config: StreamConfig) -> Any:
     kernel: Any = moe_kernel.grouped_kernel(config)
     kind: Any = type("NumpyRoles", (linear_kernel.StreamRoles,), {"multiply": multiply})
     kernel.roles = kind(config, kernel.scheduling.loads, TABLE_BYTES)
     kernel.roles.machine = machine
-    kernel.roles.epilogue = epilogue.Epilogue(config)
+    kernel.roles.epilogue = stream_epilogue.StreamEpilogue(config)
     return kernel
 
 
@@ -145,7 +146,7 @@ def launch(
 
     def start(**options):
         operands, sizes = waiting.pop()
-        body = linear_kernel.LinearKernel.kernel
+        body = linear_kernel.StreamKernel.kernel
         machine.run(lambda: body(kernel, operands, sizes), blocks, config.num_threads)
 
     kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
@@ -156,7 +157,7 @@ def launch(
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
             number_of(activation), {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
-        linear_kernel.LinearKernel.launch(kernel, arguments, None)
+        linear_kernel.StreamKernel.launch(kernel, arguments, None)
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
     return machine.get(out, shape, out_dtype), machine, codes

@@ -16,24 +16,18 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ring
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import epilogue
-from cute_kernels.gemm import kernel as linear_kernel
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, number_of, out_features
 from cute_kernels.gemm.activations import config_of as own_activation
-from cute_kernels.gemm.config import BF16, FP32
 from cute_kernels.gemm.experts import arguments as declared
-from cute_kernels.gemm.experts import work as moe_work
-from cute_kernels.gemm.experts.ranges import assignments, finder, routing
 from cute_kernels.gemm.experts.ranges import kernel as ranges_kernel
-from cute_kernels.gemm.experts.ranges import work as ranges_work
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
+from cute_kernels.gemm.out_kinds import BF16, FP32
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.wgmma import limbs, loads
+from cute_kernels.gemm.stream import epilogue as stream_epilogue
 from cute_kernels.runtime.composed import changed
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -42,9 +36,6 @@ from tests.linear.cases import known
 from tests.moe.machine import Machine
 from tests.moe.range_configs import range_config
 
-MODULES = (
-    ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, routing, ranges_work
-)  # fmt: skip
 CONFIG = range_config(integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, epilogue_warps=1, use_pdl=True)
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
 HALF = np.float32(0.5)
@@ -134,7 +125,7 @@ class Launch:
         self.kernel.roles = self.roles = roles
         roles.rows = Rows(self)
         roles.copy_k_blocks, roles.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
-        roles.epilogue = epilogue.Epilogue(config)
+        roles.epilogue = stream_epilogue.StreamEpilogue(config)
 
     def begin_entry(self) -> None:
         """A thread's next entry, in a slot of limbs that no warp reads any more."""

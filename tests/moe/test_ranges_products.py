@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm import kernel as linear_kernel
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.kernel import EntrySource, RangeRoles, scale_offset
 from cute_kernels.gemm.experts.ranges.routing import SortedRouting
+from cute_kernels.gemm.stream import kernel as linear_kernel
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
 from cute_kernels.runtime.composed import changed

@@ -248,10 +248,10 @@ def activations(m: int, k: int, dtype: str) -> torch.Tensor:
 def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.device import packed_math
-    from cute_kernels.gemm.config import LinearConfig
+    from cute_kernels.gemm.stream.config import StreamConfig
     from tests.linear.test_products import run_warps
 
-    config = LinearConfig(form, dtype, block_k=128, chunk_k_blocks=2)
+    config = StreamConfig(form, dtype, block_k=128, chunk_k_blocks=2)
     weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, 256)
     x = activations(5, 256, dtype)
     w = weight.dequantize(torch.float64)

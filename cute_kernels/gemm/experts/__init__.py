@@ -2,8 +2,8 @@
 
 Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` and `work` say which part of
 the active experts' weights a CTA takes, `choice` which kernel and layout serve a product, `kernel` what a grouped
-product does otherwise than `cute_kernels.gemm.kernel`, `routing` and `combine` what is before and after, `router` how
-experts are chosen; `module` has the layer as an nn.Module. Weights are
+product does otherwise than `cute_kernels.gemm.stream.kernel`, `routing` and `combine` what is before and after,
+`router` how experts are chosen; `module` has the layer as an nn.Module. Weights are
 `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import candidate_configs, entry_tiles
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -43,7 +43,7 @@ def shipped_specs() -> list[KernelSpec]:
     return [*small, *(ExpertSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
 
-def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches, except the one that gathers rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [GemmSpec(LimbRowsConfig(config.dtype))] if makes_limbs else []

@@ -1,9 +1,9 @@
 """Grouped weight-only GEMM, one launch: the rows of each expert times its weight, routing read on the device.
 
-The roles are those of :class:`cute_kernels.gemm.kernel.StreamRoles`; places differ. Before the roles begin one warp
-reads where the experts' rows begin, and counts entries (:mod:`.work`) by a scan over its lanes. It writes the entries
-that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and results
-are stored in the order of the places, so that a second GEMM reads them as they lie.
+The roles are those of :class:`cute_kernels.gemm.stream.kernel.StreamRoles`; places differ. Before the roles begin one
+warp reads where the experts' rows begin, and counts entries (:mod:`.work`) by a scan over its lanes. It writes the
+entries that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and
+results are stored in the order of the places, so that a second GEMM reads them as they lie.
 
 Activations of an entry stay while the CTA takes its blocks. Those of the next entry are loaded with its first weights
 into the other of two slots. Where there is room for one slot only, they are loaded once the last weights of the entry
@@ -23,17 +23,18 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.tensors import matrix_shape
-from cute_kernels.gemm.config import LinearConfig
+from cute_kernels.gemm.device_operands import operands_of
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.gemm.experts.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
-from cute_kernels.gemm.kernel import LinearKernel, StreamActivationLoads, clear_tail, init_barriers
-from cute_kernels.gemm.work import operands_of
+from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.stream.kernel import StreamActivationLoads, StreamKernel
+from cute_kernels.gemm.stream.memory import clear_tail, init_barriers
 
 
 class EntryLoads:
-    """Loads an entry's rows of x by index, slice by slice: see `cute_kernels.gemm.kernel.StreamActivationLoads`."""
+    """Loads an entry's rows of x by index, slice by slice: see `.stream.kernel.StreamActivationLoads`."""
 
-    def __init__(self, config: LinearConfig):
+    def __init__(self, config: StreamConfig):
         self.config = config
 
     @cute.jit
@@ -85,11 +86,11 @@ class EntryLoads:
 
 
 class ExpertStream:
-    """The entries of all experts, which the device counts: see `cute_kernels.gemm.kernel.StreamScheduling`."""
+    """The entries of all experts, which the device counts: see `cute_kernels.gemm.stream.kernel.StreamScheduling`."""
 
     table_bytes = TABLE_BYTES
 
-    def __init__(self, config: LinearConfig):
+    def __init__(self, config: StreamConfig):
         self.config = config
         self.loads: StreamActivationLoads = EntryLoads(config)
 
@@ -208,6 +209,6 @@ class ExpertStream:
             entry = entry + entries
 
 
-def grouped_kernel(config: LinearConfig) -> LinearKernel:
+def grouped_kernel(config: StreamConfig) -> StreamKernel:
     """Takes `GROUPED` of `cute_kernels.gemm.experts.arguments`."""
-    return LinearKernel(config, ExpertStream(config))
+    return StreamKernel(config, ExpertStream(config))

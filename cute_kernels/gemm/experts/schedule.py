@@ -1,7 +1,7 @@
 """Lays out a grouped product by upper bounds alone: which rows go where is known on the device only.
 
 A launch with so many entries (:mod:`.work`) is cut like a dense product with the blocks of all entries, so what is
-proved for :class:`cute_kernels.gemm.schedule.StreamSchedule` holds.
+proved for :class:`cute_kernels.gemm.stream.schedule.StreamSchedule` holds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.config import X_PAD, LinearConfig
 from cute_kernels.gemm.problem import GroupedProblem
-from cute_kernels.gemm.schedule import IN_FLIGHT_BYTES, StreamCut, candidate_configs, in_flight
+from cute_kernels.gemm.stream.config import X_PAD, StreamConfig
+from cute_kernels.gemm.stream.schedule import IN_FLIGHT_BYTES, StreamCut, candidate_configs, in_flight
 from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
@@ -127,7 +127,7 @@ def schedules(problem: GroupedProblem) -> Iterator[GroupedSchedule]:
                     yield with_launches(replace(schedule, x_slots=slots), problem)
 
 
-def with_table(config: LinearConfig) -> LinearConfig:
+def with_table(config: StreamConfig) -> StreamConfig:
     """The configuration with room for a table of the entries of a CTA."""
     while config.smem_bytes + TABLE_BYTES > config.limits.shared_bytes:
         config = replace(config, num_stages=config.num_stages - 1)

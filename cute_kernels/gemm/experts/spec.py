@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, CompiledAs, code_of, compile_kernel
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -21,12 +21,12 @@ class ExpertSpec(KernelSpec):
     kernel is a dense product's, and its work tiles are those of all experts.
     """
 
-    config: LinearConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
+    config: StreamConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
     family: ClassVar[str] = "moe"
 
     @property
     def symbol(self) -> str:
-        product = isinstance(self.config, LinearConfig | WgmmaConfig)
+        product = isinstance(self.config, StreamConfig | WgmmaConfig)
         return f"grouped_{self.config.name}" if product else self.config.name
 
     @property

@@ -1,10 +1,10 @@
 """Finds the part of the active experts' weights that a CTA takes, on the device from the routing.
 
 The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none.
-:class:`cute_kernels.gemm.work.Work` cuts the k blocks of all entries, one after the other, into equal work ranges. An
-entry's blocks of output features are numbered behind those of the entry before it. So every CTA reads equally many
-bytes whichever experts are active, and the host needs upper bounds alone. :mod:`.schedule` says the same in plain
-Python.
+:class:`cute_kernels.gemm.stream.work.Work` cuts the k blocks of all entries, one after the other, into equal work
+ranges. An entry's blocks of output features are numbered behind those of the entry before it. So every CTA reads
+equally many bytes whichever experts are active, and the host needs upper bounds alone. :mod:`.schedule` says the same
+in plain Python.
 
 There are few partial results without slices of K: a CTA publishes at most one, of the block that its run ends in. It
 has the place of the CTA's number in the workspace, however many blocks there are; the parts of a block are then
@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.gemm.experts.schedule import TABLE_ENTRY_BYTES
-from cute_kernels.gemm.work import StreamSizes, Work
+from cute_kernels.gemm.stream.work import StreamSizes, Work
 
 
 def reciprocal(divisor):
@@ -109,7 +109,7 @@ class EntrySizes(StreamSizes):
 class GroupedSegment:
     """A CTA's k blocks of one block of one entry; run-time integers.
 
-    block: among the expert's; begin, end, last: as in :class:`cute_kernels.gemm.work.Segment`; flat_block: among
+    block: among the expert's; begin, end, last: as in :class:`cute_kernels.gemm.stream.work.Segment`; flat_block: among
     those of all entries; entry: among the CTA's; first_row, rows: its places.
     """
 

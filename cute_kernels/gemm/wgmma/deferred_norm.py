@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier
+from cute_kernels.gemm.device_operands import Operands
 from cute_kernels.gemm.wgmma.deferred_config import (
     FACTOR_BYTES,
     FACTOR_WARPS,
@@ -36,7 +37,6 @@ from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.residual import ROW_BYTES, ROW_VECTORS, VECTOR, ResidualChunks, vector_offset
-from cute_kernels.gemm.work import Operands
 
 VECTOR_BYTES = 16
 TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS

@@ -13,15 +13,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
-from cute_kernels.gemm import epilogue
-from cute_kernels.gemm.config import BF16, FP16, FP32
+from cute_kernels.gemm.epilogue import VECTOR, Results
+from cute_kernels.gemm.out_kinds import BF16, FP16, FP32
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.residual import BUFFERS, ResidualChunks
 from layouts.weights.hopper import TILE_N
 
-VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
@@ -49,7 +48,7 @@ class TileEpilogue:
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
         self.config, self.dense = config, dense
-        self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.results = Results(config.dtype, config.store.activation)
         self.activate = self.results.activate
         # Of experts the standard ones but for the gated one are rare: `store_any` has them.
         self.in_registers = dense or config.store.activation is not None
@@ -265,17 +264,10 @@ class TileEpilogue:
             words = ptx.load_shared_vector(store.staging + token * self.config.staging_pitch + vector * 16, 0, VECTOR)
             for i in cutlass.range_constexpr(VECTOR):
                 results[i] = words[i].bitcast(Float32)
-            target = self.target_of(shape, corner, start + token, vector * VECTOR)
+            offset = vector * VECTOR
+            target = self.results.target(shape, start + token, corner.row + offset, corner.bias + offset)
             self.results.load_extras(operands, shape, target, extras)
             self.results.store(operands, shape, target, results, extras)
-
-    def target_of(self, shape, corner: Corner, token, offset):
-        """Where four neighbouring results of a token are stored."""
-        row = corner.row + offset
-        halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
-        count = cutlass.min(shape.n - row, VECTOR) >> halves
-        place = Int64(token) * (shape.n >> halves) + (row >> halves)
-        return epilogue.Target(row, place, count, corner.bias + offset)
 
     def stage_acc(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's accumulators to the staging buffer, [token][feature] in fp32."""

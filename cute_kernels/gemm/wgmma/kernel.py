@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
+from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_mainloop import Fp8Mainloop
 from cute_kernels.gemm.operands.fp8_tail import TailWeightLoads
@@ -45,7 +46,6 @@ from cute_kernels.gemm.wgmma.reduction import TileReduction, TileStore
 from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes
-from cute_kernels.gemm.work import Operands, operands_of
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
 

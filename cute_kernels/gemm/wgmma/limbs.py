@@ -29,10 +29,10 @@ from cutlass import Float32, Int32
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import ByteDecoder
+from cute_kernels.gemm.device_operands import scale_number
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
-from cute_kernels.gemm.work import scale_number
 from layouts.weights.hopper import STEP_K, TILE_N
 
 MMA_K = 2 * STEP_K

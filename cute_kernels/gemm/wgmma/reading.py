@@ -14,9 +14,9 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import CodeDecoder
+from cute_kernels.gemm.device_operands import load_row_scales, scale_number
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.places import Places
-from cute_kernels.gemm.work import load_row_scales, scale_number
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile

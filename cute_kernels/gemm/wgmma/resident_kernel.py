@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import cutlass.cute as cute
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, ResidentConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers
@@ -32,7 +33,6 @@ from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
 from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
-from cute_kernels.gemm.work import Operands, operands_of
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
 

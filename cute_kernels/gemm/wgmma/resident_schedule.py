@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cute_kernels.gemm.config import LinearConfig
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import StagedStore, dsmem
@@ -117,7 +117,7 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
     return with_stages(config, most, SPARE_BYTES)
 
 
-def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
+def with_factors(config: StreamConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
     """The configuration that scales rows of x (`mainloops.SCALED`, `mainloops.NORMED`) or permutes them
     (`mainloops.ORDERED`) as it makes limbs. None where no CTA makes limbs itself, or there is no room."""
     if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):

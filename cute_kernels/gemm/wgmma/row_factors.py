@@ -20,9 +20,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.device_operands import Operands
 from cute_kernels.gemm.wgmma.limb_rows import RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import FACTOR_ROWS, NORMED
-from cute_kernels.gemm.work import Operands
 
 PIECE_BYTES = 16  # 8 inputs
 IN_FLIGHT = 4  # pieces that a lane asks for at a time

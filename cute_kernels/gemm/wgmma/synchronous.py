@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.device import ptx
-from cute_kernels.gemm.config import MMA_N
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
@@ -25,6 +24,7 @@ from layouts.weights.hopper import STEP_K
 
 ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile of activations
 TMA_TILE_STEPS = TMA_TILE_K // STEP_K
+MMA_N = 8  # columns of mma.m16n8
 PIECE_BYTES = 16  # that swizzling moves: 8 inputs
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
-from cute_kernels.gemm.config import MMA_N, ROW_WARPS, Activations, LinearConfig
 from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
+from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS, Activations, StreamConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 
@@ -47,7 +47,7 @@ class EntryLimbs(Activations):
         arguments = ASSIGNED if self.lane_assignments else RANGES
         return CompiledAs("cute_kernels.gemm.experts.ranges.kernel:RangeKernel", arguments)
 
-    def stage_warps(self, config: LinearConfig[Any]) -> int:
+    def stage_warps(self, config: StreamConfig[Any]) -> int:
         return ROW_WARPS
 
     def k_block_limb_bytes(self, config: RangeConfig) -> int:
@@ -66,7 +66,7 @@ class EntryLimbs(Activations):
         """K blocks whose limbs there is room for."""
         return self.x_bytes // self.k_block_bytes(config)
 
-    def problem(self, config: LinearConfig[Any]) -> str | None:
+    def problem(self, config: StreamConfig[Any]) -> str | None:
         choices = {
             "group_size": (config.group_size, (BLOCK_K,)),
             "block_k": (config.block_k, (BLOCK_K,)),
@@ -88,4 +88,4 @@ class EntryLimbs(Activations):
         return None
 
 
-RangeConfig = LinearConfig[EntryLimbs]
+RangeConfig = StreamConfig[EntryLimbs]

@@ -26,18 +26,19 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.gemm.config import MMA_N, ROW_WARPS
-from cute_kernels.gemm.epilogue import Epilogue
+from cute_kernels.gemm.device_operands import scale_number
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder
 from cute_kernels.gemm.experts.ranges.routing import AssignedRouting, Routing, SortedRouting
 from cute_kernels.gemm.experts.ranges.work import BlockRange
-from cute_kernels.gemm.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc
+from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS
+from cute_kernels.gemm.stream.epilogue import StreamEpilogue
+from cute_kernels.gemm.stream.kernel import FRAGMENT_BYTES, StreamLane, stage_acc
+from cute_kernels.gemm.stream.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.limbs import LimbProducts, Part
 from cute_kernels.gemm.wgmma.loads import product
 from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
-from cute_kernels.gemm.work import scale_number
 from layouts.weights.hopper import TILE_BYTES
 
 # Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
@@ -87,7 +88,7 @@ class RangeRoles:
         self.rows = ResidentRows(room_of(config))
         bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
         self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps, bytes_of)
-        self.epilogue = Epilogue(config)
+        self.epilogue = StreamEpilogue(config)
 
     @cute.jit
     def run(self, operands, shape):
@@ -332,11 +333,11 @@ class RangeRoles:
                 # Of parts of K the first has the bias: of the others all rows are behind the last.
                 first = self.routing.first_k_block(shape, number) == 0
                 target = replace(target, row=cutlass.select_(first, target.row, shape.n))
-                self.epilogue.load_extras(operands, shape, target, extras)
+                self.epilogue.results.load_extras(operands, shape, target, extras)
                 values = self.epilogue.staged_sum(source, vector)
                 for i in cutlass.range_constexpr(4):
                     acc[i] = values[i]
-                self.epilogue.store(operands, shape, target, acc, extras)
+                self.epilogue.results.store(operands, shape, target, acc, extras)
             if not rehearsing:
                 self.epilogue.release(memory, staged, lane)
                 staged = memory.results.next(staged)

@@ -10,12 +10,12 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.gemm.device_operands import operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder, load_expert
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, RangeSizes
 from cute_kernels.gemm.experts.work import reciprocal
-from cute_kernels.gemm.work import operands_of
 
 
 def range_sizes(config: RangeConfig, given, places) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.config import LinearConfig, StreamStore
 from cute_kernels.gemm.experts.ranges.config import (
     BLOCK_K,
     LANE_ASSIGNMENTS,
@@ -22,7 +21,8 @@ from cute_kernels.gemm.experts.ranges.config import (
 )
 from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, usual_entries, usual_rows
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
-from cute_kernels.gemm.schedule import MEMORY_BYTES_PER_US
+from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
+from cute_kernels.gemm.stream.schedule import MEMORY_BYTES_PER_US
 from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
@@ -170,7 +170,7 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
     if rounds is None:
         return None
-    config: RangeConfig = LinearConfig(
+    config: RangeConfig = StreamConfig(
         **weight_fields(problem),
         block_k=BLOCK_K,
         store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),

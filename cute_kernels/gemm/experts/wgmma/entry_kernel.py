@@ -24,6 +24,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.wgmma import ATOM_BYTES
+from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
 from cute_kernels.gemm.experts.ranges.config import ROW_BITS
 from cute_kernels.gemm.experts.wgmma.entry_config import RINGS, ROW_COLUMNS, EntryConfig, entry_rows, ring_config
@@ -37,7 +38,6 @@ from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import corner_of
 from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_sizes
-from cute_kernels.gemm.work import Operands, operands_of
 from layouts.weights.hopper import TILE_N
 
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import product
 
 from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
-from cute_kernels.gemm.config import X_PAD, LinearConfig, StreamStore
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.gemm.stream.config import X_PAD, StreamConfig, StreamStore
 from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
@@ -47,7 +47,7 @@ class StreamCut:
         num_groups: parts of the blocks' k blocks.
     """
 
-    config: LinearConfig
+    config: StreamConfig
     num_tiles: int
     k_blocks: int
     num_slices: int
@@ -114,7 +114,7 @@ def make_schedule(problem: LinearProblem) -> StreamSchedule:
     return min(options, key=lambda schedule: estimate_us(problem, schedule))
 
 
-def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSchedule]:
+def schedules(problem: LinearProblem, config: StreamConfig) -> Iterator[StreamSchedule]:
     """All ways to cut K for which the activations fit."""
     k_blocks = problem.k_pad // config.block_k
     for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
@@ -158,7 +158,7 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
+def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
     """The configurations worth considering: one for each amount of shared memory that the activations may take."""
     base = base_config(problem)
     # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
@@ -169,16 +169,16 @@ def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
     return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
 
 
-def in_flight(config: LinearConfig) -> int:
+def in_flight(config: StreamConfig) -> int:
     """Bytes of codes that are in flight while a stage is consumed."""
     return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
 
 
-def base_config(problem: LinearProblem) -> LinearConfig:
+def base_config(problem: LinearProblem) -> StreamConfig:
     """The fields that follow from the format. Two tiles of a warp share what ldmatrix reads, and are twice as much work
     between two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
-    return LinearConfig(
+    return StreamConfig(
         **weight_fields(problem),
         store=StreamStore(activation=problem.activation),
         n_tiles=1 if problem.format.bits == 8 or problem.num_tiles == 1 else 2,
@@ -187,14 +187,14 @@ def base_config(problem: LinearProblem) -> LinearConfig:
     )
 
 
-def most_x_bytes(base: LinearConfig) -> int:
+def most_x_bytes(base: StreamConfig) -> int:
     """The most bytes of activations beside the shortest pipeline that has IN_FLIGHT_BYTES in flight, in whole KB."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
-def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
+def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
     """The configuration with room for activations, and as many stages of about STAGE_BYTES as fit."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     chunk_k_blocks = chunk // base.k_warps * base.k_warps
@@ -203,10 +203,10 @@ def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
     return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 
 
-def shipped_configs() -> list[LinearConfig]:
+def shipped_configs() -> list[StreamConfig]:
     """Configurations that ship, for 1 and 8 rows of x: every format in bf16 and the most common ones in fp16. The most
     common one of all is there for layers of more features, too."""
-    configs: dict[LinearConfig, None] = {}
+    configs: dict[StreamConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
         problem = LinearProblem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)

@@ -24,40 +24,18 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.device.pipeline import Pipeline, fence_init
 from cute_kernels.device.tensors import matrix_shape
-from cute_kernels.gemm.config import ROW_WARPS, X_PAD, LinearConfig
-from cute_kernels.gemm.epilogue import Epilogue
-from cute_kernels.gemm.work import (
-    RECIPROCAL_BITS,
-    Operands,
-    StreamSizes,
-    Work,
-    load_row_scales,
-    operands_of,
-    scale_number,
-)
+from cute_kernels.gemm.device_operands import Operands, load_row_scales, operands_of, scale_number
+from cute_kernels.gemm.stream.config import ROW_WARPS, X_PAD, StreamConfig
+from cute_kernels.gemm.stream.epilogue import StreamEpilogue
+from cute_kernels.gemm.stream.memory import StreamMemory, allocate, clear_tail, init_barriers
+from cute_kernels.gemm.stream.work import RECIPROCAL_BITS, StreamSizes, Work
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 X_CHUNKS = 4  # chunks whose activations come together
 FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two accumulators each
-
-
-@dataclass(frozen=True)
-class StreamMemory:
-    """Shared memory of a CTA: addresses, the pipeline of weights and activations, and the pipeline of a block's
-    results."""
-
-    stages: Int32
-    x: Int32
-    x_pitch: Int32  # bytes from a token to the next
-    staging: Int32
-    pipeline: Pipeline
-    results: Pipeline  # staging buffers, from consumer to epilogue warps
-    x_slot_bytes: Int32  # from one set of activations to the next, where there are several
-    table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
 
 
 @dataclass(frozen=True)
@@ -73,53 +51,6 @@ class StreamLane:
     x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
 
 
-def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> StreamMemory:
-    """Shared memory of a CTA.
-
-    x_pitch: bytes from a row of activations to the next. x_slot_bytes: of a set of activations. table_bytes: for a
-    table, which grouped products have.
-    """
-    smem = cutlass.utils.SmemAllocator()
-    stages = smem.allocate(config.stages_bytes, byte_alignment=128)
-    x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
-    staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
-    barriers = smem.allocate_array(cutlass.Int64, config.num_barriers)
-    table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
-    empty, staged = barriers + config.num_stages, barriers + 2 * config.num_stages
-    drained = staged + config.num_buffers
-    return StreamMemory(
-        stages=Int32(stages.toint()),
-        x=Int32(x.toint()),
-        x_pitch=x_pitch,
-        staging=Int32(staging.toint()),
-        pipeline=Pipeline(barriers, empty, config.num_stages, config.producer_warps, config.stage_warps),
-        results=Pipeline(staged, drained, config.num_buffers, config.consumer_warps, config.epilogue_warps),
-        x_slot_bytes=x_slot_bytes,
-        table=table,
-    )
-
-
-def init_barriers(memory: StreamMemory) -> None:
-    """One thread initialises all barriers, before any other uses them."""
-    memory.pipeline.init()
-    memory.results.init()
-    fence_init()
-
-
-@cute.jit
-def clear_tail(config: LinearConfig, memory: StreamMemory, work, tid):
-    """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
-    k_block_bytes = 2 * config.block_k
-    wanted = work.own_k_blocks * k_block_bytes
-    present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
-    if (present < wanted) & (tid < config.consumer_warps * WARP_THREADS):
-        for token in cutlass.range(work.x_rows, unroll=1):
-            start = memory.x + token * memory.x_pitch
-            step = config.consumer_warps * WARP_THREADS * 16
-            for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
-                ptx.store_shared_zero16(start + place, 0)
-
-
 class StreamActivationLoads(Protocol):
     """Loads a CTA's activations with the first weights that are multiplied with them; one warp."""
 
@@ -129,7 +60,7 @@ class StreamActivationLoads(Protocol):
 class SliceLoads:
     """Loads the slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
 
-    def __init__(self, config: LinearConfig):
+    def __init__(self, config: StreamConfig):
         self.config = config
 
     @cute.jit
@@ -175,10 +106,10 @@ class StreamRoles:
         table_bytes: of shared memory for a table, which grouped products have.
     """
 
-    def __init__(self, config: LinearConfig, activations: StreamActivationLoads, table_bytes: int = 0):
+    def __init__(self, config: StreamConfig, activations: StreamActivationLoads, table_bytes: int = 0):
         self.config, self.activations, self.table_bytes = config, activations, table_bytes
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
-        self.epilogue = Epilogue(config)
+        self.epilogue = StreamEpilogue(config)
 
     def allocate(self, shape) -> StreamMemory:
         pitch = shape.slice_k_blocks * (2 * self.config.block_k) + X_PAD
@@ -389,7 +320,7 @@ class StreamRoles:
                     acc[first + i] = ptx.fma(chain[i], scales[i // 2], acc[first + i])
 
 
-def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, channel):
+def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, channel):
     """Stores a warp's results where the epilogue finds them: token by token, the block's rows contiguous."""
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
@@ -432,7 +363,7 @@ class DenseStream:
 
     table_bytes = 0
 
-    def __init__(self, config: LinearConfig):
+    def __init__(self, config: StreamConfig):
         self.config = config
         self.loads: StreamActivationLoads = SliceLoads(config)
 
@@ -473,8 +404,8 @@ class DenseStream:
         return work
 
 
-class LinearKernel:
-    """One compiled variant of products that stream weights, dense or of experts; :class:`LinearConfig` says which.
+class StreamKernel:
+    """One compiled variant of products that stream weights, dense or of experts; :class:`StreamConfig` says which.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -492,7 +423,7 @@ class LinearKernel:
         scheduling: dense, or of experts; None: dense.
     """
 
-    def __init__(self, config: LinearConfig, scheduling: StreamScheduling | None = None):
+    def __init__(self, config: StreamConfig, scheduling: StreamScheduling | None = None):
         self.config = config
         self.scheduling: StreamScheduling = DenseStream(config) if scheduling is None else scheduling
         self.roles = StreamRoles(config, self.scheduling.loads, self.scheduling.table_bytes)

@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32
-
-from cute_kernels.device import numbers, ptx
-from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.formats.weights.decoder import CodeDecoder
+from cutlass import Int32, Int64, Uint32
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Addresses of a launch. bias, residual, zeros and workspace are 0 where there is none."""
-
-    x: Int64  # [m, k] of the configuration's dtype
-    codes: Int64
-    scales: Int64
-    zeros: Int64
-    bias: Int64  # [n] of x's dtype
-    residual: Int64  # as out, of x's dtype
-    out: Int64
-    workspace: Int64  # [blocks, max_parts, m * block_rows] fp32, EMPTY
-
-
-def operands_of(kind: Any, given, **others) -> Any:
-    """The operands, of a ``kind`` of dataclass, from a launch's arguments, and from ``others`` that these do not
-    have."""
-    if "x" not in others:
-        others["x"] = ptx.address(given.x)
-    names = (own.name for own in fields(kind) if own.name not in others)
-    return kind(**{name: getattr(given, name) for name in names}, **others)
-
-
-def scale_number(config, decoder: CodeDecoder, word):
-    """The fp32 number of a stored scale, zero-extended, of a configuration's format."""
-    if config.format.scale_bytes == 4:
-        return word.bitcast(Float32)
-    word = decoder.scale_word(word)
-    return ptx.bf16x2_low_to_float(word) if config.dtype == "bf16" else ptx.half2_low_to_float(word)
-
-
-def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
-    """Loads scales of the second level of rows ``row`` and ``row`` + 8 of a tile whose stored scales end at an
-    address."""
-    size, bits = form.scale_bytes, 8 * form.scale_bytes
-    first = end - form.more_groups * form.group_scale_bytes + Int64(row) * size
-    words = [Uint32(0), Uint32(0)]
-    for part in range(form.more_groups):
-        for half in range(2):
-            found = numbers.load_global_part(first + part * form.group_scale_bytes, 8 * size * half, size)
-            words[half] = words[half] | (found << (bits * part))
-    return [word.bitcast(Float32) for word in words]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,6 @@ FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns
 ALIGNMENT = 128  # bytes, of what bulk copies fill
 
 
-# What a launch says by a number: the dtype of the output.
-BF16, FP16, FP32 = range(3)
-
-
 @dataclass(frozen=True)
 class Activations(ABC):
     """How a CTA's part of x reaches shared memory, and how much room there is for it.
@@ -50,11 +46,11 @@ class Activations(ABC):
         """The kernel that a configuration with them is compiled as."""
 
     @abstractmethod
-    def stage_warps(self, config: LinearConfig[Any]) -> int:
+    def stage_warps(self, config: StreamConfig[Any]) -> int:
         """Warps that release a stage."""
 
     @abstractmethod
-    def problem(self, config: LinearConfig[Any]) -> str | None:
+    def problem(self, config: StreamConfig[Any]) -> str | None:
         """Why a configuration cannot load its activations so, or None."""
 
 
@@ -69,11 +65,11 @@ class Slices(Activations):
     def kernel(self) -> CompiledAs:
         return STREAM_KERNEL
 
-    def stage_warps(self, config: LinearConfig[Any]) -> int:
+    def stage_warps(self, config: StreamConfig[Any]) -> int:
         """All that multiply."""
         return config.consumer_warps
 
-    def problem(self, config: LinearConfig[Any]) -> str | None:
+    def problem(self, config: StreamConfig[Any]) -> str | None:
         return None
 
 
@@ -97,7 +93,7 @@ ActivationsT = TypeVar("ActivationsT", bound=Activations)
 
 
 @dataclass(frozen=True)
-class LinearConfig(Generic[ActivationsT]):
+class StreamConfig(Generic[ActivationsT]):
     """One compiled variant.
 
     A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;

@@ -1,0 +1,175 @@
+"""Turns the consumer warps' accumulators into the output: adds them in shared memory, combines splits through memory,
+stores.
+
+Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
+CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
+*combiners*, each wait for one share of its outputs from all, add them up in a fixed order, and store.
+
+Partial results announce themselves (`cute_kernels.device.exchange`). A CTA stores its part of a block before it waits
+for another's; what it waits for comes from its group or from groups before it, of blocks that those take first. So no
+two wait for each other, if the CTAs of a group run together: they are neighbours in the grid, whose CTAs start in
+order.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import Poll, Published, publish, reset
+from cute_kernels.gemm.epilogue import VECTOR, Results
+from cute_kernels.gemm.stream.config import FEW_SEGMENTS, StreamConfig
+
+VECTOR_BYTES = 4 * VECTOR
+COMBINE_BATCH = 4  # partial results that a thread loads at a time
+
+
+class StreamEpilogue:
+    """The epilogue warps' role."""
+
+    def __init__(self, config: StreamConfig):
+        self.config = config
+        self.num_threads = config.epilogue_warps * WARP_THREADS
+        self.row_vectors = config.block_rows // VECTOR
+        self.results = Results(config.dtype, config.store.activation)
+
+    @cute.jit
+    def run(self, operands, memory, work, tid, lane):
+        """All of a CTA's segments."""
+        shape = work.shape
+        # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
+        lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
+        for index in cutlass.range(work.num_segments + lag, unroll=1):
+            if index < work.num_segments:
+                segment = work.segment(index)
+                held = segment.last & self.is_held(work, index, lag)
+                part = self.parts_of(work, segment)[1]
+                if (shape.num_slices > 1) | (not held):
+                    self.wait_staged(memory, index)
+                    self.store_partials(operands, memory, work, segment, index, part, held, tid)
+                if not held:
+                    self.release(memory, memory.results.consumer_state_of(index), lane)
+            if index >= lag:
+                segment = work.segment(index - lag)
+                if segment.last:
+                    held = self.is_held(work, index - lag, lag)
+                    self.finish(operands, memory, work, segment, index - lag, held, tid)
+                    if held:
+                        # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
+                        self.wait_staged(memory, index - lag)
+                        self.release(memory, memory.results.consumer_state_of(index - lag), lane)
+
+    def buffer(self, index):
+        """Staging buffer of a segment."""
+        return index % self.config.num_buffers
+
+    def wait_staged(self, memory, index):
+        """Waits until a segment's results are in its buffer."""
+        memory.results.consumer_wait(memory.results.consumer_state_of(index))
+
+    def is_held(self, work, index, lag):
+        """Whether a CTA reads its own part of its share from the staging buffer, not through the workspace.
+
+        A buffer is not held back for other slices if the next block needs it.
+        """
+        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
+        return held | (index == work.num_segments - 1)
+
+    def share(self, work, segment):
+        """[first, end) of a block's vectors that a CTA finishes."""
+        vectors = work.rows(segment) * self.row_vectors
+        num_slices = work.shape.num_slices
+        return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
+
+    @cute.jit
+    def store_partials(self, operands, memory, work, segment, index, part, held, tid):
+        """Publishes a CTA's part of a block for the CTAs that finish it; its own share it may hold back."""
+        first, end = self.share(work, segment)
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        part_vectors = work.shape.m * self.row_vectors
+        target = self.partials_of(operands, work, segment) + Int64(part * part_vectors) * VECTOR_BYTES
+        for vector in cutlass.range(tid, work.rows(segment) * self.row_vectors, self.num_threads, unroll=1):
+            if (not held) | (vector < first) | (vector >= end):
+                publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
+
+    def parts_of(self, work, segment):
+        """(parts of a block up to those of this group, the number of this CTA's)."""
+        before = (work.group - work.group_before(segment)) * work.shape.num_slices
+        return before + work.shape.num_slices, before + work.slice_index
+
+    def partials_of(self, operands, work, segment):
+        """Address of the first part of a block."""
+        part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
+        return operands.workspace + Int64(work.first_part(segment)) * part_bytes
+
+    @cute.jit
+    def release(self, memory, here, lane):
+        """Releases a staging buffer to the consumer warps."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            memory.results.consumer_release(here)
+
+    def staged_sum(self, source, vector):
+        """Four results of the block, added up over the warps that took different k blocks."""
+        config = self.config
+        address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
+        slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
+        total = [word.bitcast(Float32) for word in slices[0]]
+        for words in slices[1:]:
+            total = [value + word.bitcast(Float32) for value, word in zip(total, words, strict=True)]
+        return total
+
+    @cute.jit
+    def finish(self, operands, memory, work, segment, index, held, tid):
+        """Adds up all parts of this CTA's share of a block, in their order and its own last; stores the outputs."""
+        first, end = self.share(work, segment)
+        parts, part = self.parts_of(work, segment)
+        own = cutlass.select_(held, part, Int32(-1))
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        partials = self.partials_of(operands, work, segment)
+        acc = cute.make_rmem_tensor(VECTOR, Float32)
+        extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
+        stride = Int64(work.shape.m * self.row_vectors) * VECTOR_BYTES
+        for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
+            target = self.target_of(work, segment, vector)
+            # What lies in memory is on its way before the CTA's own accumulators are complete.
+            self.results.load_extras(operands, work.shape, target, extras)
+            acc.fill(0.0)
+            place = partials + Int64(vector) * VECTOR_BYTES
+            if (parts > 1) | (not held):
+                self.gather(acc, place, stride, parts, own)
+            if held:
+                self.wait_staged(memory, index)
+                values = self.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(VECTOR):
+                    acc[i] = acc[i] + values[i]
+            self.results.store(operands, work.shape, target, acc, extras)
+            for other in cutlass.range(parts, unroll=1):
+                if other != own:
+                    reset(place + stride * other)
+
+    @cute.jit
+    def gather(self, acc, place, stride, parts, own):
+        """Adds a vector's parts as they arrive, except part ``own``."""
+        words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
+        for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
+            source, left, own_part = place + stride * begin, parts - begin, own - begin
+            batch = [Published(source + stride * i, wanted=(i < left) & (i != own_part)) for i in range(COMBINE_BATCH)]
+            Poll(batch).load(words)
+            for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                acc[i % VECTOR] = acc[i % VECTOR] + words[i].bitcast(Float32)
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def target_of(self, work, segment, vector):
+        """Where four neighbouring results of a token are stored."""
+        token = work.output_row(segment, vector // self.row_vectors)
+        return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
+
+    def target_in(self, shape, block, token, vector, first_bias):
+        """Returns the target for row ``token`` of the output. first_bias: where the first output feature's bias is."""
+        row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
+        return self.results.target(shape, token, row, first_bias + row)
