@@ -7,6 +7,7 @@ parts.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def merge_over_ranks(
         group: the ranks whose parts make a whole; default: all.
 
     Returns:
-        (out, lse) for all keys. Parts are merged in the order of the ranks, so every rank has the same bits.
+        (out, lse) for all keys. Parts are merged in the order of the ranks, so every rank has the same bits; they are
+        summed in fp32 and rounded once.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -79,10 +81,9 @@ def merge_over_ranks(
     outs, sums = ([torch.empty_like(own) for _ in range(count)] for own in (out, lse))
     torch.distributed.all_gather(outs, out, group)
     torch.distributed.all_gather(sums, lse, group)
-    merged = outs[0], sums[0]
-    for part in zip(outs[1:], sums[1:], strict=True):
-        merged = merge_states(*merged, *part)
-    return merged
+    states = [(each.float(), total) for each, total in zip(outs, sums, strict=True)]
+    merged, total = functools.reduce(lambda left, right: merge_states(*left, *right), states)
+    return merged.to(out.dtype), total
 
 
 def check_states(**tensors: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cute_kernels import (
     append_kv,
     decode_attention,
     extend_attention,
+    merge_over_ranks,
     merge_states,
     mixed_attention,
     mla_decode,
@@ -59,6 +61,24 @@ def parts_of(caches) -> list[tuple[Any, Any]]:
     """Each rank's tokens, contiguous."""
     k, v = caches
     return [(k[:, a:b].contiguous(), v[:, a:b].contiguous()) for a, b in itertools.pairwise(CUTS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_parts_of_many_ranks_are_rounded_once(dtype: torch.dtype):
+    states = [(torch.randn(5, HQ, DIM).to(dtype), torch.randn(5, HQ)) for _ in range(16)]
+
+    def gather(into: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
+        for tensor, state in zip(into, states, strict=True):
+            tensor.copy_(state[own.dim() == 2])
+
+    ranks = mock.patch.multiple(torch.distributed, get_world_size=lambda group: len(states), all_gather=gather)
+    with ranks:
+        out, lse = merge_over_ranks(*states[0])
+    outs, sums = (torch.stack(part).double() for part in zip(*states, strict=True))
+    exact = (outs * sums.softmax(0)[..., None]).sum(0)
+    half_a_step = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert out.dtype == dtype and ((out.double() - exact).abs() <= half_a_step + 1e-6).all()
+    torch.testing.assert_close(lse.double(), sums.logsumexp(0), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
