@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,21 +17,9 @@ from cute_kernels.gemm.module import QuantizedLinear, is_conv1d
 from cute_kernels.model_report import ReportedLayer
 from cute_kernels.weight_readers import layers_read_by_code
 
-FORWARD_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-_OTHER_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+FORWARD_HOOKS = tuple(name for name in _HOOKS if "forward" in name)
+_OTHER_HOOKS = tuple(name for name in _HOOKS if "forward" not in name)
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -142,7 +131,7 @@ def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | No
         return "its forward was replaced on the instance (accelerate's hooks do so)"
     lost = [name for name in _OTHER_HOOKS if getattr(module, name, None)]
     if inner is not None:
-        lost += [f"{name} of its experts" for name in (*FORWARD_HOOKS, *_OTHER_HOOKS) if getattr(inner, name, None)]
+        lost += [f"{name} of its experts" for name in _HOOKS if getattr(inner, name, None)]
         lost += ["a forward of its experts' instance"] if "forward" in vars(inner) else []
     return f"it has {lost[0].lstrip('_')}, which a quantised layer cannot keep" if lost else None
 
@@ -200,6 +189,23 @@ def _num_experts(name: str, module: nn.Module) -> int | None:
 
 def _left(name: str, module: nn.Module, reason: str, counts: bool) -> ReportedLayer:
     return ReportedLayer(name, type(module).__name__, weight_bytes(module), 0, reason, counts)
+
+
+def check_skip(model: nn.Module, skip: object) -> None:
+    """Raises TypeError or ValueError unless ``skip`` is a sequence of patterns, and each names a module of a model.
+
+    The default's lm_head need not be there.
+    """
+    if isinstance(skip, str) or not isinstance(skip, Sequence) or not all(isinstance(name, str) for name in skip):
+        raise TypeError(f"skip: got {skip!r}, want a sequence of names")
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = {"lm_head", *paths, *(path.rpartition(".")[2] for path in paths)}
+    for pattern in skip:
+        if pattern not in names and not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(get_close_matches(pattern, names) or sorted(names)[-3:])
+            raise ValueError(
+                f"skip: got {pattern!r}, which names no layer of {type(model).__name__}, want such as {near}"
+            )
 
 
 def _is_skipped(name: str, skip: Sequence[str]) -> bool:

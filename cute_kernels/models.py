@@ -18,7 +18,7 @@ from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
 from cute_kernels.model_config import record_layers
-from cute_kernels.model_layers import compiled_from, is_dense, survey, take_hooks, weight_bytes
+from cute_kernels.model_layers import check_skip, compiled_from, is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.names import Activations
 
@@ -57,8 +57,8 @@ def quantize_model(
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
         batch_invariant: what that attribute of the new layers is: whether no row's, or token's, result of theirs may
             depend on what others there are.
-        skip: layers that stay as they are: shell patterns for the qualified name or its last part. Layers within a
-            mixture of experts that stays are not skipped by its name.
+        skip: layers that stay as they are: shell patterns for the qualified name or its last part, each of which
+            names some. Layers within a mixture of experts that stays are not skipped by its name.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
         format: as for `quantize_weight`.
         activations: what that attribute of the new layers is: "fp8" rounds x to E4M3 for products in FP8.
@@ -77,8 +77,7 @@ def quantize_model(
         raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
     if is_moe_block(model):
         raise TypeError("model: got a mixture of experts itself, want a module around it, or QuantizedMoE.from_block")
-    if isinstance(skip, str) or not isinstance(skip, Sequence) or not all(isinstance(name, str) for name in skip):
-        raise TypeError(f"skip: got {skip!r}, want a sequence of names")
+    check_skip(model, skip)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
     form = chosen_format(bits, group_size, zero_point, dtype, format)

@@ -271,6 +271,14 @@ def test_a_layer_that_cannot_be_quantised_is_named():
     [
         (lambda: quantize_model(dense_layer()), "model: got an nn.Linear itself"),
         (lambda: quantize_model(Model(), skip="lm_head"), "skip: got 'lm_head', want a sequence of names"),
+        (
+            lambda: quantize_model(Model(), skip=("lm_haed",)),
+            "skip: got 'lm_haed', which names no layer .*such as lm_head",
+        ),
+        (
+            lambda: quantize_model(Model(), skip=("layers.0", "*.mlp.*")),
+            r"skip: got '\*.mlp.\*', which names no layer of M",
+        ),
         (lambda: quantize_model(Model(), batch_invariant=1), "batch_invariant: got 1, want True or False"),  # type: ignore
         (lambda: QuantizedLinear(torch.zeros(4, 4)), "weight: got Tensor, want a PackedWeight"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear.from_linear(nn.ReLU()), "linear: got ReLU, want an nn.Linear"),  # type: ignore[arg-type]
