@@ -5,6 +5,7 @@ A weight format receives one of these objects, so that its file can be imported 
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
@@ -23,6 +24,13 @@ class HopperMath:
 
     def bits(self, number: Float32) -> Uint32:
         return Uint32(number.bitcast(Uint32))
+
+    def number(self, bits: Uint32) -> Float32:
+        """The fp32 number of 32 bits."""
+        return bits.bitcast(Float32)
+
+    def most(self, a: Uint32, b: Uint32) -> Uint32:
+        return Uint32(cutlass.max(a, b))
 
     def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
         """Four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""

@@ -20,6 +20,10 @@ class PackedMath(Protocol):
 
     def bits(self, number: Float32) -> Uint32: ...
 
+    def number(self, bits: Uint32) -> Float32: ...
+
+    def most(self, a: Uint32, b: Uint32) -> Uint32: ...
+
     def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32: ...
 
     def add(self, a: Uint32, b: Uint32) -> Uint32: ...
@@ -57,10 +61,12 @@ class E4m3Decoder(ABC):
     Attributes:
         slots: issue slots of a warp that decoding 64 codes a thread takes.
         unit: what 1 in a decoded weight counts.
+        folds: whether `fold` multiplies scales of a k block's groups into the numbers.
     """
 
     slots: ClassVar[int]
     unit: ClassVar[float] = 1.0
+    folds: ClassVar[bool] = False
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math
@@ -68,6 +74,11 @@ class E4m3Decoder(ABC):
     @abstractmethod
     def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
         """Two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in ``words``."""
+
+    def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
+        """For each group of a k block what `fragment` takes besides ``words``; and the scales that two rows are left
+        with. scales: stored ones, of each group's rows g and g + 8."""
+        raise NotImplementedError
 
     def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:
         return self.math.prmt(a, b, self.math.word(selector))

@@ -30,8 +30,12 @@ TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
 # Bytes 16 times the numbers of codes 0 to 3 and 4 to 7, and those of codes with a sign.
 BYTES, MINUS_BYTES = (0x18100800, 0x60403020), (0xE8F0F800, 0xA0C0D0E0)
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
-# Of magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the E4M3 bytes, low byte first; bits of magnitudes and signs.
-E4M3_LOW, E4M3_HIGH = 0x3C383000, 0x4C484440
+# Of magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the E4M3 bytes, low byte first; the same times 2**-6, the 0.5 flushed, and
+# what a power of two more adds; bits of magnitudes and signs.
+E4M3_ONE = 0x3C383000, 0x4C484440
+E4M3_TABLE = (0x0C080000, 0x08080800), (0x1C181410, 0x08080808)
+E4M3_SPREAD = 12  # powers of two from there to 2**6
+LEAST_BASE = E4M3_SPREAD + 1
 MAGNITUDES, SIGNS = 0x77777777, 0x80808080
 
 
@@ -164,18 +168,41 @@ class NvFp4Decoder(Fp4Decoder):
 
 
 class E2m1Codes(E4m3Decoder):
-    """Codes whose magnitudes are looked up in a table of eight bytes, then signed: 8 of them take nine instructions."""
+    """Codes whose magnitudes are looked up in tables of eight bytes, one for each row, then signed: 8 of them take
+    eleven instructions.
 
-    slots = 72
+    Powers of two of a k block's groups are multiplied into the tables. A row's largest power stays outside, so that its
+    6 becomes 384 of E4M3's 448. Numbers are exact down to powers 2**11 below. Below 2**12 they are those of 2**12
+    below, the smallest of them zero: too large by less than 2**-9 of the row's largest possible number.
+    """
 
-    def fragment(self, words) -> list[Any]:
-        word, math = words[0], self.math
+    slots, folds = 88, True
+
+    def fold(self, scales) -> tuple[list[Any], list[Any]]:
+        halves = [self._fold_row(scales[half::2]) for half in range(2)]
+        tables = list(zip(*(tables for tables, _ in halves), strict=True))
+        return tables, [scale for _, scale in halves]
+
+    def _fold_row(self, powers) -> tuple[list[Any], Any]:
+        """Tables of a row's groups, and the scale that is left. powers: E8M0 bytes."""
+        math, base = self.math, self.math.word(LEAST_BASE)
+        for power in powers:
+            base = math.most(base, power)
+        base, tables = base - math.word(E4M3_SPREAD), []
+        for power in powers:
+            steps = math.most(power, base) - base
+            tables.append(tuple(steps * math.word(step) + math.word(least) for least, step in E4M3_TABLE))
+        return tables, math.number((base + math.word(E4M3_SPREAD // 2)) << 23)
+
+    def fragment(self, words, tables=(E4M3_ONE, E4M3_ONE)) -> list[Any]:
+        word, math, found = words[0], self.math, []
         places = word & math.word(MAGNITUDES)
-        low, high = math.word(E4M3_LOW), math.word(E4M3_HIGH)
-        first, second = math.prmt(low, high, places), math.prmt(low, high, places >> 16)
-        found = [self.permuted(first, second, selector) for selector in (EVEN_BYTES, ODD_BYTES)]
         signs = (word << 4) & math.word(SIGNS), word & math.word(SIGNS)
-        return [number | sign for number, sign in zip(found, signs, strict=True)]
+        for selector, table, sign in zip((EVEN_BYTES, ODD_BYTES), tables, signs, strict=True):
+            low, high = (math.word(part) for part in table)
+            first, second = math.prmt(low, high, places), math.prmt(low, high, places >> 16)
+            found.append(self.permuted(first, second, selector) | sign)
+        return found
 
 
 class Fp4Bytes(ByteDecoder):

@@ -12,7 +12,6 @@ from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import (
     MMA_GROUP,
     ROW_SCALE_BYTES,
-    WGMMA_N_STEP,
     X_SCALE_ALIGNMENT,
     Mainloop,
 )
@@ -77,6 +76,12 @@ def whole_k(k_pad: int) -> int:
     return -(-k_pad // X_GROUP) * X_GROUP
 
 
+def groups_apart(form: WeightFormat) -> int:
+    """Groups of a k block whose sums are scaled apart."""
+    decoder = form.e4m3_decoder()
+    return 1 if decoder is None or decoder.folds or not form.group_size else max(X_GROUP // form.group_size, 1)
+
+
 @dataclass(frozen=True)
 class Fp8Wgmma(Mainloop):
     """The mainloop of wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32:
@@ -91,9 +96,7 @@ class Fp8Wgmma(Mainloop):
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
-    tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, *range(16, 129, 16))
     block_k_sizes: ClassVar[tuple[int, ...]] = (X_GROUP,)
-    most_acc_m: ClassVar[int] = 128  # a group's sums take as many registers again
 
     @property
     def name(self) -> str:
@@ -105,6 +108,11 @@ class Fp8Wgmma(Mainloop):
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
         return config.block_k // X_GROUP  # rows of 128 bytes
 
+    def takes_turns(self, config: WgmmaConfig) -> bool:
+        """Whether the two warpgroups take turns: where a k block is one group's, of more rows than a thread has
+        registers for twice."""
+        return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
+
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
         """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
@@ -113,7 +121,7 @@ class Fp8Wgmma(Mainloop):
         wanted, rows = fp8_problem(config.format), config.tile_m * config.n_tiles
         if self.half_last and config.group_size >= X_GROUP:
             return f"groups of {config.group_size} inputs end with a k block"
-        if wanted is None and config.k_block_groups > 1 and rows > SMALL_GROUP_ACC_M:
+        if wanted is None and groups_apart(config.format) > 1 and rows > SMALL_GROUP_ACC_M:
             return f"{rows} rows of all tiles are more than the {SMALL_GROUP_ACC_M} of groups of {config.group_size}"
         return None if wanted is None else f"FP8 products want {wanted}, not {config.format.key}"
 

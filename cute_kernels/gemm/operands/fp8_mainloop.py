@@ -16,15 +16,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import cutlass.cute as cute
+from cutlass import const_expr
+
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader
 from layouts.weights.hopper import STEP_K
 
 AHEAD_TILE_M = 64  # for which a thread has registers for the sums of two groups at a time
+SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
+PIECE_M = 32  # of them whose scales are loaded at a time
+TURN = 9  # the first of the named barriers of the warpgroups' turns, behind those of `wgmma.kernel`
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Group:
     """Products that have a scale in common: of a tile, MMAs ``first`` to ``end`` of its k block.
 
     scales: of the thread's two rows; none where they hold for all of K.
+    tables: of each MMA, what its codes are looked up in; none where all codes have the same.
     is_last: of its tile's groups of the k block.
     """
 
@@ -39,7 +47,39 @@ class Group:
     first: int
     end: int
     scales: Sequence[Any]
+    tables: Sequence[Any]
     is_last: bool
+
+
+class Turns:
+    """Two consumer warpgroups take turns: while one's MMAs run the other adds its sums.
+
+    Without turns both wait for the same stage, so their MMAs run side by side and end at the same time, and then the
+    tensor cores wait for both. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
+    FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
+    """
+
+    def __init__(self, warpgroups: int):
+        assert warpgroups == 2, warpgroups
+
+    @cute.jit
+    def begin(self, warp):
+        """The first warpgroup has the first turn."""
+        if warp >= WARPGROUP_WARPS:
+            self.give(warp)
+
+    def wait(self, warp):
+        cute.arch.barrier(barrier_id=TURN + warp // WARPGROUP_WARPS, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def give(self, warp):
+        other = TURN + 1 - warp // WARPGROUP_WARPS
+        cute.arch.barrier_arrive(barrier_id=other, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def end(self, warp):
+        """Takes the turn that the second warpgroup gave last."""
+        if warp < WARPGROUP_WARPS:
+            self.wait(warp)
 
 
 class Fp8Mainloop(StageByStage):
@@ -56,17 +96,34 @@ class Fp8Mainloop(StageByStage):
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
         self.decoder = decoder(HopperMath(config.dtype))
+        self.turns = Turns(config.warpgroups) if config.mainloop.takes_turns(config) else None
 
     def masks(self, shape, lane):
         return None
 
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
+        """See `StageByStage`."""
+        if const_expr(self.turns is not None):
+            self.turns.begin(place.warp)
+        here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
+        if const_expr(self.turns is not None):
+            self.turns.end(place.warp)
+        return here, last
+
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
-        """Adds a k block's products, group by group: while one's MMAs run the next one is decoded."""
+        """Adds a k block's products."""
         words = self.reader.load_codes(memory, stage, place)
+        x, groups = self.reader.descriptor(memory, stage), self.groups(memory, stage, place)
+        if self.turns is not None:
+            self.multiply_in_turn(acc, memory, stage, place, x_place, words, x, groups, tile_m)
+            return
         x_scales = self.reader.load_x_scales(memory, stage, x_place, tile_m)
-        x = self.reader.descriptor(memory, stage)
+        self.multiply_groups(acc, words, x, groups, x_scales, tile_m)
+
+    def multiply_groups(self, acc, words, x, groups, x_scales, tile_m: int):
+        """Multiplies group by group: while one's MMAs run the next one is decoded."""
         ahead = tile_m <= AHEAD_TILE_M
-        groups = self.groups(memory, stage, place)
         started, before = self.start(self.operands(words, groups[0]), x, groups[0], tile_m), []
         for group, after in pairwise([*groups, None]):
             assert group is not None
@@ -78,16 +135,32 @@ class Fp8Mainloop(StageByStage):
             if after:
                 started = following if ahead else self.start(following, x, after, tile_m)
 
+    def multiply_in_turn(self, acc, memory, stage, place, x_place, words, x, groups, tile_m: int):
+        """Multiplies slices of rows of x, each in a turn of the warpgroup's own."""
+        for group in groups:
+            operands = self.operands(words, group)
+            for first in range(0, tile_m, SLICE_M):
+                rows = min(SLICE_M, tile_m - first)
+                self.turns.wait(place.warp)
+                started = self.start(operands, wgmma.advanced(x, first * wgmma.ROW_BYTES), group, rows)
+                wgmma.wait(1)
+                self.turns.give(place.warp)  # the last MMA is still running: the other's follow it without a gap
+                sums = wgmma.wait_for(started, 0)
+                self.add_slice(acc, memory, stage, x_place, group, sums, first)
+
     def groups(self, memory, stage, place) -> list[Group]:
         """The parts of a k block that have scales of their own."""
-        count, tiles = max(self.config.k_block_groups, 1), range(self.config.n_tiles)
-        steps, found = X_GROUP // MMA_K // count, []
-        for tile in tiles:
+        count, steps, found = groups_apart(self.config.format), X_GROUP // MMA_K, []
+        for tile in range(self.config.n_tiles):
+            if self.decoder.folds:
+                tables, scales = self.decoder.fold(self.reader.load_scale_words(memory, stage, place, tile))
+                found.append(Group(tile, 0, steps, scales, tables, is_last=True))
+                continue
             scales = self.reader.load_scales(memory, stage, place, tile) if self.config.group_size else []
             scales = [scale * self.decoder.unit if self.decoder.unit != 1 else scale for scale in scales]
             for i in range(count):
-                own = scales[2 * i : 2 * i + 2]
-                found.append(Group(tile, steps * i, steps * (i + 1), own, is_last=i == count - 1))
+                first, end = steps // count * i, steps // count * (i + 1)
+                found.append(Group(tile, first, end, scales[2 * i : 2 * i + 2], [], is_last=i == count - 1))
         return found
 
     def operands(self, words, group: Group) -> list[Any]:
@@ -95,15 +168,19 @@ class Fp8Mainloop(StageByStage):
         decoder, found = self.stages.decoder, []
         for step in range(group.first * MMA_K // STEP_K, group.end * MMA_K // STEP_K):
             chunk, first = words[group.tile][step // decoder.steps], step % decoder.steps * decoder.words_per_step
-            found += self.decoder.fragment([chunk[first + i] for i in range(decoder.words_per_step)])
+            own = [chunk[first + i] for i in range(decoder.words_per_step)]
+            found += self.decoder.fragment(own, *([group.tables[step * STEP_K // MMA_K]] if group.tables else []))
         return found
 
-    def start(self, operands, x, group: Group, tile_m: int) -> list[Any]:
-        """Issues the MMAs of a group. Returns a thread's sums of it."""
+    def start(self, operands, x, group: Group, rows: int) -> list[Any]:
+        """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups take turns. Returns a
+        thread's sums of it."""
         ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
+            if self.turns is not None and step == group.end - 1:
+                wgmma.commit()
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
-            sums = wgmma.multiply_e4m3(sums, tile_m // 2, ready[4 * number : 4 * number + 4], b)
+            sums = wgmma.multiply_e4m3(sums, rows // 2, ready[4 * number : 4 * number + 4], b)
         wgmma.commit()
         return sums
 
@@ -122,6 +199,24 @@ class Fp8Mainloop(StageByStage):
         for i, value in enumerate(total):
             acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
         return []
+
+    def add_slice(self, acc, memory, stage, x_place, group: Group, sums, first_row: int) -> None:
+        """Adds the sums of a slice of rows, scaled. While those of some rows are added the scales of the next ones are
+        loaded: there are no registers for all."""
+        rows = 2 * len(sums)
+        starts = range(0, rows, PIECE_M)
+
+        def load(start):
+            place = x_place + 4 * (first_row + start)
+            return self.reader.load_x_scales(memory, stage, place, min(PIECE_M, rows - start))
+
+        following = load(0)
+        for start in starts:
+            x_scales, following = following, load(start + PIECE_M) if start + PIECE_M < rows else []
+            for i in range(start // 2, start // 2 + len(x_scales) * 2):
+                value = sums[i] * group.scales[i // 2 % 2] if group.scales else sums[i]
+                place = group.tile * (self.config.tile_m // 2) + first_row // 2 + i
+                acc[place] = ptx.fma(value, x_scales[(i - start // 2) // 4 * 2 + i % 2], acc[place])
 
     def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""

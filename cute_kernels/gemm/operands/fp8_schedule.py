@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, whole_k
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, whole_k
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
@@ -18,7 +18,7 @@ from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, of_format
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
-SHAPES = ((128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
+SHAPES = ((256, 1, 2), (256, 1, 1), (128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 SMALL_GROUP_SHAPES = ((64, 1, 2), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 K_BLOCK_SLOTS = 60  # issue slots of a warp for a tile's k block, but for decoding and adding
 L2_BYTES_PER_CLOCK = 40  # that an SM takes in
@@ -30,7 +30,7 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     number of rows."""
     mainloop = Fp8Wgmma(half_last=problem.k_pad % X_GROUP > 0)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
-    several = 0 < problem.format.group_size < X_GROUP
+    several = groups_apart(problem.format) > 1
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
         config = of_format(
             problem, tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
@@ -54,7 +54,7 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
     """Issue slots of an SM's scheduler for a k block of a tile of which ``tile_m`` rows are computed."""
-    adds = (max(config.k_block_groups, 1) + 1) * tile_m / 2
+    adds = (groups_apart(config.format) + 1) * tile_m / 2
     decoder = config.format.e4m3_decoder()
     return config.block_tiles * ((decoder.slots if decoder else 0) + adds) + config.warpgroups * K_BLOCK_SLOTS
 

@@ -219,16 +219,17 @@ class LimbReader:
         """Loads scales of the thread's two rows of a tile, fp32, group by group."""
         if self.has_shifts:
             return self.load_halves(memory, stage, place, tile, upper=0)
+        words = self.load_scale_words(memory, stage, place, tile)
+        return [scale_number(self.config, self.stages.decoder, word) for word in words]
+
+    def load_scale_words(self, memory, stage, place, tile: int) -> list[Any]:
+        """Loads stored scales of the thread's two rows of a tile, group by group."""
         groups = self.config.k_block_groups
         row = (place.row // TILE_N + tile) * (groups * TILE_N) + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
         return [
-            scale_number(
-                self.config,
-                self.stages.decoder,
-                ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size),
-            )
+            ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size)
             for group in range(groups)
             for half in range(2)
         ]
