@@ -61,8 +61,12 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
 
 
 def x_group(form: WeightFormat) -> int:
-    """The inputs of a row of x that share a scale, for weights of a format; 0 for all of K."""
-    return X_GROUP if form.group_size else 0
+    """The inputs of a row of x that share a scale, for weights of a format; 0 for all of K.
+
+    Codes of 8 bits in groups are of checkpoints that were made with such scales, DeepSeek's. With one scale a row a sum
+    takes one instruction instead of two.
+    """
+    return X_GROUP if form.group_size and form.bits == 8 else 0
 
 
 def whole_k(k_pad: int) -> int:
@@ -114,8 +118,8 @@ class Fp8Wgmma(Mainloop):
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
-        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
+        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes; none where a row has one."""
+        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT) if x_group(config.format) else 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
         wanted, rows = fp8_problem(config.format), config.tile_m * config.n_tiles

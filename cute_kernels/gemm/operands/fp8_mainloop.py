@@ -13,19 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, x_group
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
-from cute_kernels.gemm.wgmma.reading import Channel, StageReader
+from cute_kernels.gemm.wgmma.places import Places
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
 from layouts.weights.hopper import STEP_K
 
 AHEAD_TILE_M = 64  # for which a thread has registers for the sums of two groups at a time
@@ -68,8 +71,11 @@ class Turns:
         if warp >= WARPGROUP_WARPS:
             self.give(warp)
 
-    def wait(self, warp):
-        cute.arch.barrier(barrier_id=TURN + warp // WARPGROUP_WARPS, number_of_threads=2 * WARPGROUP_THREADS)
+    def wait(self, warp, nothing=0):
+        """nothing: a run-time 0 that is there when all is that the turn begins with; ptxas moves other computation
+        behind the barrier, and so into the turn."""
+        own = (TURN + warp // WARPGROUP_WARPS) | nothing
+        cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
 
     def give(self, warp):
         other = TURN + 1 - warp // WARPGROUP_WARPS
@@ -89,9 +95,15 @@ class Fp8Mainloop(StageByStage):
     """
 
     def __init__(
-        self, config: WgmmaConfig[Fp8Wgmma], stages: StageReader, channel: Channel, x_scale_shift: Shift | None
+        self,
+        config: WgmmaConfig[Fp8Wgmma],
+        stages: StageReader,
+        channel: Channel,
+        places: Places,
+        x_scale_shift: Shift | None,
     ):
-        self.config, self.stages, self.channel = config, stages, channel
+        self.config, self.stages, self.channel, self.places = config, stages, channel, places
+        self.by_row = not x_group(config.format)
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=x_scale_shift is None)
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
@@ -99,7 +111,7 @@ class Fp8Mainloop(StageByStage):
         self.turns = Turns(config.warpgroups) if config.mainloop.takes_turns(config) else None
 
     def masks(self, shape, lane):
-        return None
+        return nothing(shape, lane)
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
@@ -118,22 +130,23 @@ class Fp8Mainloop(StageByStage):
         if self.turns is not None:
             self.multiply_in_turn(acc, memory, stage, place, x_place, words, x, groups, tile_m)
             return
-        x_scales = self.reader.load_x_scales(memory, stage, x_place, tile_m)
+        x_scales = [] if self.by_row else self.reader.load_x_scales(memory, stage, x_place, tile_m)
         self.multiply_groups(acc, words, x, groups, x_scales, tile_m)
 
     def multiply_groups(self, acc, words, x, groups, x_scales, tile_m: int):
         """Multiplies group by group: while one's MMAs run the next one is decoded."""
         ahead = tile_m <= AHEAD_TILE_M
-        started, before = self.start(self.operands(words, groups[0]), x, groups[0], tile_m), []
+        ready = wgmma.fence(self.operands(words, groups[0]))
+        started, before = self.start(ready, x, groups[0], tile_m), []
         for group, after in pairwise([*groups, None]):
             assert group is not None
             following = self.operands(words, after) if after else []
             if after and ahead:
-                following = self.start(following, x, after, tile_m)
+                following = self.start(wgmma.fence(following), x, after, tile_m)
             sums = wgmma.wait_for(started, 1 if after and ahead else 0)
             before = self.add(acc, group, sums, x_scales, before)
             if after:
-                started = following if ahead else self.start(following, x, after, tile_m)
+                started = following if ahead else self.start(wgmma.fence(following), x, after, tile_m)
 
     def multiply_in_turn(self, acc, memory, stage, place, x_place, words, x, groups, tile_m: int):
         """Multiplies slices of rows of x, each in a turn of the warpgroup's own."""
@@ -141,8 +154,9 @@ class Fp8Mainloop(StageByStage):
             operands = self.operands(words, group)
             for first in range(0, tile_m, SLICE_M):
                 rows = min(SLICE_M, tile_m - first)
-                self.turns.wait(place.warp)
-                started = self.start(operands, wgmma.advanced(x, first * wgmma.ROW_BYTES), group, rows)
+                ready = wgmma.fence(operands)
+                self.turns.wait(place.warp, 0 if first else Int32(reduce(or_, operands) & place.masks))
+                started = self.start(ready, wgmma.advanced(x, first * wgmma.ROW_BYTES), group, rows)
                 wgmma.wait(1)
                 self.turns.give(place.warp)  # the last MMA is still running: the other's follow it without a gap
                 sums = wgmma.wait_for(started, 0)
@@ -172,10 +186,10 @@ class Fp8Mainloop(StageByStage):
             found += self.decoder.fragment(own, *([group.tables[step * STEP_K // MMA_K]] if group.tables else []))
         return found
 
-    def start(self, operands, x, group: Group, rows: int) -> list[Any]:
+    def start(self, ready, x, group: Group, rows: int) -> list[Any]:
         """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups take turns. Returns a
-        thread's sums of it."""
-        ready, sums = wgmma.fence(operands), []
+        thread's sums of it. ready: its operands, behind a fence."""
+        sums: list[Any] = []
         for number, step in enumerate(range(group.first, group.end)):
             if self.turns is not None and step == group.end - 1:
                 wgmma.commit()
@@ -187,7 +201,11 @@ class Fp8Mainloop(StageByStage):
     def add(self, acc, group: Group, sums, x_scales, before: Sequence[Any]) -> list[Any]:
         """Scales a group's sums and adds ``before``, the total of the k block's earlier groups. Returns the new total.
 
-        After the k block's last group the total, times the scales of x, goes into the accumulators; returns [] then."""
+        After the k block's last group the total, times the scales of x, goes into the accumulators; returns [] then.
+        Where a row of x has one scale each group's sums go there at once."""
+        if self.by_row:
+            self.add_rows(acc, group, sums, 0)
+            return []
         scales, total = group.scales, list(sums)
         if before:
             total = [ptx.fma(value, scales[i // 2 % 2], before[i]) for i, value in enumerate(sums)]
@@ -200,9 +218,21 @@ class Fp8Mainloop(StageByStage):
             acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
         return []
 
+    def add_rows(self, acc, group: Group, sums, first_row: int) -> None:
+        """Adds sums whose scales of x meet the accumulators at the end."""
+        first = group.tile * (self.config.tile_m // 2) + first_row // 2
+        for i, value in enumerate(sums):
+            scaled = (
+                ptx.fma(value, group.scales[i // 2 % 2], acc[first + i]) if group.scales else acc[first + i] + value
+            )
+            acc[first + i] = scaled
+
     def add_slice(self, acc, memory, stage, x_place, group: Group, sums, first_row: int) -> None:
         """Adds the sums of a slice of rows, scaled. While those of some rows are added the scales of the next ones are
         loaded: there are no registers for all."""
+        if self.by_row:
+            self.add_rows(acc, group, sums, first_row)
+            return
         rows = 2 * len(sums)
         starts = range(0, rows, PIECE_M)
 
@@ -218,9 +248,26 @@ class Fp8Mainloop(StageByStage):
                 place = group.tile * (self.config.tile_m // 2) + first_row // 2 + i
                 acc[place] = ptx.fma(value, x_scales[(i - start // 2) // 4 * 2 + i % 2], acc[place])
 
-    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
+    def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""
+        if self.by_row:
+            self.scale_rows(acc, shape, work_tile, place)
         if not self.config.group_size:
             sums = [acc[i] for i in range(self.config.thread_acc)]
             unit = self.decoder.unit
             self.channel.scale(acc, [value * unit for value in sums] if unit != 1 else sums, channel)
+
+    def scale_rows(self, acc, shape, work_tile, place) -> None:
+        """Multiplies by the scales of rows of x."""
+        first, _ = self.places.rows_of(shape, work_tile)
+        address = shape.x_scales + Int64(first + place.lane % 4 * 2) * 4
+        blocks = range(self.config.tile_m // 8)
+        loaded = [
+            ptx.load_global_words(address, 4 * (8 * block + i), 1, constant=False)[0]
+            for block in blocks
+            for i in range(2)
+        ]
+        scales = [word.bitcast(Float32) for word in loaded]
+        for i in range(self.config.thread_acc):
+            column = i % (self.config.tile_m // 2)
+            acc[i] = acc[i] * scales[column // 4 * 2 + column % 2]

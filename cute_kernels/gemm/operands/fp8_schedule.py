@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, whole_k
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, whole_k, x_group
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
@@ -54,7 +54,7 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
     """Issue slots of an SM's scheduler for a k block of a tile of which ``tile_m`` rows are computed."""
-    adds = (groups_apart(config.format) + 1) * tile_m / 2
+    adds = (groups_apart(config.format) + (x_group(config.format) > 0)) * tile_m / 2
     decoder = config.format.e4m3_decoder()
     return config.block_tiles * ((decoder.slots if decoder else 0) + adds) + config.warpgroups * K_BLOCK_SLOTS
 

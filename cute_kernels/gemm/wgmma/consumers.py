@@ -25,7 +25,7 @@ class TileMainloop(Protocol):
 
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int) -> Any: ...
 
-    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None: ...
+    def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None: ...
 
 
 class Consumers:
@@ -75,7 +75,7 @@ class Consumers:
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state, present = (here, last), parts_of(config, self.places, shape, work_tile)
             here, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, releases, present, 1)
-            self.mainloop.finish(acc, memory, work_tile, place, channel, last, releases)
+            self.mainloop.finish(acc, shape, memory, work_tile, place, channel, last, releases)
             self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
 
     @cute.jit

@@ -72,7 +72,7 @@ def make_mainloop(
         return LimbMainloop(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
     if isinstance(config.mainloop, Fp8Wgmma):
-        return Fp8Mainloop(config, stages, channel, x_scale_shift)
+        return Fp8Mainloop(config, stages, channel, places, x_scale_shift)
     if isinstance(config.mainloop, mainloops.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)

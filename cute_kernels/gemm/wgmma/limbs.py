@@ -334,5 +334,5 @@ class LimbMainloop(StageByStage):
         x = self.reader.descriptor(memory, stage)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
 
-    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
+    def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
         """Does nothing: accumulators are finished and scaled."""

@@ -92,7 +92,7 @@ class TmaLoads:
                 barrier = pipeline.full_barrier(here)
                 with cute.arch.elect_one():
                     pipeline.producer_expect(here, size)
-                    if const_expr(self.scaled):
+                    if const_expr(config.x_scale_stage_bytes > 0):
                         self.copy_scales(shape, memory, work_tile, k_block, here)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:

@@ -101,7 +101,7 @@ class RegisterMainloop:
             return registers
         return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
 
-    def finish(self, acc, memory, work_tile, place: Lane, channel, last, releases) -> None:
+    def finish(self, acc, shape, memory, work_tile, place: Lane, channel, last, releases) -> None:
         """Waits for the last MMAs, releases their stage, and applies scales that hold for all of K."""
         finished = wgmma.wait_all([acc[i] for i in range(self.config.thread_acc)])
         self.stages.release(memory, last, releases & (work_tile.begin + place.k_rank < work_tile.end))

@@ -95,5 +95,5 @@ class ResidentMainloop:
         shifts = self.reader.load_shifts(memory, stage, place, x_place, tile_m)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
-    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
+    def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
         """Does nothing: accumulators are finished and scaled."""

@@ -102,6 +102,6 @@ class SynchronousMainloop:
                         else:
                             acc[at] = acc[at] + parts[i][block][j]
 
-    def finish(self, acc, memory, work_tile, place, channel, last, releases) -> None:
+    def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""
         self.channel.scale(acc, [acc[i] for i in range(self.config.thread_acc)], channel)
