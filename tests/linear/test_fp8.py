@@ -43,7 +43,7 @@ def weight_of(name: str, n: int = 70, k: int = 320) -> PackedWeight:
 
 def exact_product(x: torch.Tensor, weight: PackedWeight, scale: torch.Tensor | None = None) -> torch.Tensor:
     """In fp64, of the operands as they are rounded."""
-    size = 0 if scale is not None or not weight.group_size else 128
+    size = 128 if scale is None and weight.group_size and weight.bits == 8 else 0
     codes, scales = quantize_activations(x, size, scale=scale)
     of_inputs = scales.double().repeat_interleave(size or x.shape[-1], dim=-1)[..., : x.shape[-1]]
     return codes.double() * of_inputs @ weight.dequantize(torch.float64).T
@@ -158,8 +158,8 @@ def test_act_order_and_input_scales_come_before_the_rounding():
     perm, scale = torch.randperm(256, generator=torch.Generator().manual_seed(5)), numbers(256).abs() + 0.5
     weight, x = case.pack(perm=perm, input_scale=scale), numbers(3, 256)
     packed = (x * scale)[:, perm]
-    codes, scales = quantize_activations(packed, 128)
-    rows = dequantize_activations(codes, scales, 128).double()
+    codes, scales = quantize_activations(packed)
+    rows = dequantize_activations(codes, scales).double()
     dense = weight.dequantize(torch.float64)[:, perm]
     assert relative_error(quantized_linear(x, weight, activations="fp8"), rows @ dense.T) < TOLERANCE
 

@@ -18,7 +18,7 @@ from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel
 from cute_kernels.gemm.experts.wgmma.schedule import FP8_SHAPES, SMALL_GROUP_FP8_SHAPES, make_fp8_tiles, tile_config
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8RowsConfig, Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8RowsConfig, Fp8Wgmma, x_group
 from cute_kernels.gemm.operands.fp8_schedule import candidates, fp8_schedule
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
@@ -94,7 +94,7 @@ class TailStages(Stages):
     def __init__(self, shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, blocks: Any):
         super().__init__(shared, config, weight, torch.zeros(len(x), X_GROUP * len(blocks)), 0)
         self.blocks = blocks
-        self.rows, self.of_rows, self.numbers = rows_as_they_lie(x, X_GROUP if config.group_size else 0)
+        self.rows, self.of_rows, self.numbers = rows_as_they_lie(x, x_group(config.format))
 
     def fill(self, stage: int, k_block: int) -> None:
         config = self.config
@@ -103,7 +103,8 @@ class TailStages(Stages):
             self.shared[place + stage * size : place + stage * size + part.size] = part
         (x, _), _, _, (x_scales, _) = self.places(stage)
         put_tma_tile(self.shared, x, self.rows[:, k_block].copy().view(np.uint16))
-        self.shared[x_scales : x_scales + 4 * len(self.rows)] = self.of_rows[k_block].copy().view(np.uint8)
+        if config.x_scale_stage_bytes:
+            self.shared[x_scales : x_scales + 4 * len(self.rows)] = self.of_rows[k_block].copy().view(np.uint8)
 
 
 @pytest.mark.parametrize(("k", "experts"), [(140, False), (320, True)])  # in 192 and 320 with padding
@@ -116,13 +117,17 @@ def test_sums_are_those_of_all_of_k(name: str, k: int, experts: bool, run_on):
     x = torch.randn(config.tile_m, k, generator=generator).bfloat16()
     subject: Any = (grouped_tiles_kernel if experts else WgmmaKernel)(config)
     k_blocks = -(-k // X_GROUP)
-    work_tile = SimpleNamespace(expert=1, block=1 - experts, token=0, begin=0, end=k_blocks)
+    work_tile = SimpleNamespace(
+        expert=1, block=1 - experts, token=0, end_token=config.tile_m, m_tile=0, begin=0, end=k_blocks
+    )
     tiles = config.block_tiles * (1 if experts else 2)
     shape = SimpleNamespace(m=config.tile_m, k_blocks=k_blocks, num_tiles=tiles, scale_groups=1)
     copies = Copies(weight)
     blocks = [copies.k_block(subject, work_tile, shape, number) for number in range(k_blocks)]
     state = TailStages(np.zeros(1 << 18, np.uint8), config, weight, x, blocks)
     stored = weight.scales.contiguous().view(torch.uint8).numpy().reshape(-1)
+    shape.x_scales = machine.Int64(stored.size)
+    stored = np.concatenate((stored, state.of_rows[0].copy().view(np.uint8)))
     run_on(Altered(WarpgroupWarp(state.shared, stored), arch={"mbarrier_wait": state.wait}))
     consumers = subject.consumers
     consumers.stages.release = state.release
@@ -132,7 +137,7 @@ def test_sums_are_those_of_all_of_k(name: str, k: int, experts: bool, run_on):
     channel = consumers.channel.load(SimpleNamespace(scales=0), shape, work_tile, 1, place)
     begins = pipeline.consumer_state(), pipeline.consumer_state()
     consumers.mainloop.multiply(acc, memory, work_tile, place, channel, begins, True, config.tile_m)
-    consumers.mainloop.finish(acc, memory, work_tile, place, channel, None, None)
+    consumers.mainloop.finish(acc, shape, memory, work_tile, place, channel, None, None)
     assert state.filled == state.given_back == k_blocks
     want = state.numbers @ weight.dequantize(torch.float64).numpy().T
     for i in range(config.thread_acc):

@@ -40,7 +40,7 @@ def experts(form: str, n: int = 64, k: int = 256, seed: int = 2) -> PackedExpert
 
 
 def rounded(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
-    size = 128 if weight.group_size else 0
+    size = 128 if weight.group_size and weight.bits == 8 else 0
     return dequantize_activations(*quantize_activations(x, size), size).double()
 
 
@@ -117,7 +117,7 @@ def test_each_product_of_a_layer_is_two_launches(form: str):
     with recording() as cache:
         fused_moe(x, gate_up, down, SHARES, IDS, activations="fp8")
     names = [launch.symbol for launch in cache.launches]
-    rows = f"linear_fp8_rows_bf16_{BY_GROUP if gate_up.group_size else BY_ROW}"
+    rows = f"linear_fp8_rows_bf16_{BY_GROUP if form == 'mxfp8' else BY_ROW}"
     assert names[1] == names[3] == rows and len(names) == 6
     assert names[2].startswith("grouped_linear_wgmma_") and "_e4m3r" in names[2] and "_e4m3r" in names[4]
     first, second = cache.launches[1].arguments, cache.launches[3].arguments

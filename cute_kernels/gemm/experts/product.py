@@ -28,7 +28,7 @@ from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
-from cute_kernels.gemm.operands.fp8_config import X_GROUP
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
 from cute_kernels.gemm.operands.fp8_launch import ScaledRows, pitch_of, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
@@ -134,7 +134,7 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     function = load(ExpertSpec(layout.config), arch)
     if not layout.config.mainloop.scaled_rows:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
-    dtype, scales = layout.config.dtype, scales_of(layout.config.group_size, None)
+    dtype, scales = layout.config.dtype, scales_of(x_group(layout.config.format), None)
     if layout.config.limbs:
         rows = limb_rows(dtype, places, layout.k_blocks, arch)
     else:

@@ -15,7 +15,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
     X_SCALE_ALIGNMENT,
     Mainloop,
 )
-from cute_kernels.gemm.wgmma.results import Reduction, WholeK, WorkspaceSplitK
+from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK
 
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
@@ -97,7 +97,7 @@ class Fp8Wgmma(Mainloop):
     """
 
     half_last: bool = False
-    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, RowCuts, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
     block_k_sizes: ClassVar[tuple[int, ...]] = (X_GROUP,)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import or_
 from typing import Any
 
@@ -261,13 +261,11 @@ class Fp8Mainloop(StageByStage):
         """Multiplies by the scales of rows of x."""
         first, _ = self.places.rows_of(shape, work_tile)
         address = shape.x_scales + Int64(first + place.lane % 4 * 2) * 4
-        blocks = range(self.config.tile_m // 8)
-        loaded = [
-            ptx.load_global_words(address, 4 * (8 * block + i), 1, constant=False)[0]
-            for block in blocks
-            for i in range(2)
-        ]
-        scales = [word.bitcast(Float32) for word in loaded]
-        for i in range(self.config.thread_acc):
-            column = i % (self.config.tile_m // 2)
-            acc[i] = acc[i] * scales[column // 4 * 2 + column % 2]
+        tile_acc = self.config.tile_m // 2
+        for start in range(0, self.config.tile_m, PIECE_M):
+            end = min(start + PIECE_M, self.config.tile_m)
+            places = [4 * (row + i) for row in range(start, end, 8) for i in range(2)]
+            scales = [ptx.load_global_words(address, place, 1, constant=False)[0].bitcast(Float32) for place in places]
+            for tile, i in product(range(self.config.n_tiles), range((end - start) // 2)):
+                at = tile * tile_acc + start // 2 + i
+                acc[at] = acc[at] * scales[i // 4 * 2 + i % 2]

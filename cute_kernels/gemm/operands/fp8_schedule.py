@@ -1,4 +1,4 @@
-"""Chooses the tiles of an FP8 product by a model of time from arithmetic, not fitted to any measurement yet.
+"""Chooses the tiles of an FP8 product by a model of time: arithmetic, and one factor that was measured.
 
 docs/design/fp8_gemm.md has its numbers. Plain Python, no GPU.
 """
@@ -13,13 +13,18 @@ from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apar
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
-from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
+from cute_kernels.gemm.wgmma.results import RowCuts, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, of_format, schedule_of
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.
+# With tiles of 256 rows the tensor cores wait least for decoding. Those of a last round are cut into halves: a thread
+# has no registers for sums of parts of K.
 SHAPES = ((256, 1, 2), (256, 1, 1), (128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 SMALL_GROUP_SHAPES = ((64, 1, 2), (64, 1, 1), (32, 2, 1), (16, 2, 1))
+CUT_TILE_M = 256
+# Of other instructions' slots that MMAs do not hide: with 8192^3 rows of x the times of seven kernels are the sum.
+SLOTS_SHARE = 0.93
 K_BLOCK_SLOTS = 60  # issue slots of a warp for a tile's k block, but for decoding and adding
 L2_BYTES_PER_CLOCK = 40  # that an SM takes in
 WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as those of 16-bit products
@@ -32,12 +37,13 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = groups_apart(problem.format) > 1
     for tile_m, n_tiles, multicast in SMALL_GROUP_SHAPES if several else SHAPES:
+        cuts_rows = tile_m == CUT_TILE_M
         config = of_format(
-            problem, tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast,
-            mainloop=mainloop, reduction=WorkspaceSplitK(),
+            problem, tile_m=tile_m, n_tiles=n_tiles, block_k=X_GROUP, multicast=multicast, mainloop=mainloop,
+            row_parts=2 if cuts_rows else 1, reduction=RowCuts() if cuts_rows else WorkspaceSplitK(),
         )  # fmt: skip
         config = with_stages(config)
-        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
+        for splits in (2,) if cuts_rows else range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
             found = schedule_of(problem, config, splits) if config.can_implement() is None else None
             if found is not None:
                 yield found
@@ -60,13 +66,13 @@ def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Clocks of a k block of a CTA's tile: the longest of MMAs, issue slots, memory and loads from L2."""
+    """Clocks of a k block of a CTA's tile: the longest of instructions, memory and loads from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
     from_l2 = (config.weight_stage_bytes + config.x_stage_bytes / config.multicast) / L2_BYTES_PER_CLOCK
-    return max(tensor, slots, memory, from_l2)
+    return max(tensor + SLOTS_SHARE * slots, memory, from_l2)
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:

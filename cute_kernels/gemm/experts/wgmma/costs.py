@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
-from cute_kernels.gemm.operands.fp8_schedule import issue_slots
+from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
@@ -104,13 +104,13 @@ class LimbCost:
 
 
 class Fp8Cost:
-    """Models `Fp8Wgmma` by arithmetic alone: see docs/design/fp8_gemm.md."""
+    """Models `Fp8Wgmma`, tensor cores included: see docs/design/fp8_gemm.md."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        return config.block_tiles * 2 * tile_m
+        return 0.0
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        return issue_slots(config, tile_m)
+        return config.block_tiles * 2 * tile_m + SLOTS_SHARE * issue_slots(config, tile_m)
 
     def memory_factor(self, config: WgmmaConfig) -> float:
         return 1.0

@@ -26,7 +26,7 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryConfig,
     EntryWgmma,
 )
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, whole_k
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, whole_k
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
@@ -84,7 +84,7 @@ SHAPES = (
 # Of products in FP8, where a k block has one group, and several.
 FP8_SHAPES = tuple(
     TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
-    for tile_m, n_tiles, parts in ((128, 1, 4), (64, 2, 4), (32, 2, 4), (16, 2, 2))
+    for tile_m, n_tiles, parts in ((256, 1, 4), (128, 1, 4), (64, 2, 4), (32, 2, 4), (16, 2, 2))
 )
 SMALL_GROUP_FP8_SHAPES = tuple(
     TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
@@ -144,11 +144,11 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 @lru_cache(maxsize=4096)
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
-    """The fastest layout of products in FP8 by the model, whose numbers are computed and not measured yet.
+    """The fastest layout of products in FP8 by the model.
 
     Raises ValueError: K, with padding, is less than a k block.
     """
-    shapes = SMALL_GROUP_FP8_SHAPES if 0 < problem.format.group_size < X_GROUP else FP8_SHAPES
+    shapes = SMALL_GROUP_FP8_SHAPES if groups_apart(problem.format) > 1 else FP8_SHAPES
     if problem.k_pad % X_GROUP:
         shapes = tuple(shape._replace(mainloop=Fp8Wgmma(half_last=True)) for shape in shapes)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
