@@ -27,7 +27,7 @@ class HopperMath:
 
     def number(self, bits: Uint32) -> Float32:
         """The fp32 number of 32 bits."""
-        return bits.bitcast(Float32)
+        return Float32(bits.bitcast(Float32))
 
     def most(self, a: Uint32, b: Uint32) -> Uint32:
         return Uint32(cutlass.max(a, b))

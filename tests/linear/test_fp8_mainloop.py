@@ -16,15 +16,17 @@ from cute_kernels import quantize_activations
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.weights import registered_formats, weight_format
+from cute_kernels.formats.weights.fp4 import E2m1Codes
 from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, x_group
+from cute_kernels.gemm.operands.fp8_mainloop import TURN, Turns
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.results import RowExchange
 from layouts import banks
-from simulator import Altered, stand_in
+from simulator import Altered, PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
 from tests.linear.test_wgmma_limb_stages import STAGES, Stages
@@ -293,3 +295,45 @@ def test_only_what_e4m3_can_say_is_taken():
     assert all(config.can_implement() is None for config in CONFIGS)
     exact = {form.codes_name for form in registered_formats() if form.e4m3_decoder()}
     assert {config.format.codes_name for config in CONFIGS} == exact
+
+
+@pytest.mark.parametrize("spread", [0, 5, 11, 12, 20])
+def test_powers_of_two_of_a_k_block_are_folded_exactly_up_to_eleven_below_the_largest(spread: int, run_on):
+    """Beyond, numbers are at most those of twelve powers below, which are less than 2**-9 of the largest there is."""
+    run_on(WarpgroupWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8)))
+    decoder, form = E2m1Codes(HopperMath("bf16")), weight_format("mxfp4")
+    largest, powers = 130, np.array([0, spread, spread, 0])
+    words = [machine.Uint32(np.full(32, largest - power, np.uint32)) for power in powers for _ in range(2)]
+    tables, scales = decoder.fold(words)
+    codes = np.arange(16, dtype=np.uint32)
+    want = form.dequantize(torch.from_numpy(codes.astype(np.uint8)).view(1, 16, 1), torch.full((1, 16), 127), None)
+    for power, table in zip(powers, tables, strict=True):
+        word = machine.Uint32(np.tile(codes, 2) * np.uint32(0x11111111))  # the code of a lane, in every place
+        found = [e4m3_numbers(np.asarray(x, np.uint32).view(np.uint8))[::4] for x in decoder.fragment([word], table)]
+        for half in range(2):
+            numbers = found[half][:16] * np.asarray(scales[half])[:16]
+            exact = want.numpy().reshape(-1) * 2.0 ** (largest - 127 - power)
+            if power <= 11:
+                np.testing.assert_array_equal(numbers, exact)
+            assert (np.abs(numbers - exact) < 2.0**-9 * 6 * 2.0 ** (largest - 127)).all()
+
+
+def test_each_turn_that_a_warpgroup_takes_is_given_by_the_other(run_on):
+    met: list[tuple[str, int]] = []
+    arch = {
+        "barrier": lambda barrier_id, number_of_threads: met.append(("takes", int(np.unique(barrier_id).item()))),
+        "barrier_arrive": lambda barrier_id, number_of_threads: met.append(
+            ("gives", int(np.unique(barrier_id).item()))
+        ),
+    }
+    run_on(Altered(PlainThread(), arch=arch))
+    config = next(config for config in CONFIGS if config.mainloop.takes_turns(config))
+    for warpgroup in range(2):
+        turns = Turns(config)
+        turns.begin(4 * warpgroup)
+        for _ in range(6):
+            turns.wait(4 * warpgroup)
+            turns.give(4 * warpgroup)
+        turns.end(4 * warpgroup)
+    taken, given = ([number for kind, number in met if kind == wanted] for wanted in ("takes", "gives"))
+    assert len(taken) == 13 and sorted(taken) == sorted(given) and met[0] == ("takes", TURN)

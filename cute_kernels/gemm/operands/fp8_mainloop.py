@@ -11,9 +11,9 @@ FlashInfer's and CUTLASS's mixed products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise, product
 from operator import or_
 from typing import Any
@@ -31,7 +31,6 @@ from cute_kernels.gemm.wgmma.places import Places
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
 from layouts.weights.hopper import STEP_K
 
-AHEAD_TILE_M = 64  # for which a thread has registers for the sums of two groups at a time
 SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
 PIECE_M = 32  # of them whose scales are loaded at a time
 TURN = 9  # the first of the named barriers of the warpgroups' turns, behind those of `wgmma.kernel`
@@ -54,6 +53,16 @@ class Group:
     is_last: bool
 
 
+@dataclass(frozen=True)
+class KBlock:
+    """What a stage holds for a thread: words of codes, [tile][chunk][word], the descriptor of x, and scales of rows of
+    x, loaded from a row on."""
+
+    words: Sequence[Sequence[Sequence[Any]]]
+    x: Any
+    load_x_scales: Callable[[int], Sequence[Any]]
+
+
 class Turns:
     """Two consumer warpgroups take turns: while one's MMAs run the other adds its sums.
 
@@ -62,16 +71,17 @@ class Turns:
     FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 
-    def __init__(self, warpgroups: int):
-        assert warpgroups == 2, warpgroups
+    def __init__(self, config: WgmmaConfig[Fp8Wgmma]):
+        self.taken = config.mainloop.takes_turns(config)
 
     @cute.jit
     def begin(self, warp):
         """The first warpgroup has the first turn."""
-        if warp >= WARPGROUP_WARPS:
-            self.give(warp)
+        if const_expr(self.taken):
+            if warp >= WARPGROUP_WARPS:
+                self.give(warp)
 
-    def wait(self, warp, nothing=0):
+    def wait(self, warp, nothing: Any = 0):
         """nothing: a run-time 0 that is there when all is that the turn begins with; ptxas moves other computation
         behind the barrier, and so into the turn."""
         own = (TURN + warp // WARPGROUP_WARPS) | nothing
@@ -84,8 +94,9 @@ class Turns:
     @cute.jit
     def end(self, warp):
         """Takes the turn that the second warpgroup gave last."""
-        if warp < WARPGROUP_WARPS:
-            self.wait(warp)
+        if const_expr(self.taken):
+            if warp < WARPGROUP_WARPS:
+                self.wait(warp)
 
 
 class Fp8Mainloop(StageByStage):
@@ -108,7 +119,7 @@ class Fp8Mainloop(StageByStage):
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
         self.decoder = decoder(HopperMath(config.dtype))
-        self.turns = Turns(config.warpgroups) if config.mainloop.takes_turns(config) else None
+        self.turns = Turns(config)
 
     def masks(self, shape, lane):
         return nothing(shape, lane)
@@ -116,51 +127,47 @@ class Fp8Mainloop(StageByStage):
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
         """See `StageByStage`."""
-        if const_expr(self.turns is not None):
-            self.turns.begin(place.warp)
+        self.turns.begin(place.warp)
         here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
-        if const_expr(self.turns is not None):
-            self.turns.end(place.warp)
+        self.turns.end(place.warp)
         return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
         """Adds a k block's products."""
-        words = self.reader.load_codes(memory, stage, place)
-        x, groups = self.reader.descriptor(memory, stage), self.groups(memory, stage, place)
-        if self.turns is not None:
-            self.multiply_in_turn(acc, memory, stage, place, x_place, words, x, groups, tile_m)
-            return
-        x_scales = [] if self.by_row else self.reader.load_x_scales(memory, stage, x_place, tile_m)
-        self.multiply_groups(acc, words, x, groups, x_scales, tile_m)
+        words, x = self.reader.load_codes(memory, stage, place), self.reader.descriptor(memory, stage)
+        k_block = KBlock(words, x, partial(self.load_x_scales, memory, stage, x_place, tile_m))
+        groups = self.groups(memory, stage, place)
+        if self.turns.taken:
+            self.multiply_in_turn(acc, k_block, groups, place, tile_m)
+        else:
+            self.multiply_groups(acc, k_block, groups, tile_m)
 
-    def multiply_groups(self, acc, words, x, groups, x_scales, tile_m: int):
-        """Multiplies group by group: while one's MMAs run the next one is decoded."""
-        ahead = tile_m <= AHEAD_TILE_M
-        ready = wgmma.fence(self.operands(words, groups[0]))
-        started, before = self.start(ready, x, groups[0], tile_m), []
+    def multiply_groups(self, acc, k_block: KBlock, groups: Sequence[Group], tile_m: int):
+        """Multiplies group by group: while one's MMAs run the next one is decoded, and its MMAs are issued."""
+        before: Sequence[Any] = []
+        following = self.start(self.operands(k_block.words, groups[0]), k_block.x, groups[0], tile_m)
         for group, after in pairwise([*groups, None]):
             assert group is not None
-            following = self.operands(words, after) if after else []
-            if after and ahead:
-                following = self.start(wgmma.fence(following), x, after, tile_m)
-            sums = wgmma.wait_for(started, 1 if after and ahead else 0)
-            before = self.add(acc, group, sums, x_scales, before)
+            started = following
             if after:
-                started = following if ahead else self.start(wgmma.fence(following), x, after, tile_m)
+                following = self.start(self.operands(k_block.words, after), k_block.x, after, tile_m)
+            before = self.add(acc, k_block, group, wgmma.wait_for(started, 1 if after else 0), before)
 
-    def multiply_in_turn(self, acc, memory, stage, place, x_place, words, x, groups, tile_m: int):
+    def multiply_in_turn(self, acc, k_block: KBlock, groups: Sequence[Group], place, tile_m: int):
         """Multiplies slices of rows of x, each in a turn of the warpgroup's own."""
         for group in groups:
-            operands = self.operands(words, group)
+            operands = self.operands(k_block.words, group)
             for first in range(0, tile_m, SLICE_M):
-                rows = min(SLICE_M, tile_m - first)
-                ready = wgmma.fence(operands)
-                self.turns.wait(place.warp, 0 if first else Int32(reduce(or_, operands) & place.masks))
-                started = self.start(ready, wgmma.advanced(x, first * wgmma.ROW_BYTES), group, rows)
+                self.turns.wait(place.warp, Int32(reduce(or_, operands) & place.masks))
+                x = wgmma.advanced(k_block.x, first * wgmma.ROW_BYTES)
+                started = self.start(operands, x, group, min(SLICE_M, tile_m - first))
                 wgmma.wait(1)
                 self.turns.give(place.warp)  # the last MMA is still running: the other's follow it without a gap
-                sums = wgmma.wait_for(started, 0)
-                self.add_slice(acc, memory, stage, x_place, group, sums, first)
+                self.add(acc, k_block, group, wgmma.wait_for(started, 0), [], first)
+
+    def load_x_scales(self, memory, stage, x_place, tile_m: int, first: int) -> list[Any]:
+        """Loads the scales of some rows of x, two of every eight; all at once would not fit in the registers."""
+        return self.reader.load_x_scales(memory, stage, x_place + 4 * first, min(PIECE_M, tile_m - first))
 
     def groups(self, memory, stage, place) -> list[Group]:
         """The parts of a k block that have scales of their own."""
@@ -186,67 +193,43 @@ class Fp8Mainloop(StageByStage):
             found += self.decoder.fragment(own, *([group.tables[step * STEP_K // MMA_K]] if group.tables else []))
         return found
 
-    def start(self, ready, x, group: Group, rows: int) -> list[Any]:
+    def start(self, operands, x, group: Group, rows: int) -> list[Any]:
         """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups take turns. Returns a
-        thread's sums of it. ready: its operands, behind a fence."""
-        sums: list[Any] = []
+        thread's sums of it."""
+        ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
-            if self.turns is not None and step == group.end - 1:
+            if self.turns.taken and step == group.end - 1:
                 wgmma.commit()
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
             sums = wgmma.multiply_e4m3(sums, rows // 2, ready[4 * number : 4 * number + 4], b)
         wgmma.commit()
         return sums
 
-    def add(self, acc, group: Group, sums, x_scales, before: Sequence[Any]) -> list[Any]:
-        """Scales a group's sums and adds ``before``, the total of the k block's earlier groups. Returns the new total.
+    def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
+        """Scales the sums of a group and some rows of x, and adds ``before``, the total of the k block's earlier
+        groups. Returns the new total.
 
         After the k block's last group the total, times the scales of x, goes into the accumulators; returns [] then.
         Where a row of x has one scale each group's sums go there at once."""
+        first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:
-            self.add_rows(acc, group, sums, 0)
+            for i, value in enumerate(sums):
+                acc[first + i] = (
+                    ptx.fma(value, scales[i // 2 % 2], acc[first + i]) if scales else acc[first + i] + value
+                )
             return []
-        scales, total = group.scales, list(sums)
-        if before:
-            total = [ptx.fma(value, scales[i // 2 % 2], before[i]) for i, value in enumerate(sums)]
-        elif scales:
-            total = [value * scales[i // 2 % 2] for i, value in enumerate(sums)]
+        total = [
+            ptx.fma(value, scales[i // 2 % 2], before[i]) if before else value * scales[i // 2 % 2]
+            for i, value in enumerate(sums)
+        ]
         if not group.is_last:
             return total
-        first = group.tile * (self.config.tile_m // 2)
-        for i, value in enumerate(total):
-            acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
+        for start in range(0, len(total), PIECE_M // 2):
+            x_scales = k_block.load_x_scales(first_row + 2 * start)
+            for i, value in enumerate(total[start : start + PIECE_M // 2]):
+                at = first + start + i
+                acc[at] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[at])
         return []
-
-    def add_rows(self, acc, group: Group, sums, first_row: int) -> None:
-        """Adds sums whose scales of x meet the accumulators at the end."""
-        first = group.tile * (self.config.tile_m // 2) + first_row // 2
-        for i, value in enumerate(sums):
-            scaled = (
-                ptx.fma(value, group.scales[i // 2 % 2], acc[first + i]) if group.scales else acc[first + i] + value
-            )
-            acc[first + i] = scaled
-
-    def add_slice(self, acc, memory, stage, x_place, group: Group, sums, first_row: int) -> None:
-        """Adds the sums of a slice of rows, scaled. While those of some rows are added the scales of the next ones are
-        loaded: there are no registers for all."""
-        if self.by_row:
-            self.add_rows(acc, group, sums, first_row)
-            return
-        rows = 2 * len(sums)
-        starts = range(0, rows, PIECE_M)
-
-        def load(start):
-            place = x_place + 4 * (first_row + start)
-            return self.reader.load_x_scales(memory, stage, place, min(PIECE_M, rows - start))
-
-        following = load(0)
-        for start in starts:
-            x_scales, following = following, load(start + PIECE_M) if start + PIECE_M < rows else []
-            for i in range(start // 2, start // 2 + len(x_scales) * 2):
-                value = sums[i] * group.scales[i // 2 % 2] if group.scales else sums[i]
-                place = group.tile * (self.config.tile_m // 2) + first_row // 2 + i
-                acc[place] = ptx.fma(value, x_scales[(i - start // 2) // 4 * 2 + i % 2], acc[place])
 
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
         """Applies scales that hold for all of K."""
