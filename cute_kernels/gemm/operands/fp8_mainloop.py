@@ -19,7 +19,7 @@ from operator import or_
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
@@ -59,7 +59,7 @@ class KBlock:
     x, loaded from a row on."""
 
     words: Sequence[Sequence[Sequence[Any]]]
-    x: Any
+    x: Uint32
     load_x_scales: Callable[[int], Sequence[Any]]
 
 
@@ -81,7 +81,7 @@ class Turns:
             if warp >= WARPGROUP_WARPS:
                 self.give(warp)
 
-    def wait(self, warp, nothing: Any = 0):
+    def wait(self, warp, nothing: Int32 | int = 0):
         """nothing: a run-time 0 that is there when all is that the turn begins with; ptxas moves other computation
         behind the barrier, and so into the turn."""
         own = (TURN + warp // WARPGROUP_WARPS) | nothing
