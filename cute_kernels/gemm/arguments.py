@@ -63,7 +63,7 @@ class CompiledAs:
 
 def code_of(config: object) -> tuple[str, ...]:
     """The module of a configuration's reduction, by name; nothing imports it before it is compiled."""
-    reduction = getattr(getattr(config, "tiles", config), "reduction", None)
+    reduction = getattr(config, "reduction", None)
     return () if reduction is None else (reduction.made_by,)
 
 

@@ -9,7 +9,8 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import schedule as many
-from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, norm_of, with_norm
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
 NORM_US = 1.5  # of a norm's launch, at least
@@ -21,17 +22,17 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 }
 
 
-def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
+def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> WgmmaConfig | None:
     """The kernel of a schedule on one side of a deferred norm. None if it has none, or if its CTAs have several work
     tiles: there is memory for the results of one, and for the factors of one tile of rows."""
     if not isinstance(schedule, TileSchedule):
         return None
     if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
         return None
-    config = DeferredNormConfig(schedule.config, kind)
+    config = with_norm(schedule.config, kind)
     if config.can_implement():
         return None
-    most = config.most_inputs if kind == TAKES else None
+    most = norm_of(config).most_inputs(config)
     return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
 
 
@@ -55,16 +56,16 @@ def beside_a_norm(
 
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
-) -> DeferredNormConfig | None:
+) -> WgmmaConfig | None:
     """The kernel of a product on one side of a deferred norm, whose schedule without a norm is ``schedule``; None if
     there is none."""
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 
-def shipped_configs() -> list[DeferredNormConfig]:
+def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that bundles hold: for 4-bit weights in groups of 128, the layers and rows above. Others compile
     on demand."""
-    found: dict[DeferredNormConfig, None] = {}
+    found: dict[WgmmaConfig, None] = {}
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows in product(layers, SHIPPED_ROWS):
             problem = LinearProblem(rows, n, k, k, integers(4), "bf16")

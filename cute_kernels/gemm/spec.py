@@ -11,7 +11,6 @@ from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.operands.fp8_config import Fp8RowsConfig
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
-from cute_kernels.gemm.wgmma.deferred_config import DeferredNormConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -24,7 +23,7 @@ class GemmSpec(KernelSpec):
     """
 
     config: (
-        StreamConfig | WgmmaConfig | DeferredNormConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
+        StreamConfig | WgmmaConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
         | Fp8RowsConfig
     )  # fmt: skip
     family: ClassVar[str] = "linear"

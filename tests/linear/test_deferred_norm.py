@@ -17,7 +17,7 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm, deferred, shipped_configs
 from cute_kernels.gemm.wgmma import deferred_norm
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.gemm.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, norm_of, with_norm
 from cute_kernels.gemm.wgmma.epilogue import Store
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, ResidentLimbs
 from cute_kernels.gemm.wgmma.places import Corner
@@ -76,7 +76,7 @@ class Given:
     """What a warpgroup gives of a tile: from the fifth row and the second tile of features on, but the last rows."""
 
     def __init__(self, tiles: WgmmaConfig, run_on):
-        self.config = DeferredNormConfig(tiles, GIVES)
+        self.config = with_norm(tiles, GIVES)
         generator = torch.Generator().manual_seed(3)
         self.token, self.row, self.n = 4, 64, 64 * (1 + tiles.n_tiles)
         self.rows = self.token + tiles.own_m - 3
@@ -93,7 +93,7 @@ class Given:
         return stand_in(Corner)(self.row + 64 * ordinal, self.token, self.rows, 0)
 
     def bring(self) -> None:
-        for ordinal in range(self.config.stored_tiles):
+        for ordinal in range(norm_of(self.config).stored_tiles(self.config)):
             for warp in range(4):
                 store = store_of(warp)
                 self.subject.bring_weights(self.operands, self.shape, store, self.corner(ordinal), ordinal)
@@ -101,7 +101,7 @@ class Given:
                 residuals.bring_first(self.operands, self.shape, store, self.corner(ordinal), ordinal, early=True)
 
     def store(self, acc: np.ndarray, ordinal: int, chunk: int) -> None:
-        done, tile_m = self.config.tiles.chunks[chunk]
+        done, tile_m = self.config.chunks[chunk]
         for warp in range(4):
             own = [machine.Float32(value) for value in acc[warp]]
             self.subject.residuals.add(store_of(warp), own, done // 2, ordinal, chunk)
@@ -127,7 +127,7 @@ class Given:
 def test_rows_leave_with_their_weighted_selves_and_sums_of_squares(tiles: WgmmaConfig, run_on):
     given = Given(tiles, run_on)
     given.bring()
-    for ordinal in range(given.config.stored_tiles):
+    for ordinal in range(norm_of(given.config).stored_tiles(tiles)):
         acc, results = accumulators(tiles, ordinal)
         for chunk in range(len(tiles.chunks)):
             given.store(acc, ordinal, chunk)
@@ -146,10 +146,11 @@ def test_rows_leave_with_their_weighted_selves_and_sums_of_squares(tiles: WgmmaC
 @every_tile
 def test_what_both_stores_keep_lies_beside_the_residual(tiles: WgmmaConfig):
     for kind in (GIVES, TAKES):
-        config = DeferredNormConfig(tiles, kind)
+        config = with_norm(tiles, kind)
         assert config.can_implement() is None
-        assert config.extra_offset == 2 * tiles.chunk_m * 128 and config.extra_bytes > 0
-        assert config.extra_offset + config.extra_bytes <= tiles.staging_bytes
+        offset, size = norm_of(config).extra_offset(config), norm_of(config).extra_bytes(config)
+        assert offset == 2 * tiles.chunk_m * 128 and size > 0
+        assert offset + size <= tiles.staging_bytes
 
 
 @every_tile
@@ -160,10 +161,10 @@ def test_accumulators_meet_the_root_of_their_row(tiles: WgmmaConfig, k: int, run
     rows, parts = token + tiles.own_m - 3, k // 64
     squares = torch.rand(rows, parts, generator=torch.Generator().manual_seed(k)) * 100
     gpu = warp_with(run_on, squares)
-    subject: Any = deferred_norm.TakingStore(DeferredNormConfig(tiles, TAKES))
+    subject: Any = deferred_norm.TakingStore(with_norm(tiles, TAKES))
     operands = SimpleNamespace(squares=0, parts=parts, inverse_k=np.float32(1 / k), eps=np.float32(1e-5))
-    for warp in range(4 if subject.config.in_limbs else FACTOR_WARPS):
-        if subject.config.in_limbs:
+    for warp in range(4 if tiles.limbs else FACTOR_WARPS):
+        if tiles.limbs:
             subject.keep_asked(operands, store_of(warp), subject.ask(operands, store_of(warp).tid, rows))
         else:
             subject.make_factors(operands, subject.factors_of(store_of(0)), store_of(warp).tid, token, rows)
@@ -190,7 +191,7 @@ def test_accumulators_meet_the_root_of_their_row(tiles: WgmmaConfig, k: int, run
 def test_sums_that_are_asked_for_at_once_make_the_same_factors(rows: int, k: int, run_on):
     squares = torch.rand(rows, k // 64, generator=torch.Generator().manual_seed(k)) * 100
     gpu = warp_with(run_on, squares)
-    subject: Any = deferred_norm.TakingStore(DeferredNormConfig(LIMBS, TAKES))
+    subject: Any = deferred_norm.TakingStore(with_norm(LIMBS, TAKES))
     operands = SimpleNamespace(squares=0, parts=k // 64, inverse_k=np.float32(1 / k), eps=np.float32(1e-5))
     for warp in range(4):
         asked = subject.ask(operands, store_of(warp).tid, rows)
@@ -203,7 +204,7 @@ def test_sums_that_are_asked_for_at_once_make_the_same_factors(rows: int, k: int
 
 def test_lanes_that_scale_do_not_meet_in_a_bank(run_on):
     gpu = warp_with(run_on, torch.zeros(1))
-    subject: Any = deferred_norm.TakingStore(DeferredNormConfig(TILES[3], TAKES))
+    subject: Any = deferred_norm.TakingStore(with_norm(TILES[3], TAKES))
     subject.scale(store_of(0), [machine.Float32(0.0)] * (TILES[3].own_m // 2), 0)
     assert len(gpu.accesses) == TILES[3].own_m // 8
     for access in gpu.accesses:
@@ -244,11 +245,11 @@ REFUSED = {
 @pytest.mark.parametrize(("tiles", "kind", "reason"), REFUSED.values(), ids=list(REFUSED))
 def test_what_has_no_such_store_is_refused_by_name(tiles: WgmmaConfig, kind: Any, reason: str):
     assert tiles.can_implement() is None
-    assert reason in (DeferredNormConfig(tiles, kind).can_implement() or "")
+    assert reason in (with_norm(tiles, kind).can_implement() or "")
 
 
 def test_kernels_of_the_three_are_told_apart():
-    names = {TILES[3].name, *(DeferredNormConfig(TILES[3], kind).name for kind in (GIVES, TAKES))}
+    names = {TILES[3].name, *(with_norm(TILES[3], kind).name for kind in (GIVES, TAKES))}
     assert len(names) == 3
 
 
@@ -288,6 +289,6 @@ def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none()
     for (m, n), takes in {(64, 57_344): True, (32, 128_256): True, (700, 8192): False}.items():
         schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128))
         assert isinstance(schedule, TileSchedule) and schedule.num_work_tiles > schedule.num_ctas
-        assert DeferredNormConfig(schedule.config, TAKES).can_implement() is None or m == 700
+        assert with_norm(schedule.config, TAKES).can_implement() is None or m == 700
         assert (deferred(schedule, TAKES) is not None) == takes
         assert deferred(schedule, GIVES) is None

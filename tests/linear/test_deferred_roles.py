@@ -14,8 +14,9 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.deferred_choice import shipped_configs
 from cute_kernels.gemm.wgmma.cluster_reduction import Partials
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, TAKES, DeferredNormConfig
-from cute_kernels.gemm.wgmma.deferred_kernel import FactorWarps
+from cute_kernels.gemm.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, TAKES, norm_of, with_norm
+from cute_kernels.gemm.wgmma.deferred_kernel import FactorWarps, deferred_kernel
+from cute_kernels.gemm.wgmma.kernel import SpareWarps, WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
 
@@ -32,6 +33,12 @@ TILES = [
 every_tile = pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 
 
+def spare_warps_of(config: WgmmaConfig) -> SpareWarps:
+    kernel = deferred_kernel(config)
+    assert isinstance(kernel, WgmmaKernel)
+    return kernel.roles.spare
+
+
 @pytest.mark.parametrize("warpgroups", FACTOR_REGISTERS)
 def test_registers_are_no_more_than_a_launch_has(warpgroups: int):
     """A warpgroup that takes more waits for what the others have given back."""
@@ -43,10 +50,10 @@ def test_registers_are_no_more_than_a_launch_has(warpgroups: int):
 
 @every_tile
 def test_those_who_make_factors_have_registers_for_two_rows_at_a_time(tiles: WgmmaConfig):
-    gives, takes = (DeferredNormConfig(tiles, kind) for kind in (GIVES, TAKES))
+    gives, takes = (with_norm(tiles, kind) for kind in (GIVES, TAKES))
     assert takes.can_implement() is None
-    assert gives.registers == (tiles.producer_registers, tiles.consumer_registers)
-    assert takes.registers == FACTOR_REGISTERS[tiles.warpgroups]
+    assert spare_warps_of(gives).registers == (tiles.producer_registers, tiles.consumer_registers)
+    assert spare_warps_of(takes).registers == FACTOR_REGISTERS[tiles.warpgroups]
 
 
 @every_tile
@@ -63,5 +70,7 @@ def test_a_cta_makes_factors_if_it_stores_a_tile(tiles: WgmmaConfig, run_on: Any
 def test_every_shipped_kernel_that_takes_a_norm_has_room_for_factors_and_their_barrier():
     for config in shipped_configs():
         assert config.can_implement() is None
-        if config.kind == TAKES and not config.in_limbs:
-            assert config.extra_bytes == config.factor_bytes + 8 and config.extra_bytes % 8 == 0
+        norm = norm_of(config)
+        if norm.kind == TAKES and not config.limbs:
+            size = norm.extra_bytes(config)
+            assert size == norm.factor_bytes(config) + 8 and size % 8 == 0

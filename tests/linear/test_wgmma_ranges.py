@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import epilogue, places, ranges
-from cute_kernels.gemm.wgmma.deferred_config import TAKES, DeferredNormConfig
+from cute_kernels.gemm.wgmma.deferred_config import TAKES, with_norm
 from cute_kernels.gemm.wgmma.results import RangeSplitK
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
 from simulator import PlainThread, stand_in
@@ -158,7 +158,7 @@ def test_ranges_that_cannot_be_are_refused():
     config = CONFIGS[0]
     assert "one tile a warpgroup" in str(replace(config, n_tiles=2, tile_m=64).can_implement())
     assert "negative" in str(replace(config, reduction=RangeSplitK(-1)).can_implement())
-    assert "not deferred" in str(DeferredNormConfig(config, TAKES).can_implement())
+    assert "not deferred" in str(with_norm(config, TAKES).can_implement())
 
 
 def test_ranges_of_less_than_a_tile_are_not_taken():

@@ -324,12 +324,12 @@ class WgmmaConfig(Generic[M]):
 
     def kernel(self) -> CompiledAs:
         """What it is compiled as."""
-        return self.mainloop.kernel()
+        return self.store.kernel() or self.mainloop.kernel()
 
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        return self.mainloop.kernel_name(self) + symbol_of(self.store.activation)
+        return self.mainloop.kernel_name(self) + symbol_of(self.store.activation) + self.store.name
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -5,27 +5,30 @@ y = (h w r) W^T, where h are rows, w the norm's weight and r = (mean(h^2) + eps)
 with the product: y = r ((h w) W^T). So the product that makes h also writes h w and sums of squares of h, and the next
 one multiplies its accumulators by r. No launch lies between them.
 
-The tiles' configuration and kernel stay what they are without a norm: the norm is a value around them.
+Tiles and mainloop stay what they are without a norm: the norm is the store of a configuration.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, CompiledAs
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
     Dsmem,
     InterleavedDsmem,
     RowExchange,
+    StagedStore,
     WholeK,
     WorkspaceSplitK,
     one_of,
 )
 from layouts.weights.hopper import TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
 DeferredKind = Literal["gives", "takes"]
 GIVES: DeferredKind = "gives"  # rows, rows times the norm's weight, and sums of their squares
@@ -49,11 +52,10 @@ FACTOR_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
 
 
 @dataclass(frozen=True)
-class DeferredNormConfig:
-    """One compiled variant: a configuration of tiles, and which side of a deferred norm its products are on.
+class DeferredNorm(StagedStore):
+    """The store of products on one side of a deferred norm. Each CTA has one work tile.
 
     Attributes:
-        tiles: of the product. Each CTA has one work tile.
         kind: `GIVES` or `TAKES`.
     """
 
@@ -63,95 +65,77 @@ class DeferredNormConfig:
     }
     """By the mainloop, those that it goes with."""
 
-    tiles: WgmmaConfig[Any]
-    kind: DeferredKind
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of activations."""
-        return self.tiles.dtype
-
-    @property
-    def limits(self):
-        """The limits of the architectures that the mainloop is written for."""
-        return self.tiles.limits
-
-    def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
-        arguments = GIVES_NORM if self.kind == GIVES else TAKES_NORM
-        return CompiledAs("cute_kernels.gemm.wgmma.deferred_kernel:deferred_kernel", arguments)
+    kind: DeferredKind = GIVES
 
     @property
     def name(self) -> str:
-        """A C identifier that tells configurations apart."""
-        return f"{self.tiles.name}_{self.kind}_norm"
+        return f"_{self.kind}_norm"
 
-    @property
-    def in_limbs(self) -> bool:
-        """Whether CTAs make limbs of x, during which sums of squares may be loaded."""
-        return self.tiles.limbs
+    def kernel(self) -> CompiledAs:
+        arguments = GIVES_NORM if self.kind == GIVES else TAKES_NORM
+        return CompiledAs("cute_kernels.gemm.wgmma.deferred_kernel:deferred_kernel", arguments)
 
-    @property
-    def row_lanes(self) -> int:
+    def row_lanes(self, config: WgmmaConfig[Any]) -> int:
         """Threads that add up a row's sums of squares."""
-        return 2 * ROW_LANES if self.in_limbs else ROW_LANES
+        return 2 * ROW_LANES if config.limbs else ROW_LANES
 
-    @property
-    def rows_at_once(self) -> int:
+    def rows_at_once(self, config: WgmmaConfig[Any]) -> int:
         """Rows whose sums are added up at a time."""
-        return WARPGROUP_THREADS // self.row_lanes if self.in_limbs else SUMMED_ROWS
+        return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """(registers of a thread that loads, registers of one that multiplies)."""
-        if self.kind == TAKES:
-            return FACTOR_REGISTERS[self.tiles.warpgroups]
-        return self.tiles.producer_registers, self.tiles.consumer_registers
-
-    @property
-    def most_inputs(self) -> int | None:
+    def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
         """The most inputs of rows in limbs, whose sums are loaded all at once; None for any number."""
-        return self.row_lanes * IN_FLIGHT * STEP_N if self.in_limbs else None
+        return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
-    @property
-    def stored_tiles(self) -> int:
+    def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
         """Tiles of 64 features that a warpgroup stores, at most."""
-        cluster = self.tiles.cluster if self.tiles.dsmem_reduction else 1
-        return -(-self.tiles.n_tiles // cluster)
+        return -(-config.n_tiles // (config.cluster if config.dsmem_reduction else 1))
 
-    @property
-    def extra_offset(self) -> int:
+    def extra_offset(self, config: WgmmaConfig[Any]) -> int:
         """The offset of a warpgroup's additional memory in its staging buffer, behind two chunks of a residual."""
-        return CHUNK_BUFFERS * self.tiles.chunk_m * ROW_BYTES
+        return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
-    @property
-    def extra_bytes(self) -> int:
+    def extra_bytes(self, config: WgmmaConfig[Any]) -> int:
         """Bytes of that memory: the norm's weights of each tile that is stored, or a factor for each row."""
-        return self.stored_tiles * ROW_BYTES if self.kind == GIVES else self.factor_bytes + BARRIER_BYTES
+        if self.kind == GIVES:
+            return self.stored_tiles(config) * ROW_BYTES
+        return self.factor_bytes(config) + BARRIER_BYTES
 
-    @property
-    def factor_bytes(self) -> int:
+    def factor_bytes(self, config: WgmmaConfig[Any]) -> int:
         """Bytes of the factors of whole rounds of rows. An mbarrier lies behind those that all warpgroups share."""
-        return FACTOR_BYTES * (-(-self.tiles.own_m // self.rows_at_once) * self.rows_at_once)
+        at_once = self.rows_at_once(config)
+        return FACTOR_BYTES * (-(-config.own_m // at_once) * at_once)
 
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        tiles = self.tiles
-        if reason := one_of(self.kind, (GIVES, TAKES), "kind") or tiles.can_implement():
+    def problem(self, config: WgmmaConfig[Any]) -> str | None:
+        if reason := one_of(self.kind, (GIVES, TAKES), "kind") or super().problem(config):
             return reason
-        if tiles.dtype != "bf16":
-            return f"a norm is deferred in bf16, not {tiles.dtype}: a row times a norm's weight may be too large for it"
-        parts = (type(tiles.mainloop), type(tiles.reduction), type(tiles.store))
+        if config.dtype != "bf16":
+            return (
+                f"a norm is deferred in bf16, not {config.dtype}: a row times a norm's weight may be too large for it"
+            )
+        parts = (type(config.mainloop), type(config.reduction))
         if parts[1] not in self.reductions.get(parts[0], ()):
             return f"a norm is not deferred by {', '.join(part.__name__ for part in parts)}"
-        if self.in_limbs and (tiles.mainloop.factors or tiles.tile_m > FEW_ROWS):
+        if config.limbs and (config.mainloop.factors or config.tile_m > FEW_ROWS):
             return f"a norm is deferred in limbs of {FEW_ROWS} rows that meet no factors"
-        if tiles.multicast > 1:
-            return f"a norm is not deferred by {tiles.multicast} CTAs that multicast activations"
-        if tiles.own_m > MOST_OWN_M:
-            return f"a norm is deferred for at most {MOST_OWN_M} rows that a CTA stores, not {tiles.own_m}"
-        if self.extra_offset + self.extra_bytes > tiles.staging_bytes:
-            return f"{self.extra_bytes} bytes do not fit beside the residual into {tiles.staging_bytes} of staging"
-        if self.kind == GIVES and self.stored_tiles * len(tiles.chunks) > CHUNK_BUFFERS:
-            return f"{self.stored_tiles} tiles of {len(tiles.chunks)} chunks have no buffers of their own"
+        if config.multicast > 1:
+            return f"a norm is not deferred by {config.multicast} CTAs that multicast activations"
+        if config.own_m > MOST_OWN_M:
+            return f"a norm is deferred for at most {MOST_OWN_M} rows that a CTA stores, not {config.own_m}"
+        extra, tiles = self.extra_bytes(config), self.stored_tiles(config)
+        if self.extra_offset(config) + extra > config.staging_bytes:
+            return f"{extra} bytes do not fit beside the residual into {config.staging_bytes} of staging"
+        if self.kind == GIVES and tiles * len(config.chunks) > CHUNK_BUFFERS:
+            return f"{tiles} tiles of {len(config.chunks)} chunks have no buffers of their own"
         return None
+
+
+def norm_of(config: WgmmaConfig[Any]) -> DeferredNorm:
+    """The side of a deferred norm that a configuration's products are on."""
+    assert isinstance(config.store, DeferredNorm)
+    return config.store
+
+
+def with_norm(config: WgmmaConfig[Any], kind: DeferredKind) -> WgmmaConfig[Any]:
+    """The configuration of the same tiles on one side of a deferred norm."""
+    return replace(config, store=DeferredNorm(config.store.chunk, config.store.activation, kind))

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Boolean, const_expr
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.wgmma.cluster_reduction import Partials
-from cute_kernels.gemm.wgmma.deferred_config import GIVES, DeferredNormConfig
-from cute_kernels.gemm.wgmma.deferred_norm import GivingOperands, TakingOperands, TakingStore, make_store
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, norm_of
+from cute_kernels.gemm.wgmma.deferred_norm import GivingOperands, GivingStore, TakingOperands, TakingStore
 from cute_kernels.gemm.wgmma.kernel import ALL_WARPS, WgmmaKernel
 from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
@@ -18,9 +21,9 @@ from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 class FactorWarps:
     """Make the factors of rows: `.kernel.SpareWarps`."""
 
-    def __init__(self, config: DeferredNormConfig, store: TakingStore):
-        self.tiles, self.store, self.registers = config.tiles, store, config.registers
-        self.places = DensePlaces(config.tiles)
+    def __init__(self, config: WgmmaConfig[Any], store: TakingStore):
+        self.tiles, self.store, self.registers = config, store, FACTOR_REGISTERS[config.warpgroups]
+        self.places = DensePlaces(config)
 
     def init_barrier(self, memory) -> None:
         self.store.init_barrier(memory)
@@ -34,7 +37,7 @@ class FactorWarps:
         first, end = self.places.rows_of(shape, work_tile)
         if const_expr(tiles.own_m < tiles.tile_m):
             first = first + work_tile.split * tiles.own_m
-        factors = memory.staging + self.store.config.extra_offset
+        factors = memory.staging + self.store.extra_offset
         if self.stores(work_tile):
             self.store.make_factors(operands, factors, tid, first, end)
             self.store.barrier_of(factors).arrive()
@@ -49,11 +52,11 @@ class FactorWarps:
         return found
 
 
-def deferred_kernel(config: DeferredNormConfig) -> WgmmaKernel | ResidentKernel:
-    """The kernel of a configuration: of tiles, or of few rows whose limbs each CTA makes."""
-    operands = GivingOperands if config.kind == GIVES else TakingOperands
-    store = make_store(config)
-    if config.in_limbs:
-        return ResidentKernel(config.tiles, store, operands)
+def deferred_kernel(config: WgmmaConfig[Any]) -> WgmmaKernel | ResidentKernel:
+    """The kernel of a configuration with a `DeferredNorm`: of tiles, or of few rows whose limbs each CTA makes."""
+    gives = norm_of(config).kind == GIVES
+    operands, store = (GivingOperands, GivingStore(config)) if gives else (TakingOperands, TakingStore(config))
+    if config.limbs:
+        return ResidentKernel(config, store, operands)
     spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
-    return WgmmaKernel(config.tiles, None, store, operands, ALL_WARPS, spare)
+    return WgmmaKernel(config, None, store, operands, ALL_WARPS, spare)

@@ -24,14 +24,14 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier
 from cute_kernels.gemm.device_operands import Operands
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import (
     FACTOR_BYTES,
     FACTOR_WARPS,
-    GIVES,
     IN_FLIGHT,
     SQUARES_N,
     SQUARES_VECTOR,
-    DeferredNormConfig,
+    norm_of,
 )
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
@@ -83,13 +83,13 @@ class GivingStore:
 
     dense = True
 
-    def __init__(self, config: DeferredNormConfig):
-        self.config, self.tiles = config, config.tiles
-        self.plain, self.residuals = TileEpilogue(config.tiles), ResidualChunks(config.tiles)
+    def __init__(self, config: WgmmaConfig[Any]):
+        self.tiles, self.extra_offset = config, norm_of(config).extra_offset(config)
+        self.plain, self.residuals = TileEpilogue(config), ResidualChunks(config)
 
     def weights_of(self, store: Store, ordinal: int) -> Any:
         """Shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
-        return store.staging + (self.config.extra_offset + ordinal * ROW_BYTES)
+        return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
         """Asks for nothing: its norm is of rows that it makes."""
@@ -172,25 +172,27 @@ class TakingStore:
 
     dense = True
 
-    def __init__(self, config: DeferredNormConfig):
-        self.config, self.tiles = config, config.tiles
-        self.plain = TileEpilogue(config.tiles)
+    def __init__(self, config: WgmmaConfig[Any]):
+        norm = norm_of(config)
+        self.tiles, self.plain = config, TileEpilogue(config)
+        self.extra_offset, self.factor_bytes = norm.extra_offset(config), norm.factor_bytes(config)
+        self.row_lanes, self.rows_at_once = norm.row_lanes(config), norm.rows_at_once(config)
 
     def factors_of(self, store: Store) -> Any:
         """Shared memory of the factors of the rows that the CTA stores. All its warpgroups share them, except in
         limbs."""
-        first = 0 if self.config.in_limbs else store.warpgroup * self.tiles.staging_bytes
-        return store.staging - first + self.config.extra_offset
+        first = 0 if self.tiles.limbs else store.warpgroup * self.tiles.staging_bytes
+        return store.staging - first + self.extra_offset
 
     def barrier_of(self, factors) -> Barrier:
         """The barrier on which the warps that make factors arrive. ``factors``: their address."""
-        place = Int32(factors + self.config.factor_bytes)
+        place = Int32(factors + self.factor_bytes)
         pointer = cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
         return Barrier(pointer, FACTOR_WARPS * WARP_THREADS)
 
     def init_barrier(self, memory) -> None:
         """One thread initialises the barrier, before the barriers' fence."""
-        factors = memory.staging + self.config.extra_offset
+        factors = memory.staging + self.extra_offset
         self.barrier_of(factors).init()
 
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
@@ -201,13 +203,13 @@ class TakingStore:
     def make_factors(self, operands: TakingOperands, factors, tid, token, end):
         """Adds up the sums of some rows at a time, from x's row ``token`` on; `FACTOR_WARPS` warps. Those of rows that
         do not exist are 0."""
-        vectors, at_once = operands.parts // SQUARES_VECTOR, self.config.rows_at_once
-        rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.config.row_lanes)
-        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        vectors, at_once = operands.parts // SQUARES_VECTOR, self.rows_at_once
+        rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.row_lanes)
+        own, lane = tid // self.row_lanes, tid % self.row_lanes
         for base in cutlass.range(0, self.tiles.own_m, at_once, unroll=1):
             sums = cute.make_rmem_tensor(len(rows), Float32)
             sums.fill(0.0)
-            for first in cutlass.range(0, vectors, self.config.row_lanes * IN_FLIGHT, unroll=1):
+            for first in cutlass.range(0, vectors, self.row_lanes * IN_FLIGHT, unroll=1):
                 words = [self.load_vectors(operands, token + base + row + own, end, first + lane) for row in rows]
                 for i in cutlass.range_constexpr(len(rows)):
                     sums[i] = sums[i] + self.added(words[i])
@@ -216,19 +218,19 @@ class TakingStore:
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
         """Starts loading a thread's sums of the first rows, of rows in limbs; `keep_asked` makes factors of them."""
-        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        own, lane = tid // self.row_lanes, tid % self.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
     def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
         """Makes factors of what `ask` has loaded."""
-        own = store.tid // self.config.row_lanes
+        own = store.tid // self.row_lanes
         for row, words in zip(self.first_rows, asked, strict=True):
             self.keep(operands, self.factors_of(store) + (row + own) * FACTOR_BYTES, self.added(words))
 
     @property
     def first_rows(self) -> range:
         """The first of the rows that are added up at a time."""
-        return range(0, self.tiles.own_m, self.config.rows_at_once)
+        return range(0, self.tiles.own_m, self.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
         """Loads words of a row's sums, every so many vectors for each lane; zeros behind the row's last one and for no
@@ -236,7 +238,7 @@ class TakingStore:
         start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []
         for i in range(IN_FLIGHT):
-            vector = first + i * self.config.row_lanes
+            vector = first + i * self.row_lanes
             there = (vector < operands.parts // SQUARES_VECTOR) & (row < end)
             address = start + Int64(vector) * VECTOR_BYTES
             # Not as constant memory: the launch before wrote them.
@@ -250,7 +252,7 @@ class TakingStore:
 
     def keep(self, operands: TakingOperands, place, value) -> None:
         """Stores a row's factor in shared memory. ``value``: a lane's part of the sum of its squares."""
-        total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
+        total = lanes.lane_sum(value, lanes.neighbours(self.row_lanes))
         factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
         # All lanes of a row have it, and store the same.
         ptx.store_shared(Int32(place), 0, [factor])
@@ -259,7 +261,7 @@ class TakingStore:
     def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
         """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], times their factors."""
         if const_expr(ordinal == 0):
-            if const_expr(self.config.in_limbs):
+            if const_expr(self.tiles.limbs):
                 self.plain.wait(store)
             else:
                 self.barrier_of(self.factors_of(store)).wait()
@@ -274,8 +276,3 @@ class TakingStore:
             for i in range(4):
                 place = first + 4 * block + i
                 acc[place] = acc[place] * pair[i % 2].bitcast(Float32)
-
-
-def make_store(config: DeferredNormConfig) -> GivingStore | TakingStore:
-    """The store that a configuration names."""
-    return (GivingStore if config.kind == GIVES else TakingStore)(config)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.gemm.activations.base import ActivationFunction
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class StagedStore:
+class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `DeferredNorm` is one
     """Results go through a staging buffer of the warpgroup: `.epilogue`.
 
     Attributes:
@@ -48,6 +49,15 @@ class StagedStore:
 
     chunk: int = CHUNK_M
     activation: ActivationFunction | None = None
+
+    @property
+    def name(self) -> str:
+        """The store's part of a kernel's name, behind all others."""
+        return ""
+
+    def kernel(self) -> CompiledAs | None:
+        """What its configurations are compiled as; None: as their mainloop says."""
+        return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
         """The store's shared memory: the staging buffers of all warpgroups."""
