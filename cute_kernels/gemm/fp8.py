@@ -1,9 +1,9 @@
 """Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
 
-Where both sides have one scale a row, and nothing but a bias follows, torch's own product computes them on a GPU
-(`torch._scaled_mm`: bf16 results, N and K multiples of 16, any number of rows). It takes codes row by row, which
-`row_codes` makes once of a weight. All else is for our kernels: a launch that makes rows of E4M3, and the product
-(`cute_kernels.gemm.operands`). These have not been measured on a GPU yet.
+Few rows take as long as their weights, so FP8 would gain nothing: x is rounded to E4M3 and left in bf16, and a 16-bit
+product follows. Of more rows torch's own product computes those with one scale a row on both sides, and nothing but a
+bias to add (`torch._scaled_mm`: bf16 results, N and K multiples of 16). It takes codes row by row, which `row_codes`
+makes once of a weight. All else is a launch that makes rows of E4M3, and our product (`cute_kernels.gemm.operands`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, result_dtype
-from cute_kernels.gemm.operands.fp8 import (
-    E4M3,
-    check_scale,
-    fp8_reference,
-    quantize_activations,
-)
-from cute_kernels.gemm.operands.fp8_config import FP8_TILES, x_group
-from cute_kernels.gemm.operands.fp8_launch import rows_for_products, scales_of
+from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
+from cute_kernels.gemm.operands.fp8_config import FP8_TILES, whole_k, x_group
+from cute_kernels.gemm.operands.fp8_launch import VECTOR, RoundedRowsConfig, rows_for_products, rows_in_order, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, without_rows
-from cute_kernels.gemm.product import problem_of, tile_product
+from cute_kernels.gemm.product import problem_of, product_of, tile_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
@@ -39,6 +34,7 @@ from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
 TORCH_MULTIPLE = 16  # of N and K that `torch._scaled_mm` takes
+FEW_ROWS, FEW_BLOCK_ROWS = 64, 32  # 16-bit products are the fastest, of FP8 in groups as well: an H200, 2026-11-29
 FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err by more than a result's rounding
 
 
@@ -105,26 +101,47 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
     if call.linear.size[0] == 0:
         return None
     index = call.linear.x.get_device()
-    return Plan(index, _launch_torch) if by_torch(call) else _own_plan(call, index)
+    few = has_few_rows(call) and is_supported(index)
+    return Plan(index, _launch_torch) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
 
 
-def _own_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
-    """The plan of our kernels: one launch that makes rows of E4M3, and the product."""
+def has_few_rows(call: Fp8Call) -> bool:
+    """Whether a 16-bit product of rounded x is expected to be the fastest, and near enough.
+
+    It is not for fp16, which may not hold what codes stand for; nor for a given scale and a weight's in groups, both of
+    which bf16 rounds; nor where results may not depend on the number of rows, and so on this choice.
+    """
+    given, form = call.linear, call.linear.weight.format
+    most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS
+    exact = given.x.dtype == torch.bfloat16 and (call.scale is None or not form.group_size)
+    return given.size[0] <= most and exact and not given.batch_invariant
+
+
+def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call], torch.Tensor]:
+    """The plan of our kernels: one launch that rounds rows of x, and the product."""
     given, (m, n, k) = call.linear, call.linear.size
     form, dtype = given.weight.format, given.x.dtype
     problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
-    arch, schedule = arch_of(index), fp8_schedule(problem)
-    product = tile_product(load(GemmSpec(schedule.config), arch), FP8_TILES, schedule, index)
-    rows = rows_for_products(m, problem.k_pad, dtype, scales_of(x_group(form), call.scale), index)
+    scales = scales_of(x_group(form), call.scale)
+    whole_k(problem.k_pad)  # what it refuses does not depend on the number of rows
+    if in_16_bits:
+        product, numbers = product_of(problem, index), {}
+        rows = rows_in_order(RoundedRowsConfig(problem.dtype, scales), m, -(-k // VECTOR) * VECTOR, index)
+    else:
+        schedule = fp8_schedule(problem)
+        product = tile_product(load(GemmSpec(schedule.config), arch_of(index)), FP8_TILES, schedule, index)
+        rows = rows_for_products(m, problem.k_pad, dtype, scales, index)
+        numbers = {"x_scale_pitch": rows.pitch}
     out_dtype = result_dtype(given.out_dtype, given.x, given.out)
-    send = product.bound(n, given.activation, out_dtype, x_scale_pitch=rows.pitch)
+    send = product.bound(n, given.activation, out_dtype, **numbers)
     new_out = blank((m, ops.out_features(n, given.activation)), out_dtype)
 
     def multiply(scale, x, codes, scales, zeros, bias, residual, *_: object) -> torch.Tensor:
         made, x_scales = rows.make(aligned(x), scale)
+        of_x = {} if in_16_bits else {"x_scales": x_scales.data_ptr()}
         out = GPU.empty(*new_out)
         send(
-            x=made, x_scales=x_scales.data_ptr(), codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=0,
+            x=made, **of_x, codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=0,
             bias=0 if bias is None else bias.data_ptr(), residual=0 if residual is None else residual.data_ptr(),
             out=out.data_ptr(),
         )  # fmt: skip

@@ -16,8 +16,9 @@ from cute_kernels import (
     quantize_weight,
     quantized_linear,
 )
+from cute_kernels.gemm import fp8
 from cute_kernels.gemm.activations import ClampedSwiglu
-from cute_kernels.gemm.operands.fp8 import dequantize_activations
+from cute_kernels.gemm.operands.fp8 import dequantize_activations, fp8_rows
 from tests.linear.test_fp8 import FORMATS, TOLERANCE, exact_product, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +42,8 @@ def test_activations_are_those_of_the_reference(shape, group_size):
 @pytest.mark.parametrize("scale", [None, 0.02])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(80, 320), (4096, 4096), (1280, 8192)])
-@pytest.mark.parametrize("m", [1, 5, 16, 100, 1000])
-def test_torchs_product_serves_codes_by_rows(scale, bias, n, k, m):
+@pytest.mark.parametrize("m", [1, 5, 16, 64, 65, 100, 1000])
+def test_products_with_a_scale_a_row_are_exact_on_rounded_operands(scale, bias, n, k, m):
     weight, x = quantize_weight(numbers(n, k, seed=2).cuda(), format="fp8"), numbers(m, k).cuda()
     given = None if scale is None else torch.tensor(scale, device="cuda")
     added = numbers(n, seed=7).cuda() if bias else None
@@ -53,7 +54,7 @@ def test_torchs_product_serves_codes_by_rows(scale, bias, n, k, m):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(200, 256), (1000, 4096), (200, 140), (1000, 2880)])  # 140, 2880: half k blocks
-@pytest.mark.parametrize("m", [1, 9, 16, 100, 520])
+@pytest.mark.parametrize("m", [1, 3, 9, 16, 17, 64, 65, 100, 520])
 def test_our_product_is_exact_on_rounded_operands(name, n, k, m):
     """Also with an epilogue, which no other library's takes."""
     weight, x = quantize_weight(numbers(n, k, seed=2).cuda(), format=name, dtype=BF16), numbers(m, k).cuda()
@@ -62,6 +63,10 @@ def test_our_product_is_exact_on_rounded_operands(name, n, k, m):
     assert relative_error(y, want) < TOLERANCE
     bias, residual = numbers(n, seed=3).cuda(), numbers(m, n // 2, seed=4).cuda()
     y = quantized_linear(x, weight, bias, residual=residual, activation="swiglu", activations="fp8")
+    if m <= fp8.FEW_BLOCK_ROWS:  # 16-bit products of rounded rows, bit for bit
+        rows = fp8_rows(x, weight.format).to(BF16)
+        assert torch.equal(y, quantized_linear(rows, weight, bias, residual=residual, activation="swiglu"))
+        return
     sums = want + bias.double()
     want = torch.nn.functional.silu(sums[:, ::2]) * sums[:, 1::2] + residual.double()
     assert relative_error(y, want) < TOLERANCE
@@ -76,10 +81,11 @@ def test_batch_invariant_rows_are_those_of_each_by_itself(name):
         assert torch.equal(quantized_linear(x[row : row + 1], weight, **options)[0], whole[row])
 
 
-def test_what_is_not_finite_makes_the_rows_products_nan_and_no_others():
+@pytest.mark.parametrize("m", [21, 40])
+def test_what_is_not_finite_makes_the_rows_products_nan_and_no_others(m):
     weight, x = (
         quantize_weight(numbers(256, 512, seed=2).cuda(), format="fp8_block", dtype=BF16),
-        numbers(40, 512).cuda(),
+        numbers(m, 512).cuda(),
     )
     x[3, 300], x[20, 5] = torch.inf, torch.nan
     y = quantized_linear(x, weight, activations="fp8")

@@ -13,10 +13,11 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import weight_format
-from cute_kernels.gemm.operands.fp8 import LEAST
+from cute_kernels.gemm import fp8
+from cute_kernels.gemm.operands.fp8 import LEAST, dequantize_activations
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, FP8_ROWS, GIVEN, Fp8RowsConfig
-from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M
-from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes
+from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M, RoundedRowsConfig
+from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes, rounded_rows_kernel
 from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8_schedule
 from cute_kernels.gemm.problem import LinearProblem
 from simulator import LANES, Gpu, Uint32
@@ -42,7 +43,7 @@ def made(
         factor, bits = subject.scales_of(subject.of_group(subject.largest(words)))
     else:
         factor, bits = subject.given_scale(Uint32(np.full(32, np.float32(scale).view(np.uint32))))
-    found = subject.codes(words, factor, LANES % 16)
+    found = subject.codes(words, factor, bits, LANES % 16)
     memory = np.stack([np.asarray(word, np.uint32) for word in found], axis=1).reshape(-1).view(np.uint8)
     return memory.reshape(2, GROUP), np.broadcast_to(np.asarray(bits, np.uint32), (32,)).copy().view(np.float32)[::16]
 
@@ -95,16 +96,16 @@ def test_quotients_are_rounded_to_nearest(run_on):
     subject = RowCodes(Fp8RowsConfig("bf16"))
     random = np.random.default_rng(0)
     for _ in range(64):
-        by = np.exp2(random.uniform(-110, 127, 32)).astype(np.float32)
-        found = np.asarray(subject.quotient(448.0, by.view(type(LANES))), np.float32)
-        np.testing.assert_array_equal(found, np.float32(448) / by)
+        by = np.exp2(random.uniform(-119, 120, 32)).astype(np.float32)
+        found = np.asarray(subject.over(by.view(type(LANES))), np.float32)
+        np.testing.assert_array_equal(found, np.float32(1) / by)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, m, k, scale", [("fp8_block", 5, 320, None), ("w4gchannel", 300, 256, None), ("mxfp4", 3, 384, 0.5)]
+    "name, m, k, scale", [("fp8_block", 33, 320, None), ("w4gchannel", 300, 256, None), ("mxfp4", 65, 384, 0.5)]
 )
 def test_a_product_is_two_launches(name: str, m: int, k: int, scale: float | None):
     weight = quantize_weight(torch.randn(192, k), format=name, dtype=torch.bfloat16)
@@ -133,6 +134,47 @@ def test_a_product_is_two_launches(name: str, m: int, k: int, scale: float | Non
     assert product[0].data_ptr() == rows["out"] and {rows["scales"], rows["group_stride"]} <= {*product[1:]}
 
 
+@pytest.mark.parametrize(
+    "name, m, k, scale",
+    [("fp8", 1, 320, None), ("fp8", 64, 256, 0.5), ("fp8_block", 32, 140, None), ("w4g128", 64, 256, None),
+     ("mxfp4", 3, 2880, None), ("w4gchannel", 1, 320, 0.5)],
+)  # fmt: skip
+def test_few_rows_are_rounded_in_one_launch_and_multiplied_in_16_bits(name: str, m: int, k: int, scale: float | None):
+    weight = quantize_weight(torch.randn(192, k), format=name, dtype=torch.bfloat16)
+    x, given = torch.randn(m, k).bfloat16(), None if scale is None else torch.tensor(scale)
+    with recording() as cache:
+        quantized_linear(x, weight)
+        y = quantized_linear(x, weight, activations="fp8", activation_scale=given)
+    assert y.shape == (m, 192) and weight.codes not in fp8._kept_rows
+    plain, first, second = (launch for launch in cache.launches if "linear_inputs" not in launch.symbol)
+    assert first.symbol.startswith("linear_fp8_rounded_bf16_") and second.symbol == plain.symbol
+    rows = dict(zip(FP8_ROWS.names, first.arguments, strict=True))
+    whole = -(-k // 8) * 8
+    assert (rows["places"], rows["out_pieces"], rows["groups"]) == (m, whole // 8, -(-k // GROUP))
+    assert (rows["given"] != 0) == (scale is not None)
+    multiplied = second.arguments[0]
+    assert multiplied.shape == (m, whole) and multiplied.dtype == torch.bfloat16
+    assert multiplied.data_ptr() == rows["out"]
+
+
+@pytest.mark.parametrize(
+    "name, m, dtype, options",
+    [("mxfp4", 3, torch.bfloat16, {"activation_scale": torch.tensor(0.5)}),
+     ("w4g128", 65, torch.bfloat16, {}), ("fp8_block", 33, torch.bfloat16, {}), ("w4g128", 3, torch.float16, {}),
+     ("w4g128", 3, torch.bfloat16, {"batch_invariant": True})],
+)  # fmt: skip
+def test_products_of_other_rows_are_of_fp8_operands(name: str, m: int, dtype: torch.dtype, options: dict[str, Any]):
+    """So a batch-invariant row has the same kernel whatever is computed with it."""
+    weight = quantize_weight(torch.randn(192, 256), format=name, dtype=dtype)
+    with recording() as cache:
+        quantized_linear(torch.randn(m, 256).to(dtype), weight, activations="fp8", **options)
+    assert [launch.symbol.split("_")[2] for launch in cache.launches] == [
+        "rows",
+        cache.launches[1].symbol.split("_")[2],
+    ]
+    assert "e4m3" in cache.launches[1].symbol
+
+
 @pytest.mark.parametrize("group_size", [0, 128])
 def test_activations_are_one_launch(group_size: int):
     x = torch.randn(2, 3, 520).bfloat16()
@@ -153,7 +195,7 @@ def test_activations_are_one_launch(group_size: int):
 def test_rows_that_no_kernel_takes_are_torchs(x: torch.Tensor):
     with recording() as cache:
         codes, _ = quantize_activations(x)
-    assert not cache.launches and codes.shape == x.shape and (codes.float() == 448).all()
+    assert not cache.launches and codes.shape == x.shape and (codes.float() == 416).all()  # 512 / 1.25
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -197,9 +239,14 @@ class RowsMachine(Machine):
             pair = torch.tensor([float(low), float(high)]).clamp(-448, 448).to(torch.float8_e4m3fn)
             return Word(int(pair.view(torch.int16)) & 0xFFFF)
 
+        def unpacked(pair: Word) -> Word:
+            halves = torch.tensor([int(pair)], dtype=torch.uint16).view(torch.float8_e4m3fn).half()
+            return Word(int(halves.view(torch.int32)) % 2**32)
+
         found = super().numbers()
         found.multiply, found.bits = lambda a, b: np.float32(a) * np.float32(b), lambda x: Word(x.view(np.uint32))
         found.pack_e4m3x2 = pack
+        found.e4m3x2_to_f16x2 = unpacked
         return found
 
     def cute(self) -> SimpleNamespace:
@@ -207,6 +254,19 @@ class RowsMachine(Machine):
         found.arch.grid_dim = lambda: self.grid
         found.arch.shuffle_sync_bfly = lambda value, offset: self.exchanged(value)[self.lane ^ offset]
         return found
+
+
+def run_rows(machine: RowsMachine, kernel: Any, given: Any, *arguments: int) -> None:
+    """Runs a kernel of rows as it is launched with these arguments."""
+    launches = []
+
+    def launch(grid, block, **options):
+        machine.grid = grid
+        for one in np.ndindex(*grid):
+            machine.run(lambda: Fp8RowsKernel.kernel(kernel, *launches[0]), [one], block[0])
+
+    kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)
+    Fp8RowsKernel.launch(kernel, given_to(FP8_ROWS, given, *arguments), None)
 
 
 @pytest.mark.parametrize("kind", [BY_GROUP, BY_ROW, GIVEN])
@@ -225,17 +285,9 @@ def test_every_place_that_there_is_gets_its_row(kind: str, k: int, for_products:
     end, table = machine.put(torch.tensor([count], dtype=torch.int32)), machine.put(rows)
     out = machine.put(torch.full((3, 8 * pieces), 0x55, dtype=torch.uint8))
     scales = machine.put(torch.full((groups * 8 + 24,), -7.0))
-    launches = []
-
-    def launch(grid, block, **options):
-        machine.grid = grid
-        for one in np.ndindex(*grid):
-            machine.run(lambda: Fp8RowsKernel.kernel(kernel, *launches[0]), [one], block[0])
-
-    kernel: Any = Fp8RowsKernel(Fp8RowsConfig("bf16", kind, for_products, half_last))
-    kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)
-    addresses = end, table, machine.put(scale), out, scales
-    Fp8RowsKernel.launch(kernel, given_to(FP8_ROWS, given, *addresses, 3, pieces, groups, scale_groups, *strides), None)
+    config = Fp8RowsConfig("bf16", kind, for_products, half_last)
+    arguments = machine.put(scale), out, scales, 3, pieces, groups, scale_groups, *strides
+    run_rows(machine, Fp8RowsKernel(config), given, end, table, *arguments)
     found = machine.get(out, (3, 8 * pieces), torch.uint8)
     codes, wanted = quantize_activations(
         x[rows[:count].long()], GROUP if kind == BY_GROUP else 0, scale=scale if kind == GIVEN else None
@@ -253,3 +305,23 @@ def test_every_place_that_there_is_gets_its_row(kind: str, k: int, for_products:
     of_places = stored.as_strided((count, scale_groups), strides[::-1])
     assert torch.equal(of_places, wanted.expand(count, scale_groups))
     assert (stored == -7).sum() == stored.numel() - count * scale_groups
+
+
+@pytest.mark.parametrize("kind", [BY_GROUP, BY_ROW, GIVEN])
+@pytest.mark.parametrize("k", [8, 264, 2184])
+def test_rounded_rows_are_what_codes_and_scales_stand_for(kind: str, k: int, run_on):
+    machine = RowsMachine()
+    run_on(machine)
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(8)).bfloat16()
+    x[1, 3], x[2, 5] = torch.inf, torch.nan
+    scale, groups = torch.tensor([0.01]), -(-k // GROUP)
+    given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
+    out = machine.put(torch.full((4, k), -7.0).bfloat16())
+    kernel = rounded_rows_kernel(RoundedRowsConfig("bf16", kind))
+    run_rows(machine, kernel, given, 0, 0, machine.put(scale), out, 0, 3, k // 8, groups, 0, 0, 0)
+    found = machine.get(out, (4, k), torch.bfloat16)
+    size = GROUP if kind == BY_GROUP else 0
+    parts = quantize_activations(x, size, scale=scale if kind == GIVEN else None)
+    want = dequantize_activations(*parts, size).bfloat16()
+    assert torch.equal(found[:3].nan_to_num(nan=1e6), want.nan_to_num(nan=1e6)) and (found[3] == -7).all()
+    assert found[0].isfinite().all() and found[2].isnan().any()

@@ -20,6 +20,7 @@ from cute_kernels.runtime.operator import Operator, route
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
+SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0  # see `.fp8_rows`
 LEAST = 2.0**-110  # a largest input that counts: codes of smaller ones are 0, and so are those of rows of zeros
 
 
@@ -28,9 +29,10 @@ def quantize_activations(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises rows of x to E4M3 with scales: x is about ``codes.float() * scales``, each scale over its group.
 
-    A scale is a group's largest magnitude / 448 in fp32; codes are rounded to nearest, ties to even, and saturate at
-    448. A group of zeros has codes 0 and a small scale. One with infinities or NaN has a scale that is NaN, and so
-    gives products that are NaN. A given scale leaves infinities at 448 and NaN as they are.
+    A scale is a group's largest magnitude / 448, rounded up to four significant bits: so codes times scales are bf16
+    numbers. Codes are rounded to nearest, ties to even, and saturate at 448. A group of zeros has codes 0 and a small
+    scale. One with infinities or NaN has a scale that is NaN, and so gives products that are NaN. A given scale leaves
+    infinities at 448 and NaN as they are.
 
     Args:
         x: bf16, fp16 or fp32 [..., K].
@@ -78,8 +80,10 @@ def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     largest = groups.abs().amax(dim=-1)
     known = largest < float("inf")  # not so of NaN
     largest = torch.where(known, largest.clamp(min=LEAST), torch.nan)
-    codes = _codes_of(groups * torch.where(known, largest.new_full((), MOST) / largest, 0.0).unsqueeze(-1))
-    return codes.flatten(-2)[..., :k].contiguous(), largest * (1 / MOST)
+    bits = (largest * (1 / MOST)).view(torch.int32)
+    scales = ((bits + SCALE_ROUND_UP) & SCALE_BITS).view(torch.float32).where(known, torch.nan)
+    codes = _codes_of(groups * torch.where(known, 1 / scales, 0.0).unsqueeze(-1))
+    return codes.flatten(-2)[..., :k].contiguous(), scales
 
 
 def _codes_of(values: torch.Tensor) -> torch.Tensor:
@@ -136,11 +140,6 @@ def fp8_reference(
     x comes as the weight takes it: in its order, times its input scale. scale: of all of x, or None.
     """
     return linear_reference(
-        fp8_rows(x, weight.format, scale),
-        weight,
-        bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype,
+        fp8_rows(x, weight.format, scale), weight, bias, residual=residual, activation=activation, out_dtype=out_dtype,
         batch_invariant=batch_invariant,
-    )
+    )  # fmt: skip

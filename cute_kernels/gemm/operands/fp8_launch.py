@@ -1,4 +1,4 @@
-"""Launches the kernel that makes rows of x in E4M3, for callers and for products."""
+"""Launches the kernel that makes rows of x in E4M3, for callers and for products; or rows rounded to E4M3, in bf16."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
@@ -31,6 +32,20 @@ from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
 VECTOR = 8  # inputs of 16 bytes
 MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
+
+
+@dataclass(frozen=True)
+class RoundedRowsConfig(Fp8RowsConfig):
+    """The kernel that rounds rows of bf16 x to E4M3 and leaves them in bf16, in their own order."""
+
+    for_products: bool = False
+
+    def kernel(self) -> CompiledAs:
+        return CompiledAs("cute_kernels.gemm.operands.fp8_rows:rounded_rows_kernel", FP8_ROWS)
+
+    @property
+    def name(self) -> str:
+        return f"linear_fp8_rounded_{self.dtype}_{self.scales}"
 
 
 def pitch_of(places: int, most_tile_m: int) -> int:
@@ -96,17 +111,19 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
         return None
     if compiler_version() is None and not default_cache().has(GemmSpec(config), arch_of(index)):
         return None
-    return _plain_rows(config, x.numel() // k, k, index)
+    return rows_in_order(config, x.numel() // k, k, index)
 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def _plain_rows(config: Fp8RowsConfig, places: int, k: int, index: int) -> ScaledRows:
+def rows_in_order(config: Fp8RowsConfig, places: int, k: int, index: int) -> ScaledRows:
+    """The launch that makes rows [places, k] in their own order, k a multiple of 8; scales [places, their number]."""
+    kind = torch.bfloat16 if isinstance(config, RoundedRowsConfig) else torch.float8_e4m3fn
     groups = -(-k // X_GROUP)
     count = groups if config.scales == BY_GROUP else 1
     sizes = {"groups": groups, "scale_groups": count, "group_stride": 1, "place_stride": count}
     send = _bound(config, index, places=places, out_pieces=k // VECTOR, **sizes)
-    return ScaledRows(send, blank((places, k), torch.float8_e4m3fn), blank((places, count), torch.float32))
+    return ScaledRows(send, blank((places, k), kind), blank((places, count), torch.float32))
 
 
 def _bound(config: Fp8RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs alternate, for
 which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`E4m3Decoder`). With a scale
 for each row a CTA reads all of the row first, and reads it again from cache.
+
+For 16-bit products of few rows the numbers that codes stand for are made instead, in x's own order.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from cute_kernels.device.types import extents
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, ROWS_THREADS, Fp8RowsConfig
 from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs, row_of
 
-OUT_PIECE_BYTES = 8  # of a lane: 8 inputs
 WARPS = ROWS_THREADS // WARP_THREADS
 HALF_LANES = GROUP_LANES // 2
 GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
 MOST = 448.0
 LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
+# Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
+# stand for is exact in bf16, and 16-bit products take it.
+SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
 SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
 
 
 class RowCodes:
     """Makes codes of a lane's 8 inputs of a row, wherever they are stored."""
+
+    piece_bytes = 8  # of a lane
 
     def __init__(self, config: Fp8RowsConfig):
         self.config, self.inputs = config, RowLimbs(config.dtype)
@@ -47,24 +53,25 @@ class RowCodes:
         """(the factor of inputs, bits of the scale) from the bits of the largest one."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
-        factor = cutlass.select_(finite, self.quotient(MOST, most), Float32(0.0))
-        scale = numbers.bits(numbers.multiply(most, Float32(1 / MOST)))
+        scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))
+        scale = Uint32((scale + Uint32(SCALE_ROUND_UP)) & Uint32(SCALE_BITS))
+        factor = cutlass.select_(finite, self.over(scale.bitcast(Float32)), Float32(0.0))
         return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
 
     def given_scale(self, bits) -> tuple[Any, Any]:
         """The same of a given scale."""
-        return self.quotient(1.0, bits.bitcast(Float32)), bits
+        return self.over(bits.bitcast(Float32)), bits
 
-    def quotient(self, number: float, by) -> Any:
-        """number / by, rounded to nearest: Newton's steps from the special-function unit's reciprocal."""
+    def over(self, by) -> Any:
+        """1 / by, rounded to nearest: Newton's steps from the special-function unit's reciprocal."""
         by = numbers.multiply(by, Float32(SCALE))
         minus = numbers.multiply(by, Float32(-1.0))
         over = ptx.reciprocal(by)
         over = ptx.fma(over, ptx.fma(minus, over, Float32(1.0)), over)
-        found = numbers.multiply(over, Float32(number * SCALE))
-        return ptx.fma(ptx.fma(minus, found, Float32(number * SCALE)), over, found)
+        found = numbers.multiply(over, Float32(SCALE))
+        return ptx.fma(ptx.fma(minus, found, Float32(SCALE)), over, found)
 
-    def codes(self, words, factor, lane) -> list[Any]:
+    def codes(self, words, factor, scale, lane) -> list[Any]:
         """A lane's eight bytes."""
         values = [numbers.multiply(half, factor) for word in words for half in self.inputs.to_floats(word)]
         pairs = [numbers.pack_e4m3x2(values[i], values[i + 1]) for i in range(0, 8, 2)]
@@ -77,11 +84,24 @@ class RowCodes:
         return [ptx.prmt(first, second, Uint32(selector)) for selector in (0x5140, 0x7362)]
 
 
+class RowValues(RowCodes):
+    """Makes the numbers in bf16 that codes and scales stand for."""
+
+    piece_bytes = 16
+
+    def codes(self, words, factor, scale, lane) -> list[Any]:
+        scale = scale.bitcast(Float32)
+        pairs = [[numbers.multiply(half, factor) for half in self.inputs.to_floats(word)] for word in words]
+        halves = [numbers.e4m3x2_to_f16x2(numbers.pack_e4m3x2(*pair)) for pair in pairs]
+        values = [(ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)) for word in halves]
+        return [ptx.pack_bf16x2(*(numbers.multiply(value, scale) for value in pair)) for pair in values]
+
+
 class Fp8RowsKernel:
     """One compiled variant; :class:`Fp8RowsConfig` says which."""
 
-    def __init__(self, config: Fp8RowsConfig):
-        self.config, self.codes = config, RowCodes(config)
+    def __init__(self, config: Fp8RowsConfig, makes: type[RowCodes] = RowCodes):
+        self.config, self.codes = config, makes(config)
 
     def launch(self, given, stream):
         """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `FP8_ROWS`."""
@@ -128,9 +148,9 @@ class Fp8RowsKernel:
                 words = self.codes.inputs.load(x, row, self.source(piece, group, groups, row_pieces), row_pieces)
                 if const_expr(self.config.scales == BY_GROUP):
                     factor, scale = self.codes.scales_of(self.codes.of_group(self.codes.largest(words)))
-                bytes_ = self.codes.codes(words, factor, lane)
+                made = self.codes.codes(words, factor, scale, lane)
                 if piece < out_pieces:
-                    ptx.store_global(out + (Int64(place) * out_pieces + piece) * OUT_PIECE_BYTES, bytes_)
+                    ptx.store_global(out + (Int64(place) * out_pieces + piece) * self.codes.piece_bytes, made)
                 if (lane == 0) & (group < scale_groups):
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
@@ -146,7 +166,7 @@ class Fp8RowsKernel:
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):
         """`RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
         largest = Int32(0)
-        for begin in cutlass.range(0, groups, GROUPS_AT_ONCE, unroll=1):
+        for begin in cutlass.range(0, groups, GROUPS_AT_ONCE, unroll=4):  # so many pieces are on their way at a time
             words = self.codes.inputs.load(x, row, (begin + first) * GROUP_LANES + lane, row_pieces)
             largest = cutlass.max(largest, self.codes.largest(words))
         room = cutlass.utils.SmemAllocator().allocate(4 * WARPS, byte_alignment=16).toint()
@@ -156,3 +176,8 @@ class Fp8RowsKernel:
         cute.arch.sync_threads()
         words = [word for i in range(0, WARPS, 4) for word in ptx.load_shared_vector(room, 4 * i, 4)]
         return self.codes.scales_of(lanes.in_pairs(cutlass.max, [Int32(word) for word in words]))
+
+
+def rounded_rows_kernel(config: Fp8RowsConfig) -> Fp8RowsKernel:
+    """The kernel of `.fp8_launch.RoundedRowsConfig`."""
+    return Fp8RowsKernel(config, RowValues)
