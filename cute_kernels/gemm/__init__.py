@@ -2,6 +2,7 @@
 
 Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `call` (a call and
 its checks), `ops` (where it goes), `plan` and `product` (how it is launched); `module` has the layer as an nn.Module.
+`choice` compares the kernels: `stream` for few rows, `wgmma` for tiles and limbs; `layer` has a layer in one launch.
 Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
 """
 
