@@ -217,21 +217,17 @@ class AttentionCall:
         blocks = self.blocks
         if blocks is not None:
             blocks = replace(blocks, list=blocks.list[part], counts=blocks.counts[part])
-        request_call = replace(
-            self,
-            cu_seqlens_q=None,
-            blocks=blocks,
-            q=self.q[own].unsqueeze(0),
-            k=k,
-            v=v,
-            seq_lens=lengths,
-            block_table=table,
-            out=None,
-            score_tensors=tensors,
-        )
+        alone = self._of(own, k, v, lengths, blocks=blocks, block_table=table, out=None, score_tensors=tensors)
         if self.tree_mask is None:
-            return request_call
-        return self._with_tree(request_call, own, int(lengths[0]) - (own.stop - own.start))
+            return alone
+        return self._with_tree(alone, own, int(lengths[0]) - (own.stop - own.start))
+
+    def _of(
+        self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
+    ) -> AttentionCall:
+        """The call of the queries ``own`` of one request, with other keys and values."""
+        q = self.q[own].unsqueeze(0)
+        return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
     def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
         """The same call with the tree's mask as a bias; before: tokens that come before the new ones."""
@@ -252,19 +248,8 @@ class AttentionCall:
             for operand, rows in zip((self.k, self.v), self.new, strict=True)
         )
         lengths = torch.tensor([count], dtype=torch.int32, device=self.q.device)
-        newer = replace(
-            self,
-            cu_seqlens_q=None,
-            q=self.q[own].unsqueeze(0),
-            k=k,
-            v=v,
-            seq_lens=lengths,
-            block_table=None,
-            head_major=False,
-            max_seq_len=count,
-            page_size=count,
-            num_blocks=1,
-        )
+        pages = {"max_seq_len": count, "page_size": count, "num_blocks": 1}
+        newer = self._of(own, k, v, lengths, block_table=None, head_major=False, **pages)
         return newer if self.tree_mask is None else self._with_tree(newer, own, 0)
 
 
