@@ -246,6 +246,8 @@ class RowsMachine(Machine):
         found = super().numbers()
         found.multiply, found.bits = lambda a, b: np.float32(a) * np.float32(b), lambda x: Word(x.view(np.uint32))
         found.pack_e4m3x2 = pack
+        load = self.ptx().load_global_words
+        found.load_global_if = lambda inside, *given, **options: load(*given, **options) if inside else [Word(0)] * 4
         found.e4m3x2_to_f16x2 = unpacked
         return found
 

@@ -25,6 +25,7 @@ WARPS = ROWS_THREADS // WARP_THREADS
 HALF_LANES = GROUP_LANES // 2
 GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
 MOST = 448.0
+IN_FLIGHT = 4  # pieces that a thread asks for at a time
 LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
 # Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
 # stand for is exact in bf16, and 16-bit products take it.
@@ -162,13 +163,20 @@ class Fp8RowsKernel:
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)
         return cutlass.select_(group == groups - 1, early, piece)
 
+    def ask(self, x, row, piece, row_pieces):
+        """Loads as `RowLimbs.load` does, without a branch that the next load would wait for."""
+        inside = cutlass.select_(piece < row_pieces, Int32(1), Int32(0))
+        address = x + (Int64(row) * row_pieces + piece) * PIECE_BYTES
+        return numbers.load_global_if(inside, address, 0, 4, constant=False)
+
     @cute.jit
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):
         """`RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
         largest = Int32(0)
-        for begin in cutlass.range(0, groups, GROUPS_AT_ONCE, unroll=4):  # so many pieces are on their way at a time
-            words = self.codes.inputs.load(x, row, (begin + first) * GROUP_LANES + lane, row_pieces)
-            largest = cutlass.max(largest, self.codes.largest(words))
+        for begin in cutlass.range(0, groups, IN_FLIGHT * GROUPS_AT_ONCE, unroll=1):
+            pieces = [(begin + i * GROUPS_AT_ONCE + first) * GROUP_LANES + lane for i in range(IN_FLIGHT)]
+            for words in [self.ask(x, row, piece, row_pieces) for piece in pieces]:
+                largest = cutlass.max(largest, self.codes.largest(words))
         room = cutlass.utils.SmemAllocator().allocate(4 * WARPS, byte_alignment=16).toint()
         own = ptx.warp_max(largest)
         if thread % WARP_THREADS == 0:
