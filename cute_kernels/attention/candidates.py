@@ -27,6 +27,7 @@ from cute_kernels.runtime.composed import changed
 
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
+WIDE_HEAD_DIM, WIDE_WARPS = 512, 4  # whose warps have 255 registers each: accumulators of 8 queries take 128 of them
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
 MAPPED_HEADS = 2  # of a CTA, from which on tensor maps bring their rows
@@ -140,7 +141,8 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
 def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
     """(warps that take different queries of a KV head, blocks of 8 queries for each of them); more queries take more
     CTAs."""
-    per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
+    wide = _target_warps(problem.head_dim, problem.v_head_dim) == WIDE_WARPS
+    per_warp = 2 if problem.rows > BLOCK_QUERIES and not wide else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
         per_warp = MAX_BLOCKS_PER_WARP
     return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
@@ -178,10 +180,16 @@ def _borrows_registers(problem: AttentionProblem) -> bool:
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
 
+def _target_warps(*head_dims: int) -> int:
+    """Consumer warps of an SM that registers suffice for."""
+    return WIDE_WARPS if max(head_dims) == WIDE_HEAD_DIM else TARGET_WARPS
+
+
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
     """The KV heads of a CTA for which a token's rows can be copied in bulk, 0 if there is no such number."""
-    most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
+    target = _target_warps(*dims)
+    most = (MAX_WARPS if target == TARGET_WARPS and not _borrows_registers(problem) else target) // num_query_blocks
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if form.has_header]
     # Head-major caches have one head's tokens side by side.
@@ -246,7 +254,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         # Pages' pieces are waited for longer: warps with two blocks of tokens each need fewer tiles in turn.
         pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
         few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
-        warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
+        warps = TARGET_WARPS // 2 if few_warps else _target_warps(*base.head_dims)
         config = changed(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
     return _byte_config(base, ctas_per_sm)
@@ -256,15 +264,18 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
     if costs_of(base.formats) != {"dense"}:
         return _byte_config(base, ctas_per_sm)
-    if max(base.head_dims) == 256:
+    if max(base.head_dims) >= 256:
         ctas_per_sm = 1
     few = max(base.head_dims) > 128 or base.num_query_blocks > 1 or ctas_per_sm > 1
-    return _with_ring(changed(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
+    slices = 1 if WIDE_HEAD_DIM in base.head_dims else 2 if few else 4
+    return _with_ring(changed(base, num_slices=slices), min(ctas_per_sm, 2), 3)
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
-    slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
+    target = _target_warps(*base.head_dims)
+    ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
+    slices = max(1, target // ctas_per_sm // base.num_roles)
     shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
     configs = [changed(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
     if sum(configs[0].tile_bytes) > STAGE_BYTES or _takes_one_block(base):

@@ -117,9 +117,9 @@ def decode_attention(
     (q . k + q_shift), then capped, then biased by position and by ``attn_bias``, then masked, in this order.
 
     Args:
-        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256. It
-            may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples of 16
-            bytes.
+        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192, 256 or
+            512. It may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples
+            of 16 bytes.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
             [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but for their rows:
             V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV head h //

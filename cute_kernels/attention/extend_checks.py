@@ -15,8 +15,8 @@ from cute_kernels.arguments import (
     strides_of,
 )
 from cute_kernels.attention import checks
-from cute_kernels.attention.extend_policies import cannot_multiply_fp8, cannot_read, cannot_unpack
-from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
+from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
+from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.kv import names as format_names
 from cute_kernels.formats.scores import tensors_of
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -115,8 +115,8 @@ def check_query(q: torch.Tensor) -> None:
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
     check_dtype("q", q, *checks.Q_DTYPES)
-    if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    if q.shape[2] not in EXTEND_HEAD_DIMS:
+        raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, EXTEND_HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:
         raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
     checks.check_query_strides(q, "queries")

@@ -8,6 +8,7 @@ from typing import ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.extend_policies import (
     ELEMENT_BYTES,
+    EXTEND_HEAD_DIMS,
     GROUP_TOKENS,
     HEADED_ROW_BYTES,
     KEY_ROWS_FEATURES,
@@ -48,7 +49,7 @@ from cute_kernels.attention.extend_policies import (
 )
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.formats.kv import HEAD_DIMS, KvFormat
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.base import Use
 from cute_kernels.formats.scores.features import PLAIN, Features
 
@@ -377,8 +378,8 @@ class ExtendConfig(ReadsCache):
         """Why this configuration cannot be compiled, or None."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
-        if self.head_dim not in HEAD_DIMS:
-            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.head_dim not in EXTEND_HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, EXTEND_HEAD_DIMS))}"
         if (reason := self.problem_of_rows()) is not None:
             return reason
         for form in self.formats:
@@ -471,4 +472,6 @@ class CombineConfig:
         """Why this configuration cannot be compiled, or None."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
-        return None if self.head_dim in HEAD_DIMS else f"head_dim {self.head_dim} is not one of {HEAD_DIMS}"
+        return (
+            None if self.head_dim in EXTEND_HEAD_DIMS else f"head_dim {self.head_dim} is not one of {EXTEND_HEAD_DIMS}"
+        )

@@ -27,6 +27,7 @@ COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
+EXTEND_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim <= OPERAND_COLUMNS[-1])
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
@@ -134,7 +135,7 @@ class ReadsCache:
 
 
 def columns_of(head_dim: int) -> int:
-    """Columns of the operands that hold rows of head_dim, which is one of `HEAD_DIMS`."""
+    """Columns of the operands that hold rows of head_dim, which is one of `EXTEND_HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
@@ -244,8 +245,8 @@ class UnpackConfig(ReadsCache):
             return reason
         if self.dtype not in ("fp16", "e4m3"):
             return f"dtype {self.dtype!r} is not 'fp16' or 'e4m3'"
-        if self.head_dim not in HEAD_DIMS:
-            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.head_dim not in EXTEND_HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, EXTEND_HEAD_DIMS))}"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         return cannot_multiply_fp8(self.formats, self.head_dim) if self.dtype == "e4m3" else None

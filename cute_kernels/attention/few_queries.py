@@ -15,6 +15,7 @@ import torch
 from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.extend_config import ExtendConfig
+from cute_kernels.attention.extend_policies import KEY_ROWS_HEAD_DIM
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
 from cute_kernels.attention.launches import Keys
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
@@ -37,7 +38,9 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
     Fixed splits are excluded, since they set the order in which decode's own kernel adds. Graph captures are excluded,
     since their memory must not hold what a plan keeps.
     """
-    if call.num_splits is not None or call.head_dim != call.v.head_dim or not call.k.form.is_coded:
+    if call.num_splits is not None or not call.k.form.is_coded:
+        return None
+    if call.head_dim != KEY_ROWS_HEAD_DIM or call.v.head_dim != KEY_ROWS_HEAD_DIM:
         return None
     if call.out is not None and not call.out.is_contiguous():
         return None

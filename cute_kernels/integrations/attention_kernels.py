@@ -13,7 +13,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import HEAD_DIMS, Queries, has_token_scale
+from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, Queries, has_token_scale
 from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.plan import specs_of as extend_specs_of
 from cute_kernels.attention.policies import PAGE_TOKENS
@@ -75,7 +75,9 @@ class Decodes:
 
 def can_extend(formats: Formats, head_size: int) -> bool:
     """Whether extend attention reads caches of these formats, K's and V's."""
-    return head_size in HEAD_DIMS and _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
+    if head_size not in EXTEND_HEAD_DIMS:
+        return False
+    return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:

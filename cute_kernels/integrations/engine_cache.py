@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import strides_of
+from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat
+from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, KvFormat
 from cute_kernels.runtime.plans import ALIGNMENT
 
 
@@ -50,8 +51,8 @@ def formats_named(text: str, variable: str) -> Formats:
 
 def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
     """Why a layer cannot have rows of these formats; None if it can."""
-    if head_size not in HEAD_DIMS:
-        return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if head_size not in EXTEND_HEAD_DIMS:  # engines' prompts are extend attention's
+        return f"head size {head_size}; supported: {', '.join(map(str, EXTEND_HEAD_DIMS))}"
     for form in (formats.k, formats.v):
         if not form.fits(dtype):
             return f"a {form.name} cache with queries in {dtype}"

@@ -89,8 +89,9 @@ def append_kv(
     quantisation to the cache's format (k and v) or rounding to q's dtype.
 
     Args:
-        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
-            same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any token stride.
+        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not
+            necessarily the same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any
+            token stride.
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
             page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous
             and share no memory, K's with V's neither; other strides are free.
@@ -159,8 +160,8 @@ def quantize_kv(
     """Converts numbers to cache rows, bit for bit those of :mod:`cute_kernels.formats.kv`.
 
     Args:
-        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192 or 256. Contiguous, or in
-            blocks that are evenly spaced and dense in themselves, such as a part of a fused projection.
+        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192, 256 or 512. Contiguous, or
+            in blocks that are evenly spaced and dense in themselves, such as a part of a fused projection.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
         out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.

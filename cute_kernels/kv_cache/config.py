@@ -53,7 +53,7 @@ def other_rotation(width: int, head_dim: int) -> str | None:
     these are possible: lanes own powers of two."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
-    if width > 1 and head_dim & (head_dim - 1):
+    if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
         return f"1 with a head_dim of {head_dim}: the kernels rotate rows of 64, 128 and 256"
     return None
 

@@ -10,6 +10,7 @@ from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.kv_cache.config import AppendConfig
 
+MOST_STEP_COLUMNS = 256  # of rows, beside which a warp of attention has registers for what makes them
 MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
 
 
@@ -58,6 +59,10 @@ class StepConfig:
 
     def _problem(self) -> str | None:
         attention, append = self.attention, self.append
+        if max(attention.head_dims) > MOST_STEP_COLUMNS:
+            return (
+                f"a step in one launch of head_dim {max(attention.head_dims)}: a warp's registers are full of attention"
+            )
         if attention.features.queries or attention.features.tail:
             return "a step in one launch of several queries or of keys in blocks"
         if not attention.after_append or not attention.has_features:

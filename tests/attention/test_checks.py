@@ -63,7 +63,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("row-width", {"k_cache": rows(3, 12, 2, 68)}, ValueError,
      "k_cache: got rows of 68 elements, want 80 for int4_g4 at head_dim 128"),
     ("v-row-width", {"v_cache": rows(3, 12, 2, 81)}, ValueError,
-     "v_cache: got rows of 81 elements, want one of 48, 56, 64, 80, 112, 144 for int4_g4 at head_dim 64, 80, "),
+     "v_cache: got rows of 81 elements, want one of 48, 56, 64, 80, 112, 144, 272 for int4_g4 at head_dim 64, "),
     ("k-batch", {"k_cache": rows(2, 12, 2, 80)}, ValueError, "k_cache: got a batch of 2, want 3, that of q"),
     ("v-batch", {"v_cache": rows(4, 12, 2, 80)}, ValueError, "v_cache: got a batch of 4, want 3, that of q"),
     ("v-tokens", {"v_cache": rows(3, 11, 2, 80)}, ValueError,

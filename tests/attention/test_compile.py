@@ -77,6 +77,8 @@ CONFIGS = [
     config("e5m2", head_dim=64),
     config("int8_tensor", head_dim=256),
     config("e4m3_token_head", head_dim=256, num_kv_heads=8),
+    config("bf16", head_dim=512),
+    config("int8_token_head", head_dim=512, num_kv_heads=2, page_tokens=64),
     # K and V of different head dims.
     config("bf16", head_dim=192, v_head_dim=128),
     config("e4m3_tensor", head_dim=192, v_head_dim=128),

@@ -35,7 +35,7 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
     ("config", "reason"),
     [
         (changed(INT4, k_head_dim=72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
-        (changed(INT4, v_head_dim=512), "head_dim 512 is not one of"),
+        (changed(INT4, v_head_dim=1024), "head_dim 1024 is not one of"),
         (changed(INT4, k_head_dim=80), r"groups of 20 columns \(int4_g4 at head_dim 80\) are no multiple of 8"),
         (changed(MIXED, k_format="int8_head"), "int8_head caches are read by the kernel for int8_tensor"),
         (changed(DENSE, q_dtype="fp16"), "q_dtype 'fp16' is not that of a bf16 cache"),

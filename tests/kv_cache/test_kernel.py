@@ -40,7 +40,7 @@ def test_every_format_of_both_dtypes(kv_format, dtype):
     check(SMALL.with_(kv_format=kv_format, dtype=dtype))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("kv_format", ["fp16", "int4_g1", "int4_g8", "int8_g4", "int8_channel", "e5m2"])
 def test_every_head_dim(kv_format, head_dim):
     rope = Rope(head_dim)

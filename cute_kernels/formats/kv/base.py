@@ -13,8 +13,8 @@ import torch
 from layouts.kv.channel_blocks import ChannelBlocks
 from layouts.kv.format import KvRow
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-"""Columns of the rows that the kernels are made for."""
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+"""Columns of the rows that caches have, and that decode attention and appends take."""
 
 GIVEN_SCALES = ("tensor", "head", "channel")
 """Granularities of scales that lie beside a cache."""

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend_policies import HEAD_DIMS, cannot_read
+from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, cannot_read
 from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm.gradient import differentiable
 from cute_kernels.integrations.transformers.columns import UNKNOWN, Columns
@@ -226,7 +226,11 @@ def _can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
     if softcap is not None and transform is not None and transform.k_center is not None:
         return False
     head_dim = tokens.new_k.shape[3]
-    if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
+    if (
+        head_dim not in EXTEND_HEAD_DIMS
+        or tokens.new_v.shape[3] != head_dim
+        or tokens.new_k.dtype not in _DENSE_FORMATS
+    ):
         return False
     return not any(cannot_read(format_of(name)) for name in tokens.layer.formats)
 
