@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cutlass import Float32, Int64, Uint32
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.formats.weights import WeightFormat
@@ -39,6 +40,8 @@ def scale_number(config, decoder: CodeDecoder, word):
     """The fp32 number of a stored scale, zero-extended, of a configuration's format."""
     if config.format.scale_bytes == 4:
         return word.bitcast(Float32)
+    if config.format.power_scales:  # 2**-127 is subnormal: the bit below those of the exponent
+        return cutlass.max(Int32(word << 23), Int32(1 << 22)).bitcast(Float32)
     word = decoder.scale_word(word)
     return ptx.bf16x2_low_to_float(word) if config.dtype == "bf16" else ptx.half2_low_to_float(word)
 

@@ -380,8 +380,8 @@ SORTED: dict[str, Any] = {
     "one token's too many": lambda: routed(1, 65),
     "twice as many": lambda: routed(16, 8),
     "a first product of long K": lambda: call(3, hidden=14336),
-    "a second product in groups of 64": lambda: but(down=experts(HIDDEN, INNER, group=64)),
-    "a first product in groups of 64": lambda: but(gate_up=experts(2 * INNER, HIDDEN, group=64)),
+    "a second product in groups of 16": lambda: but(down=experts(HIDDEN, INNER, group=16)),
+    "a first product in groups of 16": lambda: but(gate_up=experts(2 * INNER, HIDDEN, group=16)),
     "a second product with zero points": lambda: but(down=experts(HIDDEN, INNER, True)),
     "a number of experts that is no multiple of 4": of_six_experts,
 }

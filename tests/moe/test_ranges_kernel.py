@@ -100,7 +100,8 @@ def weights(codes: bytes, scales: bytes) -> np.ndarray:
     """fp64 [64, 128] of a k block of a tile."""
     blob = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(1, 2, 2048)
     values = unpack(hopper.restore(blob, 4), 4).numpy().astype(np.float64) - 8
-    return values * halves(np.frombuffer(scales, np.uint8), 0, 64)[:, None]
+    groups = halves(np.frombuffer(scales, np.uint8), 0, len(scales) // 2).reshape(-1, 64)
+    return values * groups.T.repeat(128 // len(groups), axis=1)
 
 
 class Launch:
@@ -138,13 +139,13 @@ class Launch:
     def end_entry(self) -> None:
         self.makers[self.machine.cta.block[0], self.machine.here.entry] += 1
 
-    def copy_k_blocks(self, memory, begins, k_block, here) -> None:
+    def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
         """As the kernel, into a stage that all warps of its warpgroup have given back."""
         place = self.machine.cta.block[0], here.stage
         if self.machine.lane == 0:
             assert self.read[place] == self.filled[place] * 4, "a stage is filled that is still read"
             self.filled[place] += 1
-        RangeRoles.copy_k_blocks(self.roles, memory, begins, k_block, here)
+        RangeRoles.copy_k_blocks(self.roles, shape, memory, begins, k_block, here)
 
     def multiply_k_blocks(self, acc, base, x_offset, place) -> None:
         """Adds what the tensor cores would to the accumulators of one thread."""
@@ -265,13 +266,17 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
     "two rounds of experts": (tuple(i % 50 == 49 for i in range(152)), 64, 128, 2, 2, {"expert_rounds": 2}),
     "rows that more than one warp's lanes are read": ((20, 0, 19, 0), 64, 128, 3, 2, {}),
     "two epilogue warps": ((3, 8, 1, 0), 64, 128, 1, 2, {"epilogue_warps": 2}),
+    "groups of 32": ((3, 9, 1, 0), 130, 200, 3, 2, {"format": integers(4, 32)}),
+    "groups of 32, half a k block last": ((3, 9, 1, 0), 130, 320, 3, 2, {"format": integers(4, 32), "half_last": True}),
+    "groups of 64, half a k block": ((3, 0, 1, 0), 192, 40, 2, 1, {"format": integers(4, 64), "half_last": True}),
 }
 
 
 @pytest.mark.parametrize("counts, n, k, num_ctas, x_slots, fields", CASES.values(), ids=list(CASES))
 def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slots, fields, run_on):
     counts = [int(count) for count in counts]
-    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(len(counts))])
+    group_size = fields.get("format", CONFIG.format).group_size
+    weight = stack_experts([known(n, k, group_size=group_size, seed=seed).pack() for seed in range(len(counts))])
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7, k, generator=generator).to(torch.bfloat16)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
@@ -295,7 +300,7 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
 
 def part_k_blocks(launch: Launch, weight: PackedExperts) -> int:
     """K blocks of 128 inputs of a part of K."""
-    return weight.codes.shape[2] // 2 // launch.parts
+    return -(-weight.codes.shape[2] // 2) // launch.parts
 
 
 def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[list[tuple[int, int, int, int]]]:
@@ -314,23 +319,33 @@ def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[l
 def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> None:
     """Each CTA copies every k block of its blocks once, in their order."""
     config, (_, tiles, count, _) = launch.config, weight.codes.shape
-    k_blocks, own = count // 2, part_k_blocks(launch, weight)
-    ranges = (
-        (launch.codes, weight.codes.nbytes, config.k_block_bytes),
-        (launch.scales, weight.scales.nbytes, config.k_block_scale_bytes),
-    )
-    for first, size, k_block_bytes in ranges:
+    own, half = part_k_blocks(launch, weight), config.activations.half_last
+    number = 0
+    for scales, first, size, k_block_bytes in (
+        (False, launch.codes, weight.codes.nbytes, config.k_block_bytes),
+        (True, launch.scales, weight.scales.nbytes, config.k_block_scale_bytes),
+    ):
         for cta, blocks in enumerate(blocks_of(launch, weight, entries)):
+            tile_bytes = count * k_block_bytes // 2
             wanted = [
-                (((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * k_blocks + k_block) * k_block_bytes)
+                ((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * tile_bytes + begin, length)
                 for _, part, expert, block in blocks
                 for k_block in range(part * own, (part + 1) * own, config.chunk_k_blocks)
                 for i in range(config.n_tiles)
+                for begin, length in pieces(config, k_block, half and k_block == own - 1, scales, k_block_bytes)
             ]
             copied = [c for c in launch.machine.copies if c[0][0] == cta and first <= c[1] < first + size]
-            assert [source - first for _, source, _ in copied] == wanted
-            assert {c[2] for c in copied} <= {config.chunk_k_blocks * k_block_bytes}
-    assert len(launch.machine.copies) == 2 * config.n_tiles * sum(launch.filled.values())
+            assert [(source - first, length) for _, source, length, *_ in copied] == wanted
+            number += len(wanted)
+    assert len(launch.machine.copies) == number
+
+
+def pieces(config: RangeConfig, k_block: int, is_half: bool, scales: bool, k_block_bytes: int) -> list[tuple[int, int]]:
+    """(first byte of a tile's, bytes) of the copies of a chunk: half a k block's scales are copied twice."""
+    first, size, half = k_block * k_block_bytes, config.chunk_k_blocks * k_block_bytes, k_block_bytes // 2
+    if scales and config.activations.half_last:
+        return [(first, half), (first + half * (not is_half), half)]
+    return [(first, size - half * is_half)]
 
 
 def check_limbs(launch: Launch, weight: PackedExperts, entries: Entries) -> None:

@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import integers, weight_format
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.kernel import EntrySource, RangeRoles, scale_offset
 from cute_kernels.gemm.experts.ranges.routing import SortedRouting
+from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.stream import kernel as linear_kernel
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
@@ -33,11 +34,14 @@ STAGES, STAGING, NOWHERE = 3 << 17, 1 << 19, 5 << 17
 X = 1024 * 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    range_config(integers(4), dtype, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
-    for dtype, rows, n_tiles, chunk in (
-        ("bf16", 8, 1, 2),
-        ("bf16", 8, 2, 1),
-        ("fp16", 8, 2, 1),
+    range_config(form, dtype, tile_m=8, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
+    for form, dtype, n_tiles, chunk in (
+        (integers(4), "bf16", 1, 2),
+        (integers(4), "bf16", 2, 1),
+        (integers(4), "fp16", 2, 1),
+        (integers(4, 32), "bf16", 1, 2),
+        (integers(4, 64), "fp16", 2, 1),
+        (weight_format("mxfp4"), "bf16", 2, 1),
     )
 ]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -111,9 +115,10 @@ class Cta:
         config = self.config
         for tile in range(config.n_tiles):
             k_blocks = slice(k_block, k_block + config.chunk_k_blocks)
+            groups = weight.scales[tile].view(-1, config.k_block_groups, 64)
             for part, offset, k_block_bytes in (
                 (weight.codes[tile].view(-1, 2 * 2048)[k_blocks], 0, config.k_block_bytes),
-                (weight.scales[tile][k_blocks], config.scale_offset, config.k_block_scale_bytes),
+                (groups[k_blocks], config.scale_offset, config.k_block_scale_bytes),
             ):
                 work_range = part.contiguous().view(torch.uint8).numpy().reshape(-1)
                 at = base + offset + tile * config.chunk_k_blocks * k_block_bytes
@@ -127,7 +132,11 @@ def numbers(rows: int, k: int, dtype: str) -> torch.Tensor:
 
 
 def weight_of(config: RangeConfig, k: int) -> PackedWeight:
-    return known(config.block_rows, k, 4, 128, False, DTYPES[config.dtype], 3).pack()
+    form, dtype = config.format, DTYPES[config.dtype]
+    if form.options.get("bits"):
+        return known(config.block_rows, k, 4, form.group_size, False, dtype, 3).pack()
+    w = torch.randn(config.block_rows, k, generator=torch.Generator().manual_seed(3))
+    return quantize_weight(w, format=form, dtype=dtype)
 
 
 @every_config
@@ -157,6 +166,21 @@ def test_one_hot_rows_return_the_weights(config: RangeConfig, value: float, run_
     cta.make_limbs(x, list(range(config.tile_m)))
     exact = weight.dequantize(torch.float64)[:, inputs].T * value
     assert np.array_equal(cta.acc(weight), exact.numpy())
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 220])
+def test_powers_of_two_are_exact_from_the_smallest_on(byte: int, run_on):
+    """Of bytes above about 230 sums of a group are beyond fp32 before they meet the scale of their row of x."""
+    config, k = next(one for one in CONFIGS if one.format.power_scales), 256
+    weight = weight_of(config, k)
+    weight.scales.fill_(byte)
+    x = torch.zeros(config.tile_m, k, dtype=torch.bfloat16)
+    inputs = (torch.arange(config.tile_m) * 67 + 3) % k
+    x[torch.arange(config.tile_m), inputs] = 1.0
+    cta = Cta(config, k, 0, run_on)
+    cta.make_limbs(x, list(range(config.tile_m)))
+    exact = weight.dequantize(torch.float64)[:, inputs].T
+    assert exact.abs().max() > 0 and np.array_equal(cta.acc(weight), exact.numpy())
 
 
 @every_config

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import integers, weight_format
 from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.ranges import schedule
@@ -126,7 +126,7 @@ def test_there_is_room_for_two_entries_where_the_ring_is_none_the_shorter(shape)
 NOT_POSSIBLE: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8},
     "zero points": {"zero": True},
-    "groups of 64": {"group": 64},
+    "groups of 16": {"group": 16},
     "groups of 256": {"group": 256},
     "a scale for all of K": {"group": 0},
     "one expert": {"experts": 1},
@@ -148,7 +148,17 @@ def test_k_is_cut_into_whole_chunks_of_k_blocks():
     for k in (128, 384, 1408):
         assert {shape.chunk_k_blocks for shape in shapes_of(problem(k=k))} == {1}
     cut = replace(problem(k=192), k_pad=192)
-    assert not shapes_of(cut), "the last k block would be half of one"
+    assert not shapes_of(cut), "the last k block would be half of one, and have no scale of its own"
+
+
+@pytest.mark.parametrize("key", ["mxfp4", "w4g32", "w4g64"])
+def test_groups_of_less_than_a_k_block_may_end_in_half_of_one(key):
+    """As gpt-oss's 2880 inputs do; parts of K and longer chunks may not."""
+    grouped = replace(problem(16, 128, 5760, 2880), k_pad=2880, format=weight_format(key))
+    assert {shape.chunk_k_blocks for shape in shapes_of(grouped)} == {1}
+    layout = choice.chosen(grouped)
+    assert isinstance(layout, RangeLayout) and layout.config.activations.half_last and layout.k_blocks == 23
+    assert among_assignments(layout, 16) is not None and not any(layouts(grouped, parts=2))
 
 
 def test_no_more_blocks_are_counted_than_quotients_hold():
@@ -247,7 +257,7 @@ def test_layers_of_few_assignments_have_both_products_among_them():
         wanted = [among_assignments(one, count) for one in (first, second)]
         assert choice.assigned(count, problems, [first, second]) == wanted
     assert choice.assigned(MOST_ASSIGNMENTS + 1, problems, [first, second]) is None
-    other = problem(32, 256, group=64)
+    other = problem(32, 256, group=16)
     served = choice.chosen(other)
     assert choice.assigned(32, [problems[0], other], [first, served]) is None
     assert choice.assigned(32, [other, problems[1]], [served, second]) is None

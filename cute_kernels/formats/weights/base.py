@@ -39,6 +39,7 @@ class WeightFormat(ABC):
         has_zeros: whether each group has a zero point, uint8.
         scale_bytes: of a stored scale, 1 or 2; 4: an fp32 number, which kernels take as it is.
         dtypes: of activations that meet such weights, "bf16" and "fp16".
+        power_scales: whether stored scales are bytes of E8M0, exponents of two, and none is NaN.
         row_scales: whether rows have scales of a second level, fp32, which meet the sums over all of K. Their bytes lie
             behind those of a tile's groups, as if these were more groups: see `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
@@ -54,6 +55,7 @@ class WeightFormat(ABC):
 
     has_zeros: ClassVar[Any] = False  # formats that may have them make it a field
     scale_bytes: ClassVar[int] = 2
+    power_scales: ClassVar[bool] = False
     row_scales: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
     decode_cost: ClassVar[float] = 1.0

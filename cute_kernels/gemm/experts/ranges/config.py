@@ -9,10 +9,17 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
 from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS, Activations, StreamConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
+from cute_kernels.gemm.wgmma.mainloops import (
+    LIMB_GROUP,
+    MMA_GROUP,
+    ROW_LIMB_BYTES,
+    ROW_SCALE_BYTES,
+    takes_limbs,
+)
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 
-BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
+BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
+GROUP_SIZES = (MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
 ROWS = MMA_N  # of an expert that are multiplied together, at most
 LANE_EXPERTS = 4  # of a lane, one after the other, in a round
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
@@ -32,16 +39,19 @@ class EntryLimbs(Activations):
     Attributes:
         expert_rounds: rounds of `ROUND_EXPERTS` experts, in each of which a warp counts their entries.
         lane_assignments: assignments of a lane where warps find entries among them as they are; 0 if they are sorted.
+        half_last: whether the last k block of the weights is half a block.
     """
 
     expert_rounds: int = 1
     lane_assignments: int = 0
+    half_last: bool = False
     producer_warps: ClassVar[int] = 1
     alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
 
     @property
     def name(self) -> str:
-        return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
+        routed = f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
+        return f"{routed}{'_half' if self.half_last else ''}"
 
     def kernel(self) -> CompiledAs:
         arguments = ASSIGNED if self.lane_assignments else RANGES
@@ -68,7 +78,7 @@ class EntryLimbs(Activations):
 
     def problem(self, config: StreamConfig[Any]) -> str | None:
         choices = {
-            "group_size": (config.group_size, (BLOCK_K,)),
+            "group_size": (config.group_size, GROUP_SIZES),
             "block_k": (config.block_k, (BLOCK_K,)),
             "tile_m": (config.tile_m, (ROWS,)),
             "k_warps": (config.k_warps, (2, 3, 4)),
@@ -83,6 +93,8 @@ class EntryLimbs(Activations):
         if config.num_stages % config.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
             return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
+        if self.half_last and (config.chunk_k_blocks > 1 or config.group_size == BLOCK_K):
+            return f"half a k block of {config.format.key} in chunks of {config.chunk_k_blocks} is no chunk with scales"
         if self.lane_assignments and self.expert_rounds > 1:
             return f"assignments are found in one round of experts, not {self.expert_rounds}"
         return None

@@ -87,7 +87,9 @@ class RangeRoles:
         self.word_steps = self.decoder.steps
         self.rows = ResidentRows(room_of(config))
         bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
-        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps, bytes_of)
+        groups = config.k_block_groups
+        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps, bytes_of, groups)
+        self.parts = 2 if config.activations.half_last else 1  # of a k block, in which a tile's are counted
         self.epilogue = StreamEpilogue(config)
 
     @cute.jit
@@ -134,7 +136,7 @@ class RangeRoles:
             for k_block in cutlass.range(0, shape.k_blocks, config.chunk_k_blocks, unroll=1):
                 pipeline.producer_acquire(here)
                 with cute.arch.elect_one():
-                    self.copy_k_blocks(memory, begins, k_block, here)
+                    self.copy_k_blocks(shape, memory, begins, k_block, here)
                 here = pipeline.next(here)
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
@@ -147,27 +149,39 @@ class RangeRoles:
             for i in range(config.n_tiles)
         ]
         # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
-        k_blocks = [Uint32(tile) * Uint32(self.routing.tile_k_blocks(shape)) + Uint32(first_k_block) for tile in tiles]
-        sizes = config.k_block_bytes, config.k_block_scale_bytes
+        parts = self.parts
+        of_tile = Uint32(self.routing.tile_k_blocks(shape) * parts - (parts - 1))
+        firsts = [Uint32(tile) * of_tile + Uint32(first_k_block * parts) for tile in tiles]
+        sizes = config.k_block_bytes // parts, config.k_block_scale_bytes // parts
         return [
-            (operands.codes + product(k_block, sizes[0]), operands.scales + product(k_block, sizes[1]))
-            for k_block in k_blocks
+            (operands.codes + product(first, sizes[0]), operands.scales + product(first, sizes[1])) for first in firsts
         ]
 
-    def copy_k_blocks(self, memory, begins, k_block, here) -> None:
-        """Starts loading the chunk of a block from a k block on; one lane."""
-        config = self.config
-        address = memory.pipeline.producer_expect(here, config.chunk_k_blocks * config.k_block_stage_bytes)
+    def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
+        """Starts loading the chunk of a block from a k block on; one lane.
+
+        Of half a k block the other half's codes are of an earlier one, and meet limbs that are 0. Its scales must not
+        be NaN: they are those of the first half.
+        """
+        config, parts = self.config, self.parts
+        count = config.chunk_k_blocks
+        code_bytes, other = Int32(count * config.k_block_bytes), Int32(config.k_block_scale_bytes // parts)
+        missing = Int32(0)
+        if parts > 1:
+            last = k_block == shape.k_blocks - 1
+            missing = cutlass.select_(last, Int32(config.k_block_bytes // parts), missing)
+            other = cutlass.select_(last, Int32(0), other)
+        address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes - config.n_tiles * missing)
         target = memory.stages + here.stage * config.stage_bytes
-        for i, begin in enumerate(begins):
-            parts = ((0, config.k_block_bytes), (config.scale_offset, config.k_block_scale_bytes))
-            for source, (offset, k_block_bytes) in zip(begin, parts, strict=True):
-                ptx.bulk_copy_to_shared(
-                    target + (offset + i * config.chunk_k_blocks * k_block_bytes),
-                    source + product(k_block, k_block_bytes),
-                    Int32(config.chunk_k_blocks * k_block_bytes),
-                    address,
-                )
+        for i, (codes, scales) in enumerate(begins):
+            first = i * count
+            source = codes + product(k_block, config.k_block_bytes)
+            ptx.bulk_copy_to_shared(target + first * config.k_block_bytes, source, code_bytes - missing, address)
+            source = scales + product(k_block, config.k_block_scale_bytes)
+            place = target + (config.scale_offset + first * config.k_block_scale_bytes)
+            size = count * config.k_block_scale_bytes // parts
+            for part in range(parts):
+                ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
         """The offset of the limbs of a slot, in bytes behind the first."""
@@ -282,9 +296,10 @@ class RangeRoles:
         offset = number * config.k_block_bytes
         address = base + place.code_offset
         words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
-        size = config.format.scale_bytes
+        size, of_group = config.format.scale_bytes, config.format.group_scale_bytes
         row, offset = base + place.scale_offset * size, config.scale_offset + number * config.k_block_scale_bytes
-        return words, [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
+        offsets = [group * of_group + 8 * size * half for group in range(config.k_block_groups) for half in range(2)]
+        return words, [self.load_scale(row, offset + each) for each in offsets]
 
     def load_scale(self, address, offset: int):
         """Loads a scale as `StreamRoles.load_scale` does."""

@@ -41,6 +41,8 @@ class RangeShape(NamedTuple):
 
 
 SHAPES = (RangeShape(1, 3, 2), RangeShape(2, 3, 1))  # what was the fastest somewhere
+# Of smaller groups than a k block: each has accumulators of its own, which three warpgroups have no registers for.
+SMALL_GROUP_SHAPES = (RangeShape(2, 2, 1),)
 PARTS = (2, 4)  # of K, where it has no room whole
 # An H200's, fitted to measured times (tests/facts/moe.json).
 START_US = 7.2  # of a launch, until the first weights have come, and of the way out
@@ -139,7 +141,7 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
 def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
     """All layouts that are possible, in so many parts of K."""
-    for shape in SHAPES:
+    for shape in SHAPES if problem.format.group_size >= BLOCK_K else SMALL_GROUP_SHAPES:
         layout = make_layout(problem, shape, parts)
         if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
             yield layout
@@ -155,17 +157,21 @@ def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> R
     """The layout with room for the limbs of two entries, unless that shortens the pipeline; None if there is no room
     for a pipeline."""
     k_blocks, rest = divmod(problem.k_pad, parts * BLOCK_K)
-    if rest or k_blocks % shape.chunk_k_blocks or problem.num_experts % LANE_EXPERTS:
+    half_last = parts == 1 and rest == BLOCK_K // 2
+    k_blocks += half_last
+    if (rest and not half_last) or k_blocks % shape.chunk_k_blocks or problem.num_experts % LANE_EXPERTS:
         return None
     found = [
         RangeLayout(config, -(-problem.n // TILE_N), k_blocks, problem.num_sms, x_slots, parts)
         for x_slots in (2, 1)
-        if (config := config_of(problem, shape, x_slots * k_blocks))
+        if (config := config_of(problem, shape, x_slots * k_blocks, half_last))
     ]
     return max(found, key=lambda layout: layout.config.num_stages, default=None)
 
 
-def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) -> RangeConfig | None:
+def config_of(
+    problem: GroupedProblem, shape: RangeShape, room_k_blocks: int, half_last: bool = False
+) -> RangeConfig | None:
     """A configuration with room for limbs of so many k blocks; None if that leaves no pipeline."""
     rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
     if rounds is None:
@@ -176,7 +182,7 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
         store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),
         use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
-        activations=EntryLimbs(expert_rounds=rounds),
+        activations=EntryLimbs(expert_rounds=rounds, half_last=half_last),
         **shape._asdict(),
     )
     config = changed(config, x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
