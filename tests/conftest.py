@@ -84,6 +84,13 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
 
 
+def pytest_runtest_setup() -> None:
+    """Gradients are on: a generator that had turned them off, and is collected late, puts back what held long ago."""
+    import torch
+
+    torch.set_grad_enabled(True)
+
+
 def pytest_collection_finish() -> None:
     """Takes what has been imported and collected out of the garbage collector's sight: a million objects that stay."""
     gc.collect()

@@ -120,7 +120,7 @@ DECODERS: dict[str, Architecture] = {
     "gemma": _text("Gemma"),
     "gemma 2": _text("Gemma2", sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=16, **_WINDOWS),
     "gemma 3": _text("Gemma3", "Gemma3TextConfig", sliding_window=8, query_pre_attn_scalar=16, **_WINDOWS),
-    "gemma 4": replace(_text("Gemma4", "Gemma4TextConfig", **_GEMMA_4), soften=0.125),
+    "gemma 4": replace(_text("Gemma4", "Gemma4TextConfig", **_GEMMA_4), soften=0.0625),
     "gpt-oss": _text("GptOss", num_local_experts=4, sliding_window=8, **_WINDOWS, **_MOE),
     "cohere 2": _text("Cohere2", sliding_window=8, **_WINDOWS),
     "olmo 2": _text("Olmo2"),

@@ -400,7 +400,7 @@ def packed_experts_of_tensors() -> Call:
 
 @case
 def quantized_model() -> Call:
-    options = {**format_options(), "skip": ("head",), "progress": lambda *_: None}
+    options = {**format_options(), "skip": ("lm_head",), "progress": lambda *_: None}
     return ck.quantize_model, {"model": torch.nn.Sequential(torch.nn.Linear(128, 64)), **options}
 
 
