@@ -89,9 +89,9 @@ def quantized_linear(
             kernel has the row in registers (4-bit weights in groups of 128, a norm in x's dtype); squares are then
             added up in another order than those of `rms_norm`. Else it is a launch before the product.
         activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`, with scales of their own
-            (of each 128 inputs where the weight has groups), and the weight is not rounded. Weights are FP8, MXFP8,
-            MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 FP8 weights gain time at
-            many rows; MXFP4 and 4-bit integers lose it (docs/design/fp8_gemm.md).
+            (of each 128 inputs where the weight has 8-bit codes in groups), and the weight is not rounded. Weights are
+            FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 they gain time
+            at many rows, and lose some at few (docs/design/fp8_gemm.md).
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
 
     Returns:
