@@ -181,7 +181,7 @@ def _borrows_registers(problem: AttentionProblem) -> bool:
 
 
 def _target_warps(*head_dims: int) -> int:
-    """Consumer warps of an SM that registers suffice for."""
+    """Returns the consumer warps of an SM that registers suffice for."""
     return WIDE_WARPS if max(head_dims) == WIDE_HEAD_DIM else TARGET_WARPS
 
 

@@ -125,7 +125,7 @@ def test_a_layer_is_captured_and_compiled():
 
 
 def group_of(weight) -> int:
-    """Inputs of a row of x that share a scale."""
+    """Returns how many inputs of a row of x share a scale."""
     return 128 if weight.group_size and weight.bits == 8 else 0
 
 

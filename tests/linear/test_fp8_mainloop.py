@@ -19,7 +19,7 @@ from cute_kernels.formats.weights import registered_formats, weight_format
 from cute_kernels.formats.weights.fp4 import E2m1Codes
 from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, x_group
-from cute_kernels.gemm.operands.fp8_mainloop import TURN, Turns
+from cute_kernels.gemm.operands.fp8_mainloop import BARRIER, PingPong
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -318,22 +318,22 @@ def test_powers_of_two_of_a_k_block_are_folded_exactly_up_to_eleven_below_the_la
             assert (np.abs(numbers - exact) < 2.0**-9 * 6 * 2.0 ** (largest - 127)).all()
 
 
-def test_each_turn_that_a_warpgroup_takes_is_given_by_the_other(run_on):
+def test_each_wait_of_a_warpgroup_has_an_arrival_of_the_other(run_on):
     met: list[tuple[str, int]] = []
     arch = {
-        "barrier": lambda barrier_id, number_of_threads: met.append(("takes", int(np.unique(barrier_id).item()))),
+        "barrier": lambda barrier_id, number_of_threads: met.append(("waits", int(np.unique(barrier_id).item()))),
         "barrier_arrive": lambda barrier_id, number_of_threads: met.append(
-            ("gives", int(np.unique(barrier_id).item()))
+            ("arrives", int(np.unique(barrier_id).item()))
         ),
     }
     run_on(Altered(PlainThread(), arch=arch))
-    config = next(config for config in CONFIGS if config.mainloop.takes_turns(config))
+    config = next(config for config in CONFIGS if config.mainloop.is_ping_pong(config))
     for warpgroup in range(2):
-        turns = Turns(config)
-        turns.begin(4 * warpgroup)
+        ping_pong = PingPong(config)
+        ping_pong.begin(4 * warpgroup)
         for _ in range(6):
-            turns.wait(4 * warpgroup)
-            turns.give(4 * warpgroup)
-        turns.end(4 * warpgroup)
-    taken, given = ([number for kind, number in met if kind == wanted] for wanted in ("takes", "gives"))
-    assert len(taken) == 13 and sorted(taken) == sorted(given) and met[0] == ("takes", TURN)
+            ping_pong.wait(4 * warpgroup)
+            ping_pong.arrive(4 * warpgroup)
+        ping_pong.end(4 * warpgroup)
+    waits, arrivals = ([number for kind, number in met if kind == wanted] for wanted in ("waits", "arrives"))
+    assert len(waits) == 13 and sorted(waits) == sorted(arrivals) and met[0] == ("waits", BARRIER)

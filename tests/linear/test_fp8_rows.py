@@ -15,9 +15,18 @@ from cute_kernels import quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import fp8
 from cute_kernels.gemm.operands.fp8 import LEAST, dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, FP8_ROWS, GIVEN, Fp8RowsConfig
-from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M, RoundedRowsConfig
-from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes, rounded_rows_kernel
+from cute_kernels.gemm.operands.fp8_config import (
+    BY_GROUP,
+    BY_ROW,
+    FOR_PRODUCTS,
+    FP8_ROWS,
+    GIVEN,
+    PLAIN,
+    ROUNDED,
+    Fp8RowsConfig,
+)
+from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M
+from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes
 from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8_schedule
 from cute_kernels.gemm.problem import LinearProblem
 from simulator import LANES, Gpu, Uint32
@@ -36,7 +45,8 @@ def made(
     dtype = next(name for name, found in DTYPES.items() if found == x.dtype)
     gpu = Gpu()
     run_on(gpu)
-    subject = RowCodes(Fp8RowsConfig(dtype, BY_GROUP if scale is None else GIVEN, for_products))
+    scales, makes = BY_GROUP if scale is None else GIVEN, FOR_PRODUCTS if for_products else PLAIN
+    subject = RowCodes(Fp8RowsConfig(dtype, scales, makes))
     given = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
     words = [gpu.pinned(np.ascontiguousarray(given[:, i]).view(type(LANES))) for i in range(4)]
     if scale is None:
@@ -147,7 +157,7 @@ def test_few_rows_are_rounded_in_one_launch_and_multiplied_in_16_bits(name: str,
         y = quantized_linear(x, weight, activations="fp8", activation_scale=given)
     assert y.shape == (m, 192) and weight.codes not in fp8._kept_rows
     plain, first, second = (launch for launch in cache.launches if "linear_inputs" not in launch.symbol)
-    assert first.symbol.startswith("linear_fp8_rounded_bf16_") and second.symbol == plain.symbol
+    assert first.symbol.endswith("_rounded") and second.symbol == plain.symbol
     rows = dict(zip(FP8_ROWS.names, first.arguments, strict=True))
     whole = -(-k // 8) * 8
     assert (rows["places"], rows["out_pieces"], rows["groups"]) == (m, whole // 8, -(-k // GROUP))
@@ -287,7 +297,7 @@ def test_every_place_that_there_is_gets_its_row(kind: str, k: int, for_products:
     end, table = machine.put(torch.tensor([count], dtype=torch.int32)), machine.put(rows)
     out = machine.put(torch.full((3, 8 * pieces), 0x55, dtype=torch.uint8))
     scales = machine.put(torch.full((groups * 8 + 24,), -7.0))
-    config = Fp8RowsConfig("bf16", kind, for_products, half_last)
+    config = Fp8RowsConfig("bf16", kind, FOR_PRODUCTS if for_products else PLAIN, half_last)
     arguments = machine.put(scale), out, scales, 3, pieces, groups, scale_groups, *strides
     run_rows(machine, Fp8RowsKernel(config), given, end, table, *arguments)
     found = machine.get(out, (3, 8 * pieces), torch.uint8)
@@ -319,7 +329,7 @@ def test_rounded_rows_are_what_codes_and_scales_stand_for(kind: str, k: int, run
     scale, groups = torch.tensor([0.01]), -(-k // GROUP)
     given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
     out = machine.put(torch.full((4, k), -7.0).bfloat16())
-    kernel = rounded_rows_kernel(RoundedRowsConfig("bf16", kind))
+    kernel = Fp8RowsKernel(Fp8RowsConfig("bf16", kind, ROUNDED))
     run_rows(machine, kernel, given, 0, 0, machine.put(scale), out, 0, 3, k // 8, groups, 0, 0, 0)
     found = machine.get(out, (4, k), torch.bfloat16)
     size = GROUP if kind == BY_GROUP else 0

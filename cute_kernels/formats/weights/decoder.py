@@ -76,8 +76,8 @@ class E4m3Decoder(ABC):
         """Two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
-        """For each group of a k block what `fragment` takes besides ``words``; and the scales that two rows are left
-        with. scales: stored ones, of each group's rows g and g + 8."""
+        """Returns, for each group of a k block, what `fragment` takes besides ``words``; and the scales that two rows
+        are left with. scales: stored ones, of each group's rows g and g + 8."""
         raise NotImplementedError
 
     def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:

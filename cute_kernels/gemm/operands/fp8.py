@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.arguments import check_dtype, check_place, check_tensors
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
+from cute_kernels.gemm.operands.fp8_config import SCALE_BITS, SCALE_ROUND_UP, X_GROUP, x_group
 from cute_kernels.gemm.operands.fp8_launch import plain_rows
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.weight import PackedWeight, has_values
@@ -20,7 +20,6 @@ from cute_kernels.runtime.operator import Operator, route
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
-SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0  # see `.fp8_rows`
 LEAST = 2.0**-110  # a largest input that counts: codes of smaller ones are 0, and so are those of rows of zeros
 
 

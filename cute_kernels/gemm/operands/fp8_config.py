@@ -15,11 +15,17 @@ from cute_kernels.gemm.wgmma.mainloops import (
     X_SCALE_ALIGNMENT,
     Mainloop,
 )
-from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK
+from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK, one_of
 
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
+# What is made of rows: codes in the order that FP8 products take, codes in x's own, or the bf16 numbers that these and
+# their scales stand for.
+FOR_PRODUCTS, PLAIN, ROUNDED = "products", "plain", "rounded"
+# Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
+# stand for is exact in bf16, and 16-bit products take it.
+SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
 ROWS_THREADS = 256
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
@@ -81,7 +87,7 @@ def whole_k(k_pad: int) -> int:
 
 
 def groups_apart(form: WeightFormat) -> int:
-    """Groups of a k block whose sums are scaled apart."""
+    """Returns how many groups of a k block have sums that are scaled apart."""
     decoder = form.e4m3_decoder()
     return 1 if decoder is None or decoder.folds or not form.group_size else max(X_GROUP // form.group_size, 1)
 
@@ -112,9 +118,9 @@ class Fp8Wgmma(Mainloop):
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
         return config.block_k // X_GROUP  # rows of 128 bytes
 
-    def takes_turns(self, config: WgmmaConfig) -> bool:
-        """Whether the two warpgroups take turns: where a k block is one group's, of more rows than a thread has
-        registers for twice."""
+    def is_ping_pong(self, config: WgmmaConfig) -> bool:
+        """Whether two warpgroups alternate: where a k block is one group's, of more rows than a thread has registers
+        for twice."""
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
@@ -137,13 +143,13 @@ class Fp8RowsConfig:
     Attributes:
         dtype: of x, "bf16" or "fp16".
         scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
-        for_products: whether bytes lie in the order that products take, not in their own.
+        makes: `FOR_PRODUCTS`, `PLAIN` or `ROUNDED`.
         half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
     """
 
     dtype: str
     scales: str = BY_GROUP
-    for_products: bool = True
+    makes: str = FOR_PRODUCTS
     half_last: bool = False
     num_threads: ClassVar[int] = ROWS_THREADS
 
@@ -153,12 +159,12 @@ class Fp8RowsConfig:
 
     @property
     def name(self) -> str:
-        kind = "_plain" if not self.for_products else "_half" if self.half_last else ""
+        kind = "_half" if self.half_last else "" if self.makes == FOR_PRODUCTS else f"_{self.makes}"
         return f"linear_fp8_rows_{self.dtype}_{self.scales}{kind}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
-        wanted = BY_GROUP, BY_ROW, GIVEN
-        return None if self.scales in wanted else f"scales {self.scales!r} is not one of {', '.join(wanted)}"
+        makes = (FOR_PRODUCTS, PLAIN, ROUNDED)
+        return one_of(self.scales, (BY_GROUP, BY_ROW, GIVEN), "scales") or one_of(self.makes, makes, "makes")

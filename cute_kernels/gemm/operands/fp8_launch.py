@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
     FP8_ROWS,
     GIVEN,
+    PLAIN,
+    ROUNDED,
     X_GROUP,
     Fp8RowsConfig,
     Fp8Wgmma,
@@ -32,20 +33,6 @@ from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
 VECTOR = 8  # inputs of 16 bytes
 MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
-
-
-@dataclass(frozen=True)
-class RoundedRowsConfig(Fp8RowsConfig):
-    """The kernel that rounds rows of bf16 x to E4M3 and leaves them in bf16, in their own order."""
-
-    for_products: bool = False
-
-    def kernel(self) -> CompiledAs:
-        return CompiledAs("cute_kernels.gemm.operands.fp8_rows:rounded_rows_kernel", FP8_ROWS)
-
-    @property
-    def name(self) -> str:
-        return f"linear_fp8_rounded_{self.dtype}_{self.scales}"
 
 
 def pitch_of(places: int, most_tile_m: int) -> int:
@@ -106,7 +93,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None
-    config = Fp8RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), for_products=False)
+    config = Fp8RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), PLAIN)
     if not is_supported(index):
         return None
     if compiler_version() is None and not default_cache().has(GemmSpec(config), arch_of(index)):
@@ -118,7 +105,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
 @lru_cache(maxsize=MAX_PLANS)
 def rows_in_order(config: Fp8RowsConfig, places: int, k: int, index: int) -> ScaledRows:
     """The launch that makes rows [places, k] in their own order, k a multiple of 8; scales [places, their number]."""
-    kind = torch.bfloat16 if isinstance(config, RoundedRowsConfig) else torch.float8_e4m3fn
+    kind = torch.bfloat16 if config.makes == ROUNDED else torch.float8_e4m3fn
     groups = -(-k // X_GROUP)
     count = groups if config.scales == BY_GROUP else 1
     sizes = {"groups": groups, "scale_groups": count, "group_stride": 1, "place_stride": count}

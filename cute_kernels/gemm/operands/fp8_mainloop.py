@@ -33,7 +33,7 @@ from layouts.weights.hopper import STEP_K
 
 SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
 PIECE_M = 32  # of them whose scales are loaded at a time
-TURN = 9  # the first of the named barriers of the warpgroups' turns, behind those of `wgmma.kernel`
+BARRIER = 9  # the first of two named barriers, one a warpgroup, behind those of `wgmma.kernel`
 
 
 @dataclass(frozen=True)
@@ -63,38 +63,38 @@ class KBlock:
     load_x_scales: Callable[[int], Sequence[Any]]
 
 
-class Turns:
-    """Two consumer warpgroups take turns: while one's MMAs run the other adds its sums.
+class PingPong:
+    """Two consumer warpgroups alternate: while one's MMAs run the other adds its sums.
 
-    Without turns both wait for the same stage, so their MMAs run side by side and end at the same time, and then the
+    Without an order both wait for the same stage, so their MMAs run side by side and end at the same time, and then the
     tensor cores wait for both. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
     FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 
     def __init__(self, config: WgmmaConfig[Fp8Wgmma]):
-        self.taken = config.mainloop.takes_turns(config)
+        self.active = config.mainloop.is_ping_pong(config)
 
     @cute.jit
     def begin(self, warp):
-        """The first warpgroup has the first turn."""
-        if const_expr(self.taken):
+        """The first warpgroup multiplies first."""
+        if const_expr(self.active):
             if warp >= WARPGROUP_WARPS:
-                self.give(warp)
+                self.arrive(warp)
 
     def wait(self, warp, nothing: Int32 | int = 0):
-        """nothing: a run-time 0 that is there when all is that the turn begins with; ptxas moves other computation
-        behind the barrier, and so into the turn."""
-        own = (TURN + warp // WARPGROUP_WARPS) | nothing
+        """Waits for the other warpgroup's arrival. nothing: a run-time 0, computed from all that MMAs begin with; ptxas
+        moves other computation behind the barrier, where the tensor cores wait for it."""
+        own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
 
-    def give(self, warp):
-        other = TURN + 1 - warp // WARPGROUP_WARPS
+    def arrive(self, warp):
+        other = BARRIER + 1 - warp // WARPGROUP_WARPS
         cute.arch.barrier_arrive(barrier_id=other, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
     def end(self, warp):
-        """Takes the turn that the second warpgroup gave last."""
-        if const_expr(self.taken):
+        """Waits for the second warpgroup's last arrival."""
+        if const_expr(self.active):
             if warp < WARPGROUP_WARPS:
                 self.wait(warp)
 
@@ -119,7 +119,7 @@ class Fp8Mainloop(StageByStage):
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
         self.decoder = decoder(HopperMath(config.dtype))
-        self.turns = Turns(config)
+        self.ping_pong = PingPong(config)
 
     def masks(self, shape, lane):
         return nothing(shape, lane)
@@ -127,9 +127,9 @@ class Fp8Mainloop(StageByStage):
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
         """See `StageByStage`."""
-        self.turns.begin(place.warp)
+        self.ping_pong.begin(place.warp)
         here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
-        self.turns.end(place.warp)
+        self.ping_pong.end(place.warp)
         return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
@@ -137,8 +137,8 @@ class Fp8Mainloop(StageByStage):
         words, x = self.reader.load_codes(memory, stage, place), self.reader.descriptor(memory, stage)
         k_block = KBlock(words, x, partial(self.load_x_scales, memory, stage, x_place, tile_m))
         groups = self.groups(memory, stage, place)
-        if self.turns.taken:
-            self.multiply_in_turn(acc, k_block, groups, place, tile_m)
+        if self.ping_pong.active:
+            self.multiply_slices(acc, k_block, groups, place, tile_m)
         else:
             self.multiply_groups(acc, k_block, groups, tile_m)
 
@@ -153,16 +153,16 @@ class Fp8Mainloop(StageByStage):
                 following = self.start(self.operands(k_block.words, after), k_block.x, after, tile_m)
             before = self.add(acc, k_block, group, wgmma.wait_for(started, 1 if after else 0), before)
 
-    def multiply_in_turn(self, acc, k_block: KBlock, groups: Sequence[Group], place, tile_m: int):
-        """Multiplies slices of rows of x, each in a turn of the warpgroup's own."""
+    def multiply_slices(self, acc, k_block: KBlock, groups: Sequence[Group], place, tile_m: int):
+        """Multiplies slices of rows of x, alternating with the other warpgroup."""
         for group in groups:
             operands = self.operands(k_block.words, group)
             for first in range(0, tile_m, SLICE_M):
-                self.turns.wait(place.warp, Int32(reduce(or_, operands) & place.masks))
+                self.ping_pong.wait(place.warp, Int32(reduce(or_, operands) & place.masks))
                 x = wgmma.advanced(k_block.x, first * wgmma.ROW_BYTES)
                 started = self.start(operands, x, group, min(SLICE_M, tile_m - first))
                 wgmma.wait(1)
-                self.turns.give(place.warp)  # the last MMA is still running: the other's follow it without a gap
+                self.ping_pong.arrive(place.warp)  # the last MMA is still running: the other's follow it without a gap
                 self.add(acc, k_block, group, wgmma.wait_for(started, 0), [], first)
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int, first: int) -> list[Any]:
@@ -194,11 +194,11 @@ class Fp8Mainloop(StageByStage):
         return found
 
     def start(self, operands, x, group: Group, rows: int) -> list[Any]:
-        """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups take turns. Returns a
+        """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups alternate. Returns a
         thread's sums of it."""
         ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
-            if self.turns.taken and step == group.end - 1:
+            if self.ping_pong.active and step == group.end - 1:
                 wgmma.commit()
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
             sums = wgmma.multiply_e4m3(sums, rows // 2, ready[4 * number : 4 * number + 4], b)

@@ -18,7 +18,17 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
-from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, GIVEN, ROWS_THREADS, Fp8RowsConfig
+from cute_kernels.gemm.operands.fp8_config import (
+    BY_GROUP,
+    BY_ROW,
+    FOR_PRODUCTS,
+    GIVEN,
+    ROUNDED,
+    ROWS_THREADS,
+    SCALE_BITS,
+    SCALE_ROUND_UP,
+    Fp8RowsConfig,
+)
 from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs, row_of
 
 WARPS = ROWS_THREADS // WARP_THREADS
@@ -27,9 +37,6 @@ GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
 MOST = 448.0
 IN_FLIGHT = 4  # pieces that a thread asks for at a time
 LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
-# Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
-# stand for is exact in bf16, and 16-bit products take it.
-SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
 SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
 
 
@@ -77,7 +84,7 @@ class RowCodes:
         values = [numbers.multiply(half, factor) for word in words for half in self.inputs.to_floats(word)]
         pairs = [numbers.pack_e4m3x2(values[i], values[i + 1]) for i in range(0, 8, 2)]
         own = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) for i in (0, 2)]
-        if not self.config.for_products:
+        if self.config.makes != FOR_PRODUCTS:
             return own
         odd = (lane & 1) == 1
         came = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, own[0], own[1]), offset=1)
@@ -101,8 +108,8 @@ class RowValues(RowCodes):
 class Fp8RowsKernel:
     """One compiled variant; :class:`Fp8RowsConfig` says which."""
 
-    def __init__(self, config: Fp8RowsConfig, makes: type[RowCodes] = RowCodes):
-        self.config, self.codes = config, makes(config)
+    def __init__(self, config: Fp8RowsConfig):
+        self.config, self.codes = config, (RowValues if config.makes == ROUNDED else RowCodes)(config)
 
     def launch(self, given, stream):
         """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `FP8_ROWS`."""
@@ -184,8 +191,3 @@ class Fp8RowsKernel:
         cute.arch.sync_threads()
         words = [word for i in range(0, WARPS, 4) for word in ptx.load_shared_vector(room, 4 * i, 4)]
         return self.codes.scales_of(lanes.in_pairs(cutlass.max, [Int32(word) for word in words]))
-
-
-def rounded_rows_kernel(config: Fp8RowsConfig) -> Fp8RowsKernel:
-    """The kernel of `.fp8_launch.RoundedRowsConfig`."""
-    return Fp8RowsKernel(config, RowValues)
