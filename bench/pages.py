@@ -28,6 +28,7 @@ from bench import record as records
 from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
+from cute_kernels.formats.kv import format_of
 
 README = ROOT / "README.md"
 PERFORMANCE, LAYERS, STEPS = (ROOT / f"docs/performance{part}.md" for part in ("", "_layers", "_steps"))
@@ -73,7 +74,7 @@ def _fastest(row: Record) -> tuple[float, str] | None:
 
 
 def headline() -> str:
-    """The one figure: the largest batch, INT4 beside the fastest 16-bit attention of others in the same run."""
+    """What is faster, by how much, and what it costs: attention, serving and accuracy, each with its record."""
     main = load("main")["rows"]
     batch = max(BATCHES)
     ours, exact = _by_batch(main, "int4_g4")[batch], _by_batch(main, "bf16")[batch]
@@ -81,34 +82,50 @@ def headline() -> str:
     assert best is not None
     us, peer = ours["us"]["median_us"], best[1].replace("SDPA cudnn", "cuDNN")
     gpu = load("main")["environment"]["gpu"]
-    both, mixed = perplexity.caches_in([ours["kv_format"]]), perplexity.caches_in([",".join(RECOMMENDED)])
     return (
-        f"- **Speed**: attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from an "
-        f"INT4 cache on one {gpu}. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} "
-        f"us, **{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
-        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads.\n"
-        f"- **Accuracy**: K in INT8 with V in INT4, where to begin, raises perplexity by {_cost(mixed)}. INT4 for both "
-        f"raises it by {_cost(both)}. Each has {both[0].columns} columns a scale.\n"
-        f"- **Serving**: with the plug-in, vLLM serves {_served()} times as fast, started by the same command.\n"
+        f"- **Attention**: a decode step of {batch} requests with 8192 cached tokens each takes **{number(us, 0)} us** "
+        f"over an INT4 cache. {peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
+        f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
+        f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
+        f"- **Serving**: {_served()}\n"
+        f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, raises perplexity by {_cost(RECOMMENDED)}. "
+        f"It takes {_share(RECOMMENDED)} % of BF16's bytes. INT4 for both takes {_share(('int4_g4',) * 2)} % "
+        f"and raises perplexity by {_cost(('int4_g4',))} (`model_accuracy.json`, `accuracy.json`).\n\n"
+        f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
     )
 
 
-def _cost(caches: Sequence[perplexity.Cache]) -> str:
+def _share(pair: tuple[str, ...]) -> str:
+    """Bytes of a cache in per cent of BF16's."""
+    rows = [format_of(name).row(perplexity.HEAD_DIM).row_bytes for name in pair]
+    return number(100 * sum(rows) / (2 * 2 * perplexity.HEAD_DIM), 0)
+
+
+def _cost(pair: Sequence[str]) -> str:
     """What a cache costs in the perplexity of each model that was measured, in words."""
-    (cache,) = caches
-    costs = [(model, model.cost(cache), model.measured_as(cache)) for model in perplexity.models()]
+    (cache,) = perplexity.caches_in([",".join(pair)])
+    costs = [(model, model.cost(cache), model.measured_as(cache)) for model in reversed(perplexity.models())]
     known = [f"{cost} ({model.name}, `{as_.name}`)" for model, cost, as_ in costs if cost is not None and as_]
     return " and ".join(known).replace("+", "")
 
 
 def _served() -> str:
-    """The models that were served and their gains, in words."""
-    models = _steps_of_vllm(LATEST), _steps_of_vllm("e2e_vllm", "qwen3-30b-a3b")
-    times = [
-        [steps[batch, plugin, "fp8"]["tpot_ms"] for plugin in ("off", "on")] for steps in models for batch in (1, 32)
-    ]
-    gains = sorted(before / after for before, after in times)
-    return f"Llama-3-8B and Qwen3-30B-A3B with 4-bit weights {number(gains[0], 2)} to {number(gains[-1], 2)}"
+    """What the plug-in gains over the same command line without it, and with the recommended cache, in words."""
+    llama, experts = "llama3-8b", "qwen3-30b-a3b"
+    return (
+        f"vLLM {load(LATEST)['rows'][0]['vllm']} is **{_gains(LATEST, llama, 'fp8')} times** as fast with the plug-in "
+        "as without, by the same command (Llama-3-8B, 4-bit weights, FP8 cache, 8192 tokens, 32 and 1 requests). "
+        f"With the recommended cache it is {_gains(LATEST, llama, ','.join(RECOMMENDED))} times as fast "
+        f"(`{LATEST}.json`). "
+        f"Qwen3-30B-A3B in vLLM 0.26: {_gains('e2e_vllm', experts, 'fp8')} times (`e2e_vllm.json`)."
+    )
+
+
+def _gains(record: str, model: str, cache: str) -> str:
+    """The least and the most that a model gains with a cache, over vLLM with FP8."""
+    steps = _steps_of_vllm(record, model)
+    gains = [steps[batch, "off", "fp8"]["tpot_ms"] / steps[batch, "on", cache]["tpot_ms"] for batch in (1, 32)]
+    return f"{number(min(gains))} to {number(max(gains))}"
 
 
 LATEST = "e2e_vllm33"  # of the version that is the reference
