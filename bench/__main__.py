@@ -223,7 +223,7 @@ def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder, earlier:
     if earlier is not None:
         recorder.data["rows"] = earlier["rows"]
     bench = Bench(recorder, Protocol(samples=8), quick=True, say=_teller(recorder))
-    points = e2e_steps.points(models, options.batches or e2e_steps.BATCHES, options.contexts)
+    points = e2e_steps.points(models, options.batches or e2e_steps.BATCHES, options.contexts, options.only)
     e2e_steps.run(bench, points, options.seconds)
     return _finish(recorder, e2e_steps.text)
 

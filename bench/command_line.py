@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RECOMMENDED = ("int8_token_head", "int4_g4")  # of docs/accuracy.md: what to begin with
 
 SUITES = ("main", "shapes", "cache", "ladder")
-STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers")
+STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers", "gpt-oss-20b")
 """Those of `bench.e2e_steps`, which imports kernels."""
 
 
@@ -182,6 +182,7 @@ def _add_e2e(commands: Any) -> None:
     e2e.add_argument("--models", nargs="+", metavar="MODEL", help="steps: of " + ", ".join(STEP_MODELS))
     e2e.add_argument("--batches", nargs="+", type=_count, metavar="B", help="steps: requests")
     e2e.add_argument("--contexts", nargs="+", type=_count, metavar="T", help="steps: tokens in the cache")
+    e2e.add_argument("--only", default="", metavar="REGEX", help="steps: cases whose name it is found in")
     e2e.add_argument("--seconds", type=_count, default=330, help="steps: what is not begun by then is for another run")
     e2e.add_argument("--batch", type=_count, default=16, help="transformers: requests")
     e2e.add_argument("--context", type=_count, default=8192, help="transformers: tokens of each prompt")

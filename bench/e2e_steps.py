@@ -7,6 +7,7 @@ read-only kernel of the run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import statistics
@@ -16,25 +17,28 @@ from typing import Any
 
 import torch
 
-from bench import latent_steps, steps
-from bench.kernels import make_ready
+from bench import gpt_oss_steps, latent_steps, steps
+from bench.kernels import make_ready, needed_by
 from bench.report import aligned, in_markdown, number
-from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes, specs
+from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes
 from bench.suites import Bench
 from bench.timing import capture
+from cute_kernels.runtime import KernelSpec
 
-MODELS = steps.MODELS | latent_steps.MODELS
+MODELS = steps.MODELS | latent_steps.MODELS | gpt_oss_steps.MODELS
 BATCHES = (1, 8, 32, 64, 256)
 CONTEXT = 8192
 OTHER_CONTEXTS = ((2048, 64), (65536, 8))  # with so many requests
 REPLAYS = 7
+FOUND_BY = 2  # layers, by which a step's kernels are found: one of each kind
 MARK = "<!-- bench:e2e-steps -->"
 FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {
-    "norm": r"^(?!.*kernels(?:linear|layer_products)).*norm",  # products around a deferred norm are products
-    "append": r"kv_cache|mla_cache",
-    "experts": r"\bmoe|moe",
+    "router": r"kernelsgemmexpertsrouter",
+    "experts": r"kernelsgemmexperts|Grouped(?:Limb|Tile)Size|moe",
+    "norm": r"^(?!.*kernelsgemm).*norm",  # products around a deferred norm are products
+    "append": r"kv_cache|kernelsmla_?cache",
     "attention": r"attention|fmha|flash|sdpa|cudnn|kernelsmla",
     "products": r"linear|gemm|nvjet|cutlass|cublas|splitKreduce|gemv",
 }  # kernels' names, the first that fits
@@ -57,22 +61,41 @@ class Point:
         return f"{self.model}: {self.case.name}, B={self.shape.batch}, {self.shape.context} tokens"
 
 
-def points(models: Iterable[str], batches: Iterable[int], contexts: Iterable[int] | None) -> list[Point]:
-    """Every case at every batch, in `CONTEXT` tokens and some others, or in those that are given."""
+def points(
+    models: Iterable[str], batches: Iterable[int], contexts: Iterable[int] | None, only: str = ""
+) -> list[Point]:
+    """Every case at every batch, in `CONTEXT` tokens and some others, or in those that are given.
+
+    only: a regular expression that is found in the names of the cases.
+    """
     batches = tuple(batches)
     shapes = [Shape(batch, context) for context in contexts or (CONTEXT,) for batch in batches]
     if contexts is None:
         shapes += [Shape(batch, context) for context, batch in OTHER_CONTEXTS]
-    return [Point(model, case, shape) for model in models for shape in shapes for case in MODELS[model].cases]
+    every = [Point(model, case, shape) for model in models for shape in shapes for case in MODELS[model].cases]
+    return [point for point in every if re.search(only, point.case.name)]
 
 
 def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
     """A row for each point under the record's "rows". After so many seconds the rest is left for another run."""
     chosen = [point for point in not_recorded(chosen, bench.recorder.data["rows"]) if not _does_not_fit(bench, point)]
-    wanted = {spec: None for p in chosen for spec in specs(MODELS[p.model], p.case, p.shape.batch)}
-    bench.attempt("kernels", lambda: make_ready(wanted, bench.say))
+    bench.attempt("kernels", lambda: make_ready(kernels_of(chosen), bench.say))
     bench.recorder.set("bytes_per_us", bytes_per_us(bench))
     measure_in_time(bench, chosen, seconds, lambda point: measure(bench, point))
+
+
+def kernels_of(chosen: Iterable[Point], device: str = "cuda") -> list[KernelSpec]:
+    """The kernels of all steps; a step that cannot be made says why when its turn comes."""
+    wanted: dict[KernelSpec, None] = {}
+    for point in chosen:
+        with contextlib.suppress(Exception):
+            wanted |= dict.fromkeys(_found_by_a_call(point, device))
+        torch.cuda.empty_cache()
+    return list(wanted)
+
+
+def _found_by_a_call(point: Point, device: str) -> list[KernelSpec]:
+    return needed_by([MODELS[point.model].step(point.case, point.shape, device, layers=FOUND_BY)])
 
 
 def not_recorded(chosen: Iterable[Point], rows: Iterable[dict[str, Any]]) -> list[Point]:
@@ -85,14 +108,27 @@ def measure_in_time(
     bench: Bench, chosen: Iterable[Point], seconds: float, row_of: Callable[[Point], dict[str, Any]]
 ) -> None:
     """Records the row of each point, and says how many are left after so many seconds."""
+
+    def record(point: Point) -> None:
+        row = row_of(point)
+        bench.recorder.add_row(row)
+        bench.say(told(row))
+
     left = 0
     for point in chosen:
         if bench.recorder.seconds() > seconds:
             left += 1
         else:
-            bench.attempt(point.name, lambda p=point: bench.recorder.add_row(row_of(p)))
+            bench.attempt(point.name, lambda p=point: record(p))
     if left:
         bench.say(f"{left} figures are left: the same command goes on with this record")
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    name = f"{row['model']}: {row['case']}, B={row['batch']}"
+    parts = ", ".join(f"{kind} {us:.1f}" for kind, us in row["account_us"].items())
+    return f"{name}: {row['ms']:.3f} ms, floor {row['floor_ms']:.3f}; us a layer: {parts}"
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

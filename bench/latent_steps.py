@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from bench import steps
-from bench.steps import EPS, PAGE_SIZE, ROPE_THETA, Cached, Shape, Step, StepCase, StepModel
+from bench.steps import EPS, PAGE_SIZE, ROPE_THETA, Cached, Rows, Shape, Step, StepCase, StepModel
 from cute_kernels import NormedRows, append_mla, mla_decode, quantize_mla_kv, rms_norm
 from cute_kernels.kv_cache import Rope
 from cute_kernels.mla.formats import format_of
@@ -61,8 +61,8 @@ class LatentModel(StepModel):
     def cache_bytes(self, kv: Cached, tokens: int) -> int:
         return tokens * format_of(kv).row_bytes(TOKEN)
 
-    def step(self, case: StepCase, shape: Shape, device: str = "cuda") -> Step:
-        return LatentStep(self, case, shape, device)
+    def step(self, case: StepCase, shape: Shape, device: str = "cuda", layers: int | None = None) -> Step:
+        return LatentStep(self, case, shape, device, layers)
 
 
 class LatentStep(Step):
@@ -114,7 +114,7 @@ class LatentStep(Step):
         assert kv == "mla_bf16" or kv == "mla_fp8"
         return kv
 
-    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
+    def layer(self, parts: dict[str, Any], rows: Rows, following: dict[str, Any]) -> Rows:
         attended = self.latent_attention(self.normed(parts["down"], rows), parts)
         rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"], None)
         x = rows.normed()

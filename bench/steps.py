@@ -27,6 +27,7 @@ from cute_kernels import (
     quantized_layer,
     quantized_linear,
     quantized_linear_norm,
+    rms_norm,
 )
 from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm import PackedWeight
@@ -96,8 +97,8 @@ class StepModel:
         """Ways to compute a step that are measured; the first is the baseline."""
         return (*CASES, ROUTED) if self.experts else CASES
 
-    def step(self, case: StepCase, shape: Shape, device: str = "cuda") -> Step:
-        return Step(self, case, shape, device)
+    def step(self, case: StepCase, shape: Shape, device: str = "cuda", layers: int | None = None) -> Step:
+        return Step(self, case, shape, device, layers)
 
 
 MODELS = {
@@ -180,6 +181,26 @@ def specs(model: StepModel, case: StepCase, batch: int) -> list[KernelSpec]:
     return list(found)
 
 
+@dataclass(frozen=True)
+class Summed:
+    """Rows, and their norm by the launch that added them up: of products that do not add to the residual stream."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    def normed(self) -> torch.Tensor:
+        return self.values
+
+
+Rows = NormedRows | Summed
+
+
+def summed(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Summed:
+    """A sum and its norm in one launch."""
+    values, rows = rms_norm(x, norm, residual=residual, eps=EPS)
+    return Summed(rows, values)
+
+
 class Step:
     """All layers of a model for one shape, as a call that can be captured.
 
@@ -210,9 +231,10 @@ class Step:
         self.parts = [self.make_layer() for _ in range(min(DISTINCT, self.layers))]
 
     def __call__(self) -> torch.Tensor:
-        rows = NormedRows(self.hidden, self.parts[0]["norm"], EPS)
+        first = NormedRows(self.hidden, self.parts[0]["norm"], EPS)
         if self.one_launch:
-            return self.in_one_launch(rows)
+            return self.in_one_launch(first)
+        rows: Rows = first
         for number in range(self.layers):
             following = self.parts[(number + 1) % len(self.parts)]
             rows = self.layer(self.parts[number % len(self.parts)], rows, following)
@@ -303,7 +325,7 @@ class Step:
         q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
         return self.attend(q, k, v, cache).view(batch, -1)
 
-    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
+    def layer(self, parts: dict[str, Any], rows: Rows, following: dict[str, Any]) -> Rows:
         """The residual stream behind a layer. following: what the next layer has."""
         model = self.model
         attended = self.attended(self.normed(parts["qkv"], rows), parts["cache"])
@@ -312,16 +334,18 @@ class Step:
             x = rows.normed()
             if self.case.routes:
                 ids, weights = route(x, parts["router"], Routing(model.topk))
-                return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
+                return summed(parts["experts"](x, weights, ids), rows.rows, following["norm"])
             weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
             return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
         gated = self.normed(parts["gate_up"], rows, activation="swiglu")
         return self.added(parts["down"], gated, rows.rows, following["norm"], following["qkv"])
 
-    def normed(self, product: Callable[..., torch.Tensor], rows: NormedRows, **options: Any) -> torch.Tensor:
+    def normed(self, product: Callable[..., torch.Tensor], rows: Rows, **options: Any) -> torch.Tensor:
         """A product of normed rows. In a graph a launch for the norm is faster than `quantized_linear(norm=)`, which
         spares the host one: 0.7 us of a layer with one row."""
-        return product(rows.normed() if self.case.weights == "bf16" else rows, **options)
+        if isinstance(rows, Summed) or self.case.weights == "bf16":
+            return product(rows.normed(), **options)
+        return product(rows, **options)
 
     def added(
         self,

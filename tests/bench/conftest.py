@@ -2,6 +2,15 @@
 
 import pytest
 
+from bench import steps
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Bare loops with few layers of their own and few distinct rows in caches."""
+    monkeypatch.setattr(steps, "DISTINCT", 2)
+    monkeypatch.setattr(steps, "FILLED_ROWS", 100)
+
 
 def row(kv_format, batch, us, floor, suite="main", peers=None, **shape):
     full = {"batch": batch, "seq_len": 8192, "num_q_heads": 8, "num_kv_heads": 1, "head_dim": 128, **shape}

@@ -12,14 +12,12 @@ from bench import command_line, e2e_steps, steps
 from bench.e2e_steps import kind_of
 from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
 from cute_kernels.gemm.layer.config import LayerProductsConfig
+from tests.launchers import recording
 
 SMALL = StepModel("small", 3, 128, 128, 4, 2, head_dim=64)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(steps, "DISTINCT", 2)
-    monkeypatch.setattr(steps, "FILLED_ROWS", 100)
+pytestmark = pytest.mark.usefixtures("small_steps")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -96,6 +94,22 @@ def test_a_step_takes_the_launch_of_a_layer_by_itself_and_is_near_the_step_witho
     assert not Step(SMALL, case, Shape(2, 40), "cpu").one_launch
 
 
+@pytest.mark.parametrize("experts", [0, 8])
+def test_kernels_of_a_step_are_made_ready_by_two_layers_of_it(experts: int, monkeypatch):
+    case = StepCase("w4", "int8_token_head", routes=bool(experts))
+    model = replace(SMALL, experts=experts, topk=2 if experts else 0)
+    monkeypatch.setitem(e2e_steps.MODELS, "small", model)
+    point = e2e_steps.Point("small", case, Shape(1, 40))
+    broken = e2e_steps.Point("nobody has it", case, Shape(1, 40))
+    with recording() as cache:
+        found = e2e_steps.kernels_of([broken, point], "cpu")
+        step = model.step(case, point.shape, "cpu")
+        cache.loaded.clear()  # of what quantised its cache
+        step()
+    assert set(found) == {spec for spec, _ in cache.loaded} and found
+    assert any("moe_router" in spec.symbol for spec in found) == bool(experts)
+
+
 def test_a_step_reads_weights_and_cache():
     step = Step(SMALL, StepCase("w4", "int4_g4"), Shape(2, 64), "cpu")
     weights = sum(
@@ -123,9 +137,12 @@ def test_experts_have_4_bits_wherever_anything_is_quantised():
 @pytest.mark.parametrize(
     "kernel, kind",
     [
-        ("kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel_object_at", "products"),
-        ("kernel_cutlass_kernel_cute_kernelslinearwgmmadeferred_kernelDeferredNormKernel_object_at", "products"),
-        ("kernel_cutlass_kernel_cute_kernelslayer_productskernelLayerProductsKernel_object_at_normInt64", "products"),
+        ("kernel_cutlass_kernel_cute_kernelsgemmwgmmakernelWgmmaKernel_object_at", "products"),
+        ("kernel_cutlass_kernel_cute_kernelsgemmlayerkernelLayerProductsKernel_object_at_normInt64", "products"),
+        ("kernel_cutlass_kernel_cute_kernelsgemmwgmmakernelWgmmaKernel_object_at__GroupedTileSize", "experts"),
+        ("kernel_cutlass_kernel_cute_kernelsgemmexpertscombineCombineKernel_object_at", "experts"),
+        ("kernel_cutlass_kernel_cute_kernelsgemmexpertsrouterkernelRouterKernel_object_at", "router"),
+        ("kernel_cutlass_kernel_cute_kernelsmlacachekernelWriteKernel", "append"),
         ("kernel_cutlass_kernel_cute_kernelsattentionkernelDecode", "attention"),
         ("kernel_cutlass_kernel_cute_kernelsnormkernelNormKernel", "norm"),
         ("kernel_cutlass_kernel_cute_kernelskv_cachekernelAppend", "append"),
@@ -152,15 +169,15 @@ def test_more_requests_fit_with_fewer_bytes_of_a_token():
     assert e2e_steps.largest_batch(model, CASES[0], 8192, 1e9) == 0
 
 
+def row_of(case, ms=10.0):
+    return {
+        "model": "llama2-70b-shard8", "case": case, "batch": 8, "context": 8192, "ms": ms, "tokens_per_s": 8e3 / ms,
+        "floor_ms": 2.0, "floor_ratio": ms / 2.0, "account_us": {"norm": 2.5}, "largest_batch": 9,
+    }  # fmt: skip
+
+
 def rows():
-    made = [("bf16, bf16 SDPA", 10.0), ("w4, int4_g4", 4.0)]
-    return [
-        {
-            "model": "llama2-70b-shard8", "case": case, "batch": 8, "context": 8192, "ms": ms, "tokens_per_s": 8e3 / ms,
-            "floor_ms": 2.0, "floor_ratio": ms / 2.0, "account_us": {"norm": 2.5}, "largest_batch": 9,
-        }
-        for case, ms in made
-    ]  # fmt: skip
+    return [row_of("bf16, bf16 SDPA"), row_of("w4, int4_g4", 4.0)]
 
 
 def test_the_report_says_how_much_faster_a_step_is(record):
@@ -182,10 +199,11 @@ def test_what_is_recorded_is_not_measured_again():
 def test_what_is_left_when_time_is_over_is_counted():
     chosen = e2e_steps.points(["llama2-70b-shard8"], [8], [8192])
     bench: Any = _Bench(rows())
-    e2e_steps.measure_in_time(bench, chosen, 100, lambda point: {"of": point.name})
-    assert bench.recorder.data["rows"][len(rows()) :] == [{"of": point.name} for point in chosen] and not bench.said
+    e2e_steps.measure_in_time(bench, chosen, 100, lambda point: row_of(point.case.name))
+    assert bench.recorder.data["rows"][len(rows()) :] == [row_of(point.case.name) for point in chosen]
+    assert len(bench.said) == len(chosen) and "10.000 ms, floor 2.000" in bench.said[0]
     bench = _Bench([])
-    e2e_steps.measure_in_time(bench, chosen, -1, lambda point: {"of": point.name})
+    e2e_steps.measure_in_time(bench, chosen, -1, lambda point: row_of(point.case.name))
     assert not bench.recorder.data["rows"] and f"{len(chosen)} figures are left" in bench.said[0]
 
 
@@ -205,6 +223,11 @@ class _Bench:
 
     def add_row(self, row):
         self.data["rows"].append(row)
+
+
+def test_cases_are_chosen_by_their_names():
+    chosen = e2e_steps.points(["qwen3-30b-a3b"], [1], [8192], only="w4, int4_g4")
+    assert [point.case.name for point in chosen] == ["w4, int4_g4", "w4, int4_g4, route"]
 
 
 def test_models_of_the_command_are_those_of_the_loops():
