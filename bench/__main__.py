@@ -45,26 +45,40 @@ def _decode(options: argparse.Namespace) -> int:
         return 2
     from bench import report, suites
 
+    formats = options.formats or workloads.FORMATS
     if options.options:
         from bench import options as timed
 
-        timed.run_decode(bench, options.batches or OPTION_BATCHES, options.formats)
+        timed.run_decode(bench, options.batches or OPTION_BATCHES, formats)
         return _finish(bench.recorder, timed.text)
+    if options.suite in command_line.OTHER_SUITES:
+        return _decode_apart(bench, options)
     chosen = command_line.SUITES if options.suite == "all" else (options.suite,)
     peers = not options.no_peers
     suites.run_host_cost(bench)
     if "main" in chosen:
         batches = tuple(options.batches or (workloads.QUICK_BATCHES if options.quick else workloads.BATCHES))
-        suites.run_rows(bench, "main", workloads.main_shapes(batches), options.formats, peers)
+        suites.run_rows(bench, "main", workloads.main_shapes(batches), formats, peers)
     if "shapes" in chosen:
-        suites.run_rows(bench, "shapes", workloads.other_shapes(options.quick), options.formats, False)
+        suites.run_rows(bench, "shapes", workloads.other_shapes(options.quick), formats, False)
     if "cache" in chosen:
         suites.run_cache(bench)
     if "ladder" in chosen:
-        formats = [name for name in options.formats if name.startswith("int4")]
-        suites.run_ladder(bench, (512,) if options.quick else (32, 512), formats)
+        in_int4 = [name for name in formats if name.startswith("int4")]
+        suites.run_ladder(bench, (512,) if options.quick else (32, 512), in_int4)
     if peers:
         suites.run_evidence(bench)
+    return _finish(bench.recorder, report.text)
+
+
+def _decode_apart(bench: Bench, options: argparse.Namespace) -> int:
+    from bench import decode_cases, decode_steps, report
+
+    if options.suite == "step":
+        shapes = decode_steps.shapes(options.batches or decode_steps.BATCHES)
+        decode_steps.run(bench, shapes, decode_steps.FORMATS, options.seconds)
+        return _finish(bench.recorder, lambda record: "\n".join([*decode_steps.lines(record), *report.closing(record)]))
+    decode_cases.run(bench, options.suite, options.formats, not options.no_peers, options.seconds)
     return _finish(bench.recorder, report.text)
 
 

@@ -24,6 +24,7 @@ EIGHT_BIT_FLOOR_RATIO = {32: 1.25, 128: 1.15, 512: 1.10}
 PAGED_OVER_CONTIGUOUS = {64: 1.03, 16: 1.08}
 QUERIES, QUERIES_OVER_ONE = 4, 1.15
 RAGGED_FLOOR_RATIO, MHA_FLOOR_RATIO = 1.3, 1.35
+MORE_FLOOR_RATIO, MORE_MICROSECONDS = 1.15, {"skewed": 5.0, "blocks": 0.0}
 BF16_RIVAL = "SDPA cudnn"
 LINEAR_FORMATS = ("w4a16", "w8a16")  # others are compared with peers alone
 LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
@@ -254,8 +255,12 @@ def _judge_append(row: Record) -> list[Verdict]:
 def _judge_row(row: Record) -> list[Verdict]:
     kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
     name = f"{kv_format} {row['name']}"
-    if row["suite"] == "cache":
+    if row["suite"] in ("cache", "short"):
         return []
+    if row["suite"] in MORE_MICROSECONDS:
+        limit = MORE_FLOOR_RATIO * row["floor"]["us"] + MORE_MICROSECONDS[row["suite"]]
+        in_graph = row.get("graph_us", row["us"])["median_us"]
+        return [Verdict(f"{name}: time", in_graph, limit, "us")]
     if row["suite"] != "main":
         return [Verdict(f"{name}: ratio to the floor", row["floor_ratio"], OTHER_SHAPES_FLOOR_RATIO, "")]
     verdicts = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 
 AGREEMENT = 2e-2  # relative error (norm) that a 16-bit peer must stay under to be timed
+FP8_AGREEMENT = 6e-2  # of one that rounds queries and probabilities to FP8
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -46,6 +48,7 @@ class Peer:
     missing: Callable[[], str | None]
     variants: Callable[[DecodeInputs], Iterator[Variant]]
     refuses: Callable[[DecodeInputs], str | None] = lambda inputs: None
+    agreement: float = AGREEMENT
 
 
 @dataclass
@@ -75,7 +78,7 @@ def measure_peer(
         return result
     try:
         for variant in peer.variants(inputs):
-            _measure_variant(variant, result, want, rows, flush, protocol)
+            _measure_variant(variant, result, want, rows, flush, protocol, peer.agreement)
     except Exception as error:  # one peer's failure must not lose the others' results
         result.notes["setting up"] = _short(error)
     if result.us is None:
@@ -90,11 +93,12 @@ def _measure_variant(
     rows: torch.Tensor,
     flush: Callable[[], None],
     protocol: Protocol,
+    agreement: float,
 ) -> None:
     try:
         with variant.context():
             error = relative_error(variant.output(variant.call())[rows], want)
-            if not error <= AGREEMENT:
+            if not error <= agreement:
                 result.notes[variant.label] = f"disagrees with the reference: relative error {error:.2e}"
                 return
             us = time_cold(variant.call, flush, protocol).median_us
@@ -143,6 +147,10 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+
+
+def _in_pages(inputs: DecodeInputs) -> str | None:
+    return "takes contiguous caches alone" if "block_table" in inputs.options else None
 
 
 def _sdpa_variants(backend: str) -> Callable[[DecodeInputs], Iterator[Variant]]:
@@ -208,6 +216,7 @@ def _fa3_variants(inputs: DecodeInputs) -> Iterator[Variant]:
         "q": inputs.q,
         "k": inputs.k_cache,
         "v": inputs.v_cache,
+        **_fa3_in_fp8(inputs),
         "max_seqlen_q": 1,
         "max_seqlen_k": shape.seq_len,
         "softmax_scale": shape.head_dim**-0.5,
@@ -228,8 +237,23 @@ def _fa3_variants(inputs: DecodeInputs) -> Iterator[Variant]:
         ordered = [values.get(argument.name) for argument in arguments]
         return lambda: op(*ordered)
 
+    if "block_table" in inputs.options:
+        table = inputs.options["block_table"].clamp(min=0)
+        yield Variant("pages", bound(seqused_k=inputs.seq_lens, page_table=table), _tensor)
+        return
     yield Variant("seqused_k", bound(seqused_k=inputs.seq_lens), _tensor)
     yield Variant("dense", bound(), _tensor)  # every request has the whole cache: no lengths needed
+
+
+def _fa3_in_fp8(inputs: DecodeInputs) -> dict[str, object]:
+    """What differs over an FP8 cache: queries are in E4M3 before the call."""
+    if inputs.kv_format != "e4m3_tensor":
+        return {}
+    size = (inputs.shape.batch, inputs.shape.num_kv_heads)
+    scale, unit = (torch.full(size, x, device=inputs.q.device) for x in (float(inputs.options["k_scale"]), 1.0))
+    codes = {name: getattr(inputs, f"{name}_cache").view(torch.float8_e4m3fn) for name in ("k", "v")}
+    descales = {"q_descale": unit, "k_descale": scale, "v_descale": scale}
+    return {"q": inputs.q.to(torch.float8_e4m3fn), **codes, **descales}
 
 
 # -- FlashInfer --------------------------------------------------------------------------------------------------------
@@ -249,17 +273,19 @@ def _module_missing(*names: str) -> Callable[[], str | None]:
 
 def _flashinfer_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[Variant]:
     flashinfer = importlib.import_module("flashinfer")
-    shape = inputs.shape
-    pages_per_request = shape.seq_len // page_size
-    num_pages = shape.batch * pages_per_request
-    device = inputs.q.device
-    indptr = torch.arange(shape.batch + 1, dtype=torch.int32, device=device) * pages_per_request
-    pages = torch.arange(num_pages, dtype=torch.int32, device=device)
-    last = torch.full((shape.batch,), page_size, dtype=torch.int32, device=device)
-    caches = tuple(
-        cache.view(num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-        for cache in (inputs.k_cache, inputs.v_cache)
-    )
+    shape, device = inputs.shape, inputs.q.device
+    counts = [-(-length // page_size) for length in shape.lengths]
+    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    last = torch.tensor(shape.lengths, dtype=torch.int32, device=device).sub_(1).remainder_(page_size).add_(1)
+    if "block_table" in inputs.options:
+        table = inputs.options["block_table"]
+        pages = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
+    else:
+        pages = torch.arange(sum(counts), dtype=torch.int32, device=device)
+    dtype = torch.float8_e4m3fn if inputs.kv_format == "e4m3_tensor" else inputs.k_cache.dtype
+    size = (-1, page_size, shape.num_kv_heads, shape.head_dim)
+    caches = tuple(cache.view(dtype).view(size) for cache in (inputs.k_cache, inputs.v_cache))
+    scales = {name: float(inputs.options[name]) for name in ("k_scale", "v_scale") if name in inputs.options}
     q = inputs.q.squeeze(1)
     for tensor_cores in (True, False):
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
@@ -273,11 +299,11 @@ def _flashinfer_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[
             shape.head_dim,
             page_size,
             q_data_type=q.dtype,
-            kv_data_type=inputs.k_cache.dtype,
+            kv_data_type=dtype,
         )
 
         def call(wrapper: object = wrapper) -> object:
-            return wrapper.run(q, caches)  # type: ignore[attr-defined]
+            return wrapper.run(q, caches, **scales)  # type: ignore[attr-defined]
 
         label = "tensor cores" if tensor_cores else "CUDA cores"
         yield Variant(label, call, lambda out: _tensor(out).unsqueeze(1))
@@ -288,6 +314,8 @@ def _flashinfer_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[
 
 def _fbgemm_refuses(inputs: DecodeInputs) -> str | None:
     shape = inputs.shape
+    if "block_table" in inputs.options:
+        return _in_pages(inputs)
     if shape.num_kv_heads != 1 or shape.head_dim != 128 or shape.seq_len > 16384:
         return "supports one KV head, head_dim 128 and at most 16384 tokens"
     return None
@@ -308,11 +336,12 @@ def _fbgemm_variants(inputs: DecodeInputs) -> Iterator[Variant]:
 
 PEERS = (
     *(
-        Peer(f"SDPA {name}", ("bf16", "fp16"), lambda: None, _sdpa_variants(name))
+        Peer(f"SDPA {name}", ("bf16", "fp16"), lambda: None, _sdpa_variants(name), _in_pages)
         for name in ("cudnn", "flash", "efficient")
     ),
     Peer("FlashAttention-3", ("bf16", "fp16"), fa3_missing, _fa3_variants),
-    Peer("FlashInfer", ("bf16", "fp16"), _module_missing("flashinfer"), _flashinfer_variants),
+    Peer("FlashAttention-3 in FP8", ("e4m3_tensor",), fa3_missing, _fa3_variants, _in_pages, agreement=FP8_AGREEMENT),
+    Peer("FlashInfer", ("bf16", "fp16", "e4m3_tensor"), _module_missing("flashinfer"), _flashinfer_variants),
     Peer(
         "FBGEMM",
         ("bf16", "int4_g1", "int4_g4"),

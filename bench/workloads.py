@@ -57,6 +57,10 @@ class DecodeShape:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def own_options(self, device: torch.device | str, generator: torch.Generator) -> dict[str, Any]:
+        """What the public call takes besides because of the shape."""
+        return {}
+
 
 @dataclass
 class DecodeInputs:
@@ -84,8 +88,8 @@ class DecodeInputs:
             options["block_table"] = options["block_table"][index]
         else:
             k_cache, v_cache = k_cache[index], v_cache[index]
-        if "tail_slots" in options:
-            options["tail_slots"] = options["tail_slots"][index]
+        for name in {"tail_slots", "block_list", "block_counts"} & options.keys():
+            options[name] = options[name][index]
         q, seq_lens = self.q[index], self.seq_lens[index]
         return index, DecodeInputs(shape, self.kv_format, q, k_cache, v_cache, seq_lens, options)
 
@@ -158,6 +162,7 @@ def make_inputs(
         _make_cache(shape, size, name, scale, device, generator, chunk_rows) for name in format_pair(formats)
     )
     seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    options |= shape.own_options(device, generator)
     return DecodeInputs(shape, formats, q, k_cache, v_cache, seq_lens, options)
 
 

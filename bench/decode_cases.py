@@ -1,0 +1,128 @@
+"""Shapes of decode attention apart from the main table: skewed batches, short contexts of one request, chosen blocks.
+
+Bars of the skewed ones: 1.15 of the floor of the bytes and 5 us; of chosen blocks 1.15 of the floor of what is chosen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.kernels import make_ready, needed_by
+from bench.suites import Bench, run_rows
+from bench.workloads import DecodeInputs, DecodeShape, make_inputs
+from cute_kernels.formats.kv import format_of
+from cute_kernels.runtime import KernelSpec
+
+FORMATS = ("bf16", "e4m3_tensor", "int4_g4")
+PAGE_SIZE = 64
+HEADS = ((8, 1), (32, 8))
+SHORT = (256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class MixedShape(DecodeShape):
+    """Requests with lengths of their own in pages. mix: (requests, tokens of each), the longest among them seq_len."""
+
+    label: str = ""
+    mix: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(label: str, mix: Iterable[tuple[int, int]], heads: tuple[int, int]) -> MixedShape:
+        mix = tuple(mix)
+        batch, longest = sum(count for count, _ in mix), max(tokens for _, tokens in mix)
+        return MixedShape(batch, longest, *heads, page_size=PAGE_SIZE, ragged=True, label=label, mix=mix)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [tokens for count, tokens in self.mix for _ in range(count)]
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} HQ={self.num_q_heads} HKV={self.num_kv_heads} D={self.head_dim}"
+
+
+@dataclass(frozen=True)
+class BlockShape(DecodeShape):
+    """Each KV head of a request reads blocks of its own, ``chosen`` of ``block_tokens`` tokens, the last among them."""
+
+    chosen: int = 32
+    block_tokens: int = 64
+
+    def cache_bytes(self, kv_format: str) -> int:
+        """Of the chosen blocks."""
+        rows = 2 * self.batch * self.chosen * self.block_tokens * self.num_kv_heads
+        return rows * format_of(kv_format).row_bytes(self.head_dim)
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}, {self.chosen} blocks of {self.block_tokens}"
+
+    def own_options(self, device: torch.device | str, generator: torch.Generator) -> dict[str, Any]:
+        heads, blocks = (self.batch, self.num_kv_heads), self.seq_len // self.block_tokens
+        ranks = torch.rand((*heads, blocks - 1), generator=generator, device=device).argsort(-1)
+        earlier = ranks[..., : self.chosen - 1].sort(-1).values
+        last = torch.full((*heads, 1), blocks - 1, device=device)
+        return {
+            "block_list": torch.cat((earlier, last), -1).to(torch.int32),
+            "block_counts": torch.full(heads, self.chosen, dtype=torch.int32, device=device),
+            "block_tokens": self.block_tokens,
+        }
+
+
+def lognormal(batch: int = 64, median: int = 2048, sigma: float = 1.2, most: int = 65536) -> list[tuple[int, int]]:
+    """Lengths as served prompts have them, the same in every run: one request each."""
+    draw = random.Random(0)
+    return [(1, min(most, max(64, int(median * draw.lognormvariate(0.0, sigma))))) for _ in range(batch)]
+
+
+def skewed_shapes() -> list[DecodeShape]:
+    mixes = {
+        "1 x 128k + 31 x 4k": [(1, 131072), (31, 4096)],
+        "1 x 32k + 127 x 1k": [(1, 32768), (127, 1024)],
+        "64 lognormal": lognormal(),
+    }
+    return [MixedShape.of(label, mix, heads) for label, mix in mixes.items() for heads in HEADS]
+
+
+def short_shapes() -> list[DecodeShape]:
+    return [DecodeShape(1, tokens, 32, 8) for tokens in SHORT]
+
+
+def block_shapes() -> list[DecodeShape]:
+    """2048 tokens of 32k, at one request and at many."""
+    sizes = ((32, 64), (16, 128))
+    return [BlockShape(b, 32768, 32, 8, 128, 1, 64, chosen=n, block_tokens=t) for b in (1, 32) for n, t in sizes]
+
+
+SUITES = {
+    "skewed": (skewed_shapes, FORMATS),
+    "short": (short_shapes, FORMATS[:2]),
+    "blocks": (block_shapes, FORMATS),
+}
+
+
+def run(bench: Bench, suite: str, formats: Iterable[str] | None, peers: bool, seconds: float) -> None:
+    """The rows of a suite, its kernels made ready first. After so many seconds the rest is left out, which is said."""
+    make, usual = SUITES[suite]
+    shapes, formats = make(), tuple(formats or usual)
+    bench.attempt("kernels", lambda: make_ready(specs(shapes, formats, bench), bench.say))
+    for number, shape in enumerate(shapes):
+        if bench.recorder.seconds() > seconds:
+            bench.say(f"{suite}: {len(shapes) - number} shapes are left out after {seconds:.0f} s")
+            return
+        run_rows(bench, suite, [shape], formats, peers and suite != "blocks")
+
+
+def specs(shapes: Iterable[DecodeShape], formats: Iterable[str], bench: Bench) -> list[KernelSpec]:
+    """The kernels of all calls, found by calls with the same shapes."""
+    found: dict[KernelSpec, None] = {}
+    for shape in shapes:
+        for kv_format in formats:
+            inputs: DecodeInputs = make_inputs(shape, kv_format, device=bench.device)
+            found |= dict.fromkeys(needed_by([bench.entry.bind(inputs, out=torch.empty_like(inputs.q))]))
+    return list(found)

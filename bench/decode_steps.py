@@ -1,0 +1,140 @@
+"""A layer's decoding step in one call, RoPE, append and attention, over caches of K and V in several formats.
+
+`python -m bench decode --suite step`. The floor is that of the cache's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.kernels import make_ready, needed_by
+from bench.peers import relative_error
+from bench.suites import TOLERANCE, Bench, WrongOutput
+from bench.timing import time_graph_cold
+from bench.workloads import DecodeShape, make_inputs
+from cute_kernels import append_and_decode, append_kv
+from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.kv_cache import Rope
+from cute_kernels.runtime import KernelSpec
+
+FORMATS = (
+    ("bf16", "bf16"),
+    ("e4m3_tensor", "e4m3_tensor"),
+    ("int8_token_head", "int8_token_head"),
+    ("int8_token_head", "int4_g4"),
+    ("int4_g4", "int4_g4"),
+)
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """The tensors of a step of Llama-3-8B's heads over pages of 64 tokens."""
+
+    shape: DecodeShape
+    formats: tuple[Any, Any]
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    caches: dict[str, Any]
+
+    @staticmethod
+    def of(shape: DecodeShape, formats: tuple[str, str], device: str) -> CacheStep:
+        """K and V are those of inputs in their formats."""
+        k, v = (make_inputs(shape, name, device, seed=3 + i) for i, name in enumerate(formats))
+        caches: dict[str, Any] = {"k_cache": k.k_cache, "v_cache": v.v_cache, "seq_lens": k.seq_lens}
+        caches["block_table"] = k.options["block_table"]
+        for of, name in ((k, "k_scale"), (v, "v_scale")):
+            if name in of.options:
+                caches[name] = of.options[name]
+        size = (shape.batch, 1, shape.num_q_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        fused = torch.randn(size, generator=torch.Generator(device).manual_seed(5), device=device).bfloat16()
+        q, new_k, new_v = fused.split((shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads), dim=2)
+        return CacheStep(shape, formats, (q, new_k, new_v), caches)
+
+    def bind(self, out: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+        rope = Rope(self.shape.head_dim, theta=500000.0)
+        return lambda: append_and_decode(*self.new, **self.caches, kv_format=self.formats, rope=rope, out=out)
+
+    def rotated(self) -> torch.Tensor:
+        """The queries with RoPE, by an append of the same tokens."""
+        q, k, v = (x[:, 0] for x in self.new)
+        rope = Rope(self.shape.head_dim, theta=500000.0)
+        found = append_kv(k, v, q=q, **self.caches, kv_format=self.formats, rope=rope)
+        assert found is not None
+        return found.unsqueeze(1)
+
+    def reference(self) -> torch.Tensor:
+        """What the step returns, in fp64 over the cache that it has appended to."""
+        given = self.caches | {"kv_format": self.formats, "compute_dtype": torch.float64}
+        return decode_attention_reference(self.rotated(), **given)[0]
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(self.shape.cache_bytes(name) // 2 for name in self.formats)
+
+
+def shapes(batches: Iterable[int] = BATCHES) -> list[DecodeShape]:
+    return [DecodeShape(batch, num_q_heads=32, num_kv_heads=8, page_size=64) for batch in batches]
+
+
+def run(bench: Bench, chosen: Iterable[DecodeShape], formats: Iterable[tuple[str, str]], seconds: float) -> None:
+    """One row per shape and pair of formats under the record's key "steps"; after so many seconds the rest is left."""
+    cases, rows = [(shape, pair) for shape in chosen for pair in formats], []
+    bench.attempt("kernels", lambda: make_ready(specs(cases, bench.device), bench.say))
+
+    def work(shape: DecodeShape, pair: tuple[str, str]) -> None:
+        rows.append(measure(bench, CacheStep.of(shape, pair, bench.device)))
+        bench.recorder.set("steps", rows)
+        bench.say(told(rows[-1]))
+
+    for number, (shape, pair) in enumerate(cases):
+        if bench.recorder.seconds() > seconds:
+            bench.say(f"step: {len(cases) - number} rows are left out after {seconds:.0f} s")
+            return
+        bench.attempt(f"step: {pair[0]}, {pair[1]} {shape.name}", lambda s=shape, p=pair: work(s, p))
+
+
+def specs(cases: Iterable[tuple[DecodeShape, tuple[str, str]]], device: str) -> list[KernelSpec]:
+    """The kernels of all steps, the append of their check among them."""
+    found: dict[KernelSpec, None] = {}
+    for shape, pair in cases:
+        step = CacheStep.of(shape, pair, device)
+        found |= dict.fromkeys(needed_by([step.bind(), step.rotated]))
+    return list(found)
+
+
+def measure(bench: Bench, step: CacheStep) -> dict[str, Any]:
+    """Checks a step and times its graph. launches: how many kernels it takes."""
+    out = torch.full(step.new[0].shape, torch.nan, dtype=torch.bfloat16, device=bench.device)
+    call = step.bind(out)
+    call()
+    error = relative_error(out, step.reference())
+    if not error <= TOLERANCE:
+        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g})")
+    us, floor = time_graph_cold(call, bench.flush, bench.protocol), bench.floor(step.cache_bytes)
+    return {
+        "name": step.shape.name,
+        "shape": step.shape.as_dict(),
+        "formats": list(step.formats),
+        "cache_bytes": step.cache_bytes,
+        "error": error,
+        "launches": len(needed_by([step.bind()])),
+        "graph_us": us.as_dict(),
+        "floor": {"us": floor.us, "kernel": floor.kernel},
+        "floor_ratio": us.median_us / floor.us,
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    us, floor = row["graph_us"]["median_us"], row["floor"]["us"]
+    head = f"step of {', '.join(row['formats'])}, {row['name']}"
+    return f"{head}: {us:.2f} us, floor {floor:.2f}, {us / floor:.2f} of it, {row['launches']} launches"
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The rows of a record."""
+    return [told(row) for row in record.get("steps", [])]

@@ -1,0 +1,145 @@
+"""Suites of decode attention apart from the main table: what they read, that each row is checked before it is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import bars, decode_cases, decode_steps
+from bench.decode_cases import BlockShape, MixedShape
+from bench.peers import PEERS, Peer
+from bench.record import Recorder
+from bench.suites import Bench
+from bench.timing import Clock, Protocol, Timing, ticking
+from bench.workloads import DecodeShape, make_inputs
+from simulator import stand_in
+from tests.launchers import recording
+
+SMALL = {
+    "skewed": MixedShape.of("1 x 200 + 2 x 70", [(1, 200), (2, 70)], (4, 2)),
+    "short": DecodeShape(1, 64, 4, 2, 64),
+    "blocks": BlockShape(2, 384, 4, 2, 64, page_size=64, chosen=3),
+}
+
+
+@pytest.fixture
+def bench():
+    def in_turn(calls, flush, protocol):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, Timing(50.0, 49.0, 51.0, 1))
+
+    floors = stand_in(lambda flush, protocol, quick: _floor)
+    said: list[str] = []
+    with ticking(Clock(in_turn, lambda call, warmup: call)):
+        yield Bench(
+            Recorder(None),
+            Protocol(samples=1),
+            device="cpu",
+            flush=lambda: None,
+            make_floor=floors,
+            free_bytes=lambda: 1 << 40,
+            say=said.append,
+        )
+
+
+def _floor(num_bytes):
+    assert num_bytes % 64 == 0
+    return type("Floor", (), {"us": 10.0, "kernel": "read", "sweep_us": {}})
+
+
+def test_mixed_lengths_are_those_of_the_label_and_so_are_the_bytes():
+    first, *_ = decode_cases.skewed_shapes()
+    assert first.batch == 32 and first.lengths == [131072] + 31 * [4096] and first.seq_len == 131072
+    assert first.cache_bytes("bf16") == 2 * (131072 + 31 * 4096) * 256
+    shape = SMALL["skewed"]
+    inputs = make_inputs(shape, "bf16", device="cpu")
+    assert inputs.seq_lens.tolist() == [200, 70, 70] and (inputs.options["block_table"] >= 0).sum() == 4 + 2 + 2
+
+
+def test_lognormal_lengths_are_the_same_in_every_run_and_far_apart():
+    lengths = [tokens for _, tokens in decode_cases.lognormal()]
+    assert lengths == [tokens for _, tokens in decode_cases.lognormal()]
+    assert len(lengths) == 64 and max(lengths) > 10 * min(lengths) and 64 <= min(lengths)
+
+
+def test_blocks_ascend_and_end_with_the_last_and_their_bytes_are_the_floor():
+    shape = SMALL["blocks"]
+    options = make_inputs(shape, "int4_g4", device="cpu").options
+    assert options["block_list"].shape == (2, 2, 3)
+    assert bool((options["block_list"].diff() > 0).all()) and bool((options["block_list"][..., -1] == 5).all())
+    assert shape.cache_bytes("bf16") == 2 * 2 * 3 * 64 * 2 * 128
+
+
+@pytest.mark.parametrize("suite", decode_cases.SUITES)
+def test_a_suite_checks_times_and_tells_every_row(suite, bench, monkeypatch):
+    monkeypatch.setitem(decode_cases.SUITES, suite, (lambda: [SMALL[suite]], ("bf16", "e4m3_tensor")))
+    decode_cases.run(bench, suite, None, True, 600)
+    assert not bench.recorder.data["failures"]
+    rows = bench.recorder.data["rows"]
+    assert [(row["suite"], row["kv_format"]) for row in rows] == [(suite, "bf16"), (suite, "e4m3_tensor")]
+    assert all(row["graph_us"]["median_us"] == 50.0 and row["error"] < 4e-3 for row in rows)
+    assert bool(bars.judge(bench.recorder.data)) == (suite != "short")
+    decode_cases.run(bench, suite, None, False, -1)
+    assert len(bench.recorder.data["rows"]) == 2
+
+
+def test_a_graph_is_replayed_with_lengths_that_it_was_not_captured_with(bench):
+    seen = []
+
+    def capture(call, warmup):
+        def replay():
+            seen.append(inputs_of[0].seq_lens.tolist())
+            call()
+
+        seen.append(inputs_of[0].seq_lens.tolist())
+        return replay
+
+    inputs_of = []
+    bound = bench.entry.bind
+
+    def bind(inputs, out=None, **options):
+        inputs_of.append(inputs)
+        return bound(inputs, out=out, **options)
+
+    bench.entry = replace(bench.entry, bind=stand_in(bind))
+    with ticking(Clock(lambda calls, flush, protocol: dict.fromkeys(calls, Timing(1.0, 1.0, 1.0, 1)), capture)):
+        decode_cases.run_rows(bench, "skewed", [SMALL["skewed"]], ["bf16"], False)
+    assert seen == [[1, 1, 1], [200, 70, 70]] and not bench.recorder.data["failures"]
+
+
+@pytest.mark.parametrize("suite", decode_cases.SUITES)
+def test_kernels_of_a_suite_are_found_without_a_launch(suite, bench):
+    with recording() as cache:
+        found = decode_cases.specs([SMALL[suite]], ["bf16", "int4_g4"], bench)
+        assert found and not cache.launches
+
+
+def test_peers_that_take_no_pages_say_so():
+    contiguous, paged = (make_inputs(SMALL[name], "bf16", device="cpu") for name in ("short", "skewed"))
+    refused = {peer.name for peer in PEERS if peer.refuses(paged)}
+    assert refused == {"SDPA cudnn", "SDPA flash", "SDPA efficient", "FlashAttention-3 in FP8", "FBGEMM"}
+    assert not any(peer.refuses(contiguous) for peer in PEERS if peer.name.startswith("SDPA"))
+    assert Peer("other", (), lambda: None, lambda inputs: iter(())).agreement < 0.03
+
+
+@pytest.mark.parametrize("formats", decode_steps.FORMATS)
+def test_a_step_is_checked_against_fp64_over_what_it_appended(formats, bench):
+    shape = DecodeShape(2, 100, 4, 2, 64, page_size=64)
+    decode_steps.run(bench, [shape], [formats], 600)
+    assert not bench.recorder.data["failures"]
+    (row,) = bench.recorder.data["steps"]
+    assert row["floor_ratio"] == 5.0 and row["formats"] == list(formats) and row["error"] < 4e-3
+    assert row["cache_bytes"] == sum(shape.cache_bytes(name) // 2 for name in formats)
+    assert formats[0] in decode_steps.lines(bench.recorder.data)[0]
+
+
+def test_a_step_of_one_token_is_one_launch():
+    shape = DecodeShape(2, 128, 32, 8, 128, page_size=64)
+    with recording():
+        for formats in decode_steps.FORMATS:
+            step = decode_steps.CacheStep.of(shape, formats, "cpu")
+            assert len(decode_steps.needed_by([step.bind()])) == 1, formats
+    assert torch.equal(step.new[0], decode_steps.CacheStep.of(shape, formats, "cpu").new[0])
