@@ -6,7 +6,6 @@ cannot be served is refused by name when the backend is made, and a plug-in that
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from cute_kernels.integrations import attention_kernels, engine_cache, ready
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, logger, reasons_against, say_once
+from cute_kernels.integrations.sglang.seams import WANTED, Hook, logger, named, reasons_against, say_once
 from cute_kernels.integrations.sglang.versions import Interface
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def hooks(interface: Interface) -> dict[str, Hook]:
         ImportError, AttributeError: this SGLang has no such backends.
     """
     for place in (interface.attention_backends, interface.attention_choices):
-        pkgutil.resolve_name(place)
+        named(place)
     return {
         interface.page_sizes: Hook(wants_pages, ("view",)),
         interface.pool_class: Hook(_pool_class, ("self", "kind", "default")),
@@ -55,8 +54,8 @@ def serve(interface: Interface, wanted: bool) -> None:
     """Registers the backend for the command line and for its construction, once every hook is in place; else
     nowhere."""
     if wanted:
-        pkgutil.resolve_name(interface.attention_backends)[NAME] = make
-        choices = pkgutil.resolve_name(interface.attention_choices)
+        named(interface.attention_backends)[NAME] = make
+        choices = named(interface.attention_choices)
         choices[:] = dict.fromkeys([*choices, NAME])
 
 

@@ -10,13 +10,12 @@ import functools
 import inspect
 import logging
 import os
-import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.sglang import attention, linear, moe, rows, versions
-from cute_kernels.integrations.sglang.seams import Hook, logger, say_once
+from cute_kernels.integrations.sglang.seams import Hook, logger, named, say_once
 
 SWITCH = "CUTE_KERNELS_SGLANG"
 
@@ -74,11 +73,11 @@ def _hook(seam: Seam, interface: versions.Interface) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = seam.hooks(interface)
-    originals = {target: pkgutil.resolve_name(target) for target in hooks}
+    originals = {target: named(target) for target in hooks}
     for target, original in originals.items():
-        found = tuple(inspect.signature(original).parameters)
-        if found != hooks[target].parameters:
-            raise AttributeError(f"{target}: got parameters {found}, want {hooks[target].parameters}")
+        parameters = tuple(inspect.signature(original).parameters)
+        if parameters != hooks[target].parameters:
+            raise AttributeError(f"{target}: got parameters {parameters}, want {hooks[target].parameters}")
     for target, hook in hooks.items():
         HookRegistry.register(target, hook.function, HookType.AROUND)
     HookRegistry.apply_hooks = staticmethod(_then_look(HookRegistry.apply_hooks, seam, interface, originals))
@@ -92,7 +91,7 @@ def _then_look(
     @functools.wraps(apply_hooks)
     def applied() -> None:
         apply_hooks()
-        lacking = [target for target, original in originals.items() if pkgutil.resolve_name(target) is original]
+        lacking = [target for target, original in originals.items() if named(target) is original]
         seam.serve(interface, not lacking)
         if lacking:
             logger.error("cute-kernels %s: %s left to SGLang: not hooked: %s", __version__, seam.WHAT, lacking)

@@ -4,8 +4,11 @@ log."""
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,21 @@ WANTED = "wanted_by_sglang.json"
 def say_once(line: str, level: int = logging.INFO) -> None:
     """Writes a line to SGLang's log, unless this process wrote it already."""
     logger.log(level, "cute-kernels: %s", line)
+
+
+def named(name: str) -> Any:
+    """Returns what a full name such as "package.module.Class.method" names.
+
+    Raises:
+        ImportError, AttributeError: there is none. pkgutil says of a module that cannot be imported only that its
+            package has no such attribute; this says what the import lacks.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except AttributeError as error:
+        if isinstance(error.obj, ModuleType) and hasattr(error.obj, "__path__"):
+            importlib.import_module(f"{error.obj.__name__}.{error.name}")
+        raise
 
 
 class Hook(NamedTuple):

@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Sequence
@@ -237,6 +238,24 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
     other = "sglang.srt.layers.quantization.marlin_utils.MarlinLinearLayerConfig"
     with mock.patch.dict(versions.INTERFACES, {VERSION: replace(known, awq=other)}):
         assert f"linear layers left to SGLang {VERSION}" in line()
+
+
+@check
+def a_module_that_cannot_be_imported_is_named_with_what_it_lacks() -> None:
+    known = versions.INTERFACES[VERSION]
+    away = replace(known, awq="sglang.srt.layers.quantization.awq_that_lacks.Kernel")
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(seams, "logger") as said:
+        Path(folder, "awq_that_lacks.py").write_text("import a_package_that_nobody_has")
+        package = sys.modules[QUANTIZATION]
+        with (
+            mock.patch.dict(versions.INTERFACES, {VERSION: away}),
+            mock.patch.object(package, "__path__", [*package.__path__, folder]),
+            mock.patch("sglang.srt.plugins.hook_registry.HookRegistry.register"),
+            mock.patch("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", lambda: None),
+        ):
+            register()
+    (line,) = lines(said)
+    assert "No module named 'a_package_that_nobody_has'" in line, line
 
 
 @check
