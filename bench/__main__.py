@@ -77,7 +77,7 @@ def _decode_apart(bench: Bench, options: argparse.Namespace) -> int:
     if options.suite == "step":
         shapes = decode_steps.shapes(options.batches or decode_steps.BATCHES)
         decode_steps.run(bench, shapes, decode_steps.FORMATS, options.seconds)
-        return _finish(bench.recorder, lambda record: "\n".join([*decode_steps.lines(record), *report.closing(record)]))
+        return _finish(bench.recorder, decode_steps.text)
     decode_cases.run(bench, options.suite, options.formats, not options.no_peers, options.seconds)
     return _finish(bench.recorder, report.text)
 
@@ -117,6 +117,12 @@ def _linear(options: argparse.Namespace) -> int:
         _make_ready(bench, partial(linear_fp8.specs, *chosen))
         linear_fp8.run(bench, *chosen)
         return _finish(bench.recorder, linear_fp8.text)
+    if options.by_format:
+        from bench import by_format
+
+        chosen = options.layers or linear.LAYERS, options.rows or by_format.ROWS
+        by_format.run_linear(bench, options.seconds, *chosen)
+        return _finish(bench.recorder, by_format.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:
         rows = linear.BETWEEN_ROWS
@@ -156,6 +162,11 @@ def _moe(options: argparse.Namespace) -> int:
         _make_ready(bench, partial(moe_fp8.specs, layers))
         moe_fp8.run(bench, layers)
         return _finish(bench.recorder, moe_fp8.text)
+    if options.by_format:
+        from bench import by_format
+
+        by_format.run_experts(bench, options.seconds, options.tokens or by_format.TOKENS)
+        return _finish(bench.recorder, by_format.text)
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
     peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
     _make_ready(bench, partial(moe.specs, tokens=tokens))

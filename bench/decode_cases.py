@@ -5,16 +5,18 @@ Bars of the skewed ones: 1.15 of the floor of the bytes and 5 us; of chosen bloc
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.kernels import make_ready, needed_by
+from bench.kernels import make_ready, needed_by_cases
 from bench.suites import Bench, run_rows
-from bench.workloads import DecodeInputs, DecodeShape, make_inputs
+from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime import KernelSpec
 
@@ -120,9 +122,9 @@ def run(bench: Bench, suite: str, formats: Iterable[str] | None, peers: bool, se
 
 def specs(shapes: Iterable[DecodeShape], formats: Iterable[str], bench: Bench) -> list[KernelSpec]:
     """The kernels of all calls, found by calls with the same shapes."""
-    found: dict[KernelSpec, None] = {}
-    for shape in shapes:
-        for kv_format in formats:
-            inputs: DecodeInputs = make_inputs(shape, kv_format, device=bench.device)
-            found |= dict.fromkeys(needed_by([bench.entry.bind(inputs, out=torch.empty_like(inputs.q))]))
-    return list(found)
+
+    def calls_of(shape: DecodeShape, kv_format: str) -> list[Callable[[], object]]:
+        inputs = make_inputs(shape, kv_format, device=bench.device)
+        return [bench.entry.bind(inputs, out=torch.empty_like(inputs.q))]
+
+    return needed_by_cases(partial(calls_of, *case) for case in itertools.product(shapes, formats))

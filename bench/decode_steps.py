@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.kernels import make_ready, needed_by
+from bench.kernels import make_ready, needed_by, needed_by_cases
 from bench.peers import relative_error
+from bench.report import closing
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_graph_cold
 from bench.workloads import DecodeShape, make_inputs
@@ -99,11 +101,12 @@ def run(bench: Bench, chosen: Iterable[DecodeShape], formats: Iterable[tuple[str
 
 def specs(cases: Iterable[tuple[DecodeShape, tuple[str, str]]], device: str) -> list[KernelSpec]:
     """The kernels of all steps, the append of their check among them."""
-    found: dict[KernelSpec, None] = {}
-    for shape, pair in cases:
+
+    def calls_of(shape: DecodeShape, pair: tuple[str, str]) -> list[Callable[[], object]]:
         step = CacheStep.of(shape, pair, device)
-        found |= dict.fromkeys(needed_by([step.bind(), step.rotated]))
-    return list(found)
+        return [step.bind(), step.rotated]
+
+    return needed_by_cases(partial(calls_of, *case) for case in cases)
 
 
 def measure(bench: Bench, step: CacheStep) -> dict[str, Any]:
@@ -135,6 +138,6 @@ def told(row: dict[str, Any]) -> str:
     return f"{head}: {us:.2f} us, floor {floor:.2f}, {us / floor:.2f} of it, {row['launches']} launches"
 
 
-def lines(record: dict[str, Any]) -> list[str]:
-    """The rows of a record."""
-    return [told(row) for row in record.get("steps", [])]
+def text(record: dict[str, Any]) -> str:
+    """The run in lines."""
+    return "\n".join([str(record["environment"]["gpu"]), "", *map(told, record.get("steps", [])), *closing(record)])

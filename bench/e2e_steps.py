@@ -7,20 +7,20 @@ read-only kernel of the run.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench import gpt_oss_steps, latent_steps, steps
-from bench.kernels import make_ready, needed_by
+from bench.kernels import make_ready, needed_by_cases
 from bench.report import aligned, in_markdown, number
-from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes
+from bench.steps import BASELINE, Shape, Step, StepCase, StepModel, resident_bytes
 from bench.suites import Bench
 from bench.timing import capture
 from cute_kernels.runtime import KernelSpec
@@ -85,17 +85,13 @@ def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
 
 
 def kernels_of(chosen: Iterable[Point], device: str = "cuda") -> list[KernelSpec]:
-    """The kernels of all steps; a step that cannot be made says why when its turn comes."""
-    wanted: dict[KernelSpec, None] = {}
-    for point in chosen:
-        with contextlib.suppress(Exception):
-            wanted |= dict.fromkeys(_found_by_a_call(point, device))
+    """The kernels of all steps, found by two layers of each."""
+
+    def steps_of(point: Point) -> list[Step]:
         torch.cuda.empty_cache()
-    return list(wanted)
+        return [MODELS[point.model].step(point.case, point.shape, device, layers=FOUND_BY)]
 
-
-def _found_by_a_call(point: Point, device: str) -> list[KernelSpec]:
-    return needed_by([MODELS[point.model].step(point.case, point.shape, device, layers=FOUND_BY)])
+    return needed_by_cases(partial(steps_of, point) for point in chosen)
 
 
 def not_recorded(chosen: Iterable[Point], rows: Iterable[dict[str, Any]]) -> list[Point]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,15 @@ def needed_by(calls: Iterable[Callable[[], object]]) -> list[KernelSpec]:
     finally:
         forget()  # plans that would go on launching nothing
     return list(noting.noted)
+
+
+def needed_by_cases(cases: Iterable[Callable[[], Iterable[Callable[[], object]]]]) -> list[KernelSpec]:
+    """The kernels of the calls that each case makes; one that cannot make them says why when its turn comes."""
+    found: dict[KernelSpec, None] = {}
+    for make in cases:
+        with suppress(Exception):
+            found |= dict.fromkeys(needed_by(make()))
+    return list(found)
 
 
 @contextmanager

@@ -10,9 +10,8 @@ what its `Bar` says.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -289,7 +288,12 @@ def run_cases(
     """
     rows: list[dict[str, Any]] = []
     cases = list(cases)
-    bench.attempt("kernels", lambda: kernels.make_ready(_kernels_of(cases, make), bench.say))
+
+    def needed() -> list[KernelSpec]:
+        calls = (lambda c=case: [option.call for option in make(*c).values()] for case in cases)
+        return kernels.needed_by_cases(calls)
+
+    bench.attempt("kernels", lambda: kernels.make_ready(needed(), bench.say))
 
     def one(shape: Any, kv_format: str) -> None:
         options = make(shape, kv_format)
@@ -300,13 +304,6 @@ def run_cases(
 
     for shape, kv_format in cases:
         bench.attempt(f"options: {kv_format} {shape.name}", lambda s=shape, f=kv_format: one(s, f))
-
-
-def _kernels_of(cases: Iterable[tuple[Any, str]], make: Make) -> Iterator[KernelSpec]:
-    """Of the options of all cases that can be made; others say why when their turn comes."""
-    for case in cases:
-        with contextlib.suppress(Exception):
-            yield from kernels.needed_by(option.call for option in make(*case).values())
 
 
 def text(record: dict[str, Any]) -> str:

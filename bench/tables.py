@@ -10,7 +10,9 @@ from bench import (
     accuracy_report,
     append,
     beside_fp8_report,
+    by_format,
     compare,
+    decode_steps,
     e2e_steps,
     e2e_transformers,
     e2e_vllm,
@@ -58,7 +60,13 @@ def table_of(record: Record, suite: str) -> Table:
     kind = str(record.get("kind", "decode"))
     if "options" in record:
         return options.text, None
-    for key, module in (("linear_fp8", linear_fp8), ("moe_fp8", moe_fp8)):
+    for key, module in (
+        ("linear_fp8", linear_fp8),
+        ("moe_fp8", moe_fp8),
+        ("linear_formats", by_format),
+        ("moe_formats", by_format),
+        ("steps", decode_steps),
+    ):
         if key in record:
             return module.text, None
     if kind == "decode":

@@ -133,7 +133,8 @@ def test_a_step_is_checked_against_fp64_over_what_it_appended(formats, bench):
     (row,) = bench.recorder.data["steps"]
     assert row["floor_ratio"] == 5.0 and row["formats"] == list(formats) and row["error"] < 4e-3
     assert row["cache_bytes"] == sum(shape.cache_bytes(name) // 2 for name in formats)
-    assert formats[0] in decode_steps.lines(bench.recorder.data)[0]
+    shown = decode_steps.text({**bench.recorder.data, "environment": {"gpu": "a GPU"}, "failures": []})
+    assert formats[0] in shown and "5.00 of it" in shown
 
 
 def test_a_step_of_one_token_is_one_launch():

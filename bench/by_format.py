@@ -1,0 +1,206 @@
+"""Weight formats beside each other with activations in 16 bits: products of few rows, and gpt-oss's layer of experts.
+
+All formats of a row are timed in turn, beside the streaming floor of what is packed. Bars: MXFP4 and NVFP4 1.2 of the
+floor, FP8 1.15, up to 16 rows; experts 1.4 of it at one to four tokens, 1.2 from 8, MXFP4 within 5 % of INT4 in groups
+of 32 on the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.kernels import make_ready, needed_by, needed_by_cases
+from bench.linear import LAYERS
+from bench.linear import check as check_rows
+from bench.moe import Inputs, MoeModel, MoeShape
+from bench.moe import check as check_tokens
+from bench.moe_fp8 import Fp8Layer, make_experts
+from bench.report import aligned, number
+from bench.suites import Bench
+from bench.timing import capture, time_cold_in_turn
+from cute_kernels import PackedExperts, fused_moe, quantize_weight, quantized_linear
+from cute_kernels.gemm import PackedWeight
+from cute_kernels.gemm.experts import ClampedSwiglu
+from cute_kernels.runtime import KernelSpec
+
+FORMATS = ("mxfp4", "nvfp4", "fp8", "fp8_block", "w4g32")  # FP8 with a scale a row, which per tensor is stored as, too
+ROWS = (1, 4, 16)
+EXPERT_FORMATS = ("mxfp4", "w4g32")
+GPT_OSS = MoeModel("gpt-oss-120b", 128, 4, 2880, 2880)
+TOKENS = (1, 4, 16, 64)
+CHECKED_TOKENS = 4
+ACTIVATION = ClampedSwiglu()
+BIAS_STD = 0.1
+
+
+def _row(bench: Bench, calls: Mapping[str, Callable[[], object]], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Of each format its time, bytes and floor; calls: graphs by format."""
+    times = time_cold_in_turn(calls, bench.flush, bench.protocol)
+    found = {}
+    for name, time in times.items():
+        floor = bench.floor(max(1, sizes[name] // 64) * 64)
+        about = {"bytes": sizes[name], "floor_us": floor.us, "floor_ratio": time.median_us / floor.us}
+        found[name] = {"us": time.median_us, "min_us": time.min_us, **about}
+    return found
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row in a line."""
+    parts = [f"{name} {one['us']:.2f} ({one['floor_ratio']:.2f})" for name, one in row["formats"].items()]
+    return f"{row['name']}: us (of the floor): {', '.join(parts)}"
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def linear_specs(layers: Iterable[tuple[int, int]], rows: Iterable[int], device: str) -> list[KernelSpec]:
+    """The kernels of all products."""
+    rows = tuple(rows)
+
+    def calls_of(layer: tuple[int, int], form: str) -> list[Callable[[], object]]:
+        weight = quantize_weight(torch.zeros(layer, dtype=torch.bfloat16, device=device), format=form)
+        xs = (torch.empty(m, layer[1], dtype=torch.bfloat16, device=device) for m in rows)
+        return [partial(quantized_linear, x, weight) for x in xs]
+
+    return needed_by_cases(partial(calls_of, *case) for case in product(layers, FORMATS))
+
+
+def run_linear(
+    bench: Bench, seconds: float, layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS
+) -> None:
+    """One row per layer and number of rows under "linear_formats"; after so many seconds the other layers are left."""
+    found: list[dict[str, Any]] = []
+    layers, rows = tuple(layers), tuple(rows)
+    bench.attempt("kernels", lambda: make_ready(linear_specs(layers, rows, bench.device), bench.say))
+
+    def of_layer(n: int, k: int) -> None:
+        w = torch.randn((n, k), device=bench.device, generator=torch.Generator(bench.device).manual_seed(0))
+        w *= k**-0.5
+        weights = {form: quantize_weight(w, format=form, dtype=torch.bfloat16) for form in FORMATS}
+        del w
+        xs = [torch.randn((m, k), device=bench.device).bfloat16() for m in rows]
+        errors = {form: _errors(weight, xs) for form, weight in weights.items()}
+        for i, x in enumerate(xs):
+            calls = {form: capture(partial(quantized_linear, x, weight)) for form, weight in weights.items()}
+            formats = _row(bench, calls, {form: weight.nbytes for form, weight in weights.items()})
+            for form, one in formats.items():
+                one["error"] = errors[form][i]
+            found.append({"name": f"{n} x {k}, M = {len(x)}", "shape": {"n": n, "k": k, "m": len(x)}})
+            found[-1]["formats"] = formats
+            bench.recorder.set("linear_formats", found)
+            bench.say(told(found[-1]))
+
+    for n, k in layers:
+        if bench.recorder.seconds() > seconds:
+            bench.say(f"{n} x {k} and what comes behind it are left out after {seconds:.0f} s")
+            return
+        bench.attempt(f"formats: {n} x {k}", partial(of_layer, n, k))
+
+
+def _errors(weight: PackedWeight, xs: Iterable[torch.Tensor]) -> list[float]:
+    """Relative errors of products, every row of which is held to fp32."""
+    dense = weight.dequantize(torch.float32)
+    return [
+        check_rows(quantized_linear(x, weight), torch.arange(len(x), device=x.device), x.float() @ dense.T) for x in xs
+    ]
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OssLayer:
+    """A layer of experts in a format, with the biases and the activation of gpt-oss."""
+
+    gate_up: PackedExperts
+    down: PackedExperts
+    biases: tuple[torch.Tensor, torch.Tensor]
+
+    @staticmethod
+    def of(model: MoeModel, form: str, device: str) -> OssLayer:
+        generator = torch.Generator(device).manual_seed(7)
+        size = [(model.experts, n) for n, _ in model.products]
+        drawn = (BIAS_STD * torch.randn(each, generator=generator, device=device) for each in size)
+        first, second = (bias.bfloat16() for bias in drawn)
+        return OssLayer(*make_experts(Fp8Layer(model, form, ()), device), (first, second))
+
+    def call(self, inputs: Inputs) -> Callable[[], torch.Tensor]:
+        given = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "activation": ACTIVATION}
+        return partial(fused_moe, inputs.x, self.gate_up, self.down, inputs.weights, inputs.ids, **given)
+
+    def bytes_of(self, active: int) -> int:
+        """Of the experts that have rows."""
+        return (self.gate_up.nbytes + self.down.nbytes) * active // len(self.gate_up)
+
+    def reference(self, inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
+        """What the layer makes of some tokens, in fp64 with hidden activations rounded once."""
+        rows = []
+        for token in tokens.tolist():
+            total = torch.zeros(self.down.shape[0], dtype=torch.float64, device=inputs.x.device)
+            for expert, share in zip(inputs.ids[token].tolist(), inputs.weights[token], strict=True):
+                sums = _dense(self.gate_up, expert) @ inputs.x[token].double() + self.biases[0][expert].double()
+                hidden = ACTIVATION.reference(sums[::2], sums[1::2]).bfloat16().double()
+                total += share.double() * (_dense(self.down, expert) @ hidden + self.biases[1][expert].double())
+            rows.append(total)
+        return torch.stack(rows)
+
+
+def _dense(experts: PackedExperts, expert: int) -> torch.Tensor:
+    one = experts[expert]
+    assert isinstance(one, PackedWeight)
+    return one.dequantize(torch.float32).double()
+
+
+def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, model: MoeModel = GPT_OSS) -> None:
+    """One row per number of tokens under "moe_formats"; after so many seconds the rest is left."""
+    found: list[dict[str, Any]] = []
+    tokens = tuple(tokens)
+    layers = {form: OssLayer.of(model, form, bench.device) for form in EXPERT_FORMATS}
+    every = {count: Inputs.of(MoeShape(model, count), bench.device) for count in tokens}
+    calls = [layer.call(inputs) for layer in layers.values() for inputs in every.values()]
+    bench.attempt("kernels", lambda: make_ready(needed_by(calls), bench.say))
+
+    def work(count: int) -> None:
+        inputs = every[count]
+        chosen = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS)).long()
+        own = {form: layer.call(inputs) for form, layer in layers.items()}
+        errors = {
+            form: check_tokens(call(), chosen, layers[form].reference(inputs, chosen)) for form, call in own.items()
+        }
+        active = int(inputs.ids.unique().numel())
+        sizes = {form: layer.bytes_of(active) for form, layer in layers.items()}
+        formats = _row(bench, {form: capture(call) for form, call in own.items()}, sizes)
+        for form, one in formats.items():
+            one["error"] = errors[form]
+        about = {"model": asdict(model), "tokens": count}
+        found.append({"name": f"{model.name}, {count} tokens", "shape": about, "active": active, "formats": formats})
+        bench.recorder.set("moe_formats", found)
+        bench.say(told(found[-1]))
+
+    for count in tokens:
+        if bench.recorder.seconds() > seconds:
+            bench.say(f"{count} tokens and what comes behind are left out after {seconds:.0f} s")
+            return
+        bench.attempt(f"formats: {model.name}, {count} tokens", partial(work, count))
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """The run as an aligned table: microseconds, and in brackets how many times the floor."""
+    rows = [*record.get("linear_formats", []), *record.get("moe_formats", [])]
+    names = list(dict.fromkeys(name for row in rows for name in row["formats"]))
+    cells = [["", *names]]
+    for row in rows:
+        found = (row["formats"].get(name) for name in names)
+        times = [f"{number(one['us'], 2)} ({number(one['floor_ratio'], 2)})" if one else "-" for one in found]
+        cells.append([row["name"], *times])
+    failed = [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
+    return "\n".join([str(record["environment"]["gpu"]), "", *aligned(cells), "", *failed])

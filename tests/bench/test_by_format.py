@@ -1,0 +1,76 @@
+"""Weight formats beside each other: every row is checked first, and has its own floor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import by_format
+from bench.moe import Inputs, MoeModel, MoeShape
+from bench.record import Recorder
+from bench.suites import Bench
+from bench.tables import table_of
+from bench.timing import Clock, Protocol, Timing, ticking
+from cute_kernels import fused_moe
+from simulator import stand_in
+from tests.launchers import recording
+
+SMALL = MoeModel("small", 5, 2, 192, 96)
+
+
+@pytest.fixture
+def bench():
+    def in_turn(calls, flush, protocol):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, Timing(30.0, 29.0, 31.0, 1))
+
+    floors = stand_in(lambda flush, protocol, quick: lambda size: type("Floor", (), {"us": size * 1e-3}))
+    with ticking(Clock(in_turn, lambda call, warmup: call)):
+        yield Bench(Recorder(None), Protocol(samples=1), device="cpu", flush=lambda: None, make_floor=floors)
+
+
+def shown(bench):
+    data = {**bench.recorder.data, "environment": {"gpu": "a GPU"}}
+    return table_of({**data, "kind": "linear"}, "")[0](data)
+
+
+def test_products_of_all_formats_are_checked_and_have_a_floor_each(bench):
+    by_format.run_linear(bench, 600, [(96, 256)], (1, 3))
+    rows = bench.recorder.data["linear_formats"]
+    assert not bench.recorder.data["failures"] and [row["shape"]["m"] for row in rows] == [1, 3]
+    for row in rows:
+        assert list(row["formats"]) == list(by_format.FORMATS)
+        assert row["formats"]["fp8"]["bytes"] > 1.8 * row["formats"]["mxfp4"]["bytes"]
+        assert all(0 < one["error"] < 4e-3 and one["floor_ratio"] > 0 for one in row["formats"].values())
+    assert "96 x 256, M = 3" in shown(bench) and "nvfp4" in shown(bench)
+    by_format.run_linear(bench, -1, [(96, 256)], (1,))
+    assert len(bench.recorder.data["linear_formats"]) == 2
+
+
+def test_experts_are_held_to_fp64_with_biases_and_clamps(bench):
+    by_format.run_experts(bench, 600, (1, 3), SMALL)
+    rows = bench.recorder.data["moe_formats"]
+    assert not bench.recorder.data["failures"] and rows[0]["active"] == 2
+    assert list(rows[1]["formats"]) == list(by_format.EXPERT_FORMATS)
+    assert "small, 3 tokens" in shown(bench)
+    layer, inputs = by_format.OssLayer.of(SMALL, "mxfp4", "cpu"), Inputs.of(MoeShape(SMALL, 3), "cpu")
+    tokens = torch.tensor([0, 2])
+    plain = fused_moe(inputs.x, layer.gate_up, layer.down, inputs.weights, inputs.ids)
+    want = layer.reference(inputs, tokens)
+    assert (layer.call(inputs)()[tokens].double() - want).norm() < 6e-3 * want.norm()
+    assert (plain[tokens].double() - want).norm() > 0.1 * want.norm()
+
+
+def test_a_layer_that_fails_leaves_the_others(bench):
+    by_format.run_linear(bench, 600, [(0, 256), (96, 256)], (1,))
+    assert len(bench.recorder.data["failures"]) == 1
+    assert [row["name"] for row in bench.recorder.data["linear_formats"]] == ["96 x 256, M = 1"]
+
+
+def test_kernels_of_all_formats_are_found_without_a_launch():
+    with recording() as cache:
+        symbols = [spec.symbol for spec in by_format.linear_specs([(128, 256)], (1, 16), "cpu")]
+        assert not cache.launches
+    for kind in ("e2m1bf16_g32e8m0", "e2m1bf16_g16", "e4m3", "w4bf16_g32"):
+        assert any(kind in symbol for symbol in symbols), kind
