@@ -10,7 +10,6 @@ import pytest
 
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
-from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases
@@ -19,17 +18,17 @@ from tests.gpu.sanitize_cases import (
     DEFERRED,
     EXPERTS,
     EXTEND,
-    FACTORED,
     LAYERS,
     NORMS,
+    SCALED,
     STEPS,
     Case,
     DeferredNormCase,
-    FactoredCase,
     LayerCase,
     LayerProductsCase,
     LinearCase,
     NormCase,
+    ScaledCase,
     StepCase,
 )
 
@@ -65,8 +64,6 @@ KINDS = {
     "tiles of entries, a long K": r"m8n64x2k512\w*entries1",
     "experts' tiles in limbs": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2limbs",
     "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
-    "norms on the way to limbs": "resident32loadsnormed$",
-    "norms on the way to seven tiles": "resident16less1loadsnormed$",
     "input scales on the way to limbs": "resident32loadsscaled$",
     "a norm deferred in limbs": "resident32.*_gives_norm$",
     "a norm deferred in clusters": r"m32\w*dsmem2k2_takes_norm$",
@@ -88,7 +85,7 @@ KINDS = {
 
 @cache
 def symbols() -> set[str]:
-    cases = {**STEPS, **EXTEND, **LAYERS, **FACTORED, **DEFERRED, **NORMS, **EXPERTS}.values()
+    cases = {**STEPS, **EXTEND, **LAYERS, **SCALED, **DEFERRED, **NORMS, **EXPERTS}.values()
     return {spec.symbol for case in cases for spec in case.specs()}
 
 
@@ -101,11 +98,9 @@ SMALL = {
     "linear": LinearCase(200, 256, 3),
     "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
-    "norm in a product": FactoredCase(200, 256, 1, NORMED),
-    "input scale in a product": FactoredCase(200, 256, 3, SCALED),
+    "input scale in a product": ScaledCase(200, 256, 3),
     "deferred norm": DeferredNormCase(256, 256, 200, 3),
     "products of a layer": LayerProductsCase(256, 256, 256, 128, 2),
-    "act order in a product": FactoredCase(200, 256, 1, ORDERED),
     "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],
@@ -122,7 +117,6 @@ def test_references_pass(case: Case):
 
 WRONG_RESULTS = [
     (SMALL["linear"], "quantized_linear"),
-    (SMALL["norm in a product"], "quantized_linear"),
     (SMALL["input scale in a product"], "quantized_linear"),
     (SMALL["deferred norm"], "quantized_linear"),
     (SMALL["layer"], "fused_moe"),

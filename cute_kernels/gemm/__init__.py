@@ -109,7 +109,7 @@ def quantized_linear(
         if norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
         return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
-    values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset, False
+    values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset
     call = new_call(LinearCall, values)
     return fp8.linear(fp8.Fp8Call(call, activation_scale)) if in_fp8 else ops.linear(call)
 

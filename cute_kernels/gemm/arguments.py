@@ -101,8 +101,8 @@ TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
 """Of `WgmmaKernel` and `ResidentKernel`."""
 TILES_KERNEL = CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
 
-FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
-"""Of `ResidentKernel` whose rows meet factors."""
+SCALED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), TILE_NUMBERS)
+"""Of `ResidentKernel` that multiplies inputs by factors, [k] of x's dtype."""
 
 GIVES_NORM = joined(TILES.arguments, arguments("address", "norm", "scaled", "squares"), arguments("float32", "offset"))
 TAKES_NORM = joined(

@@ -25,10 +25,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearCall(NamedTuple):
-    """The arguments of `cute_kernels.quantized_linear`.
-
-    norm_apart: whether the norm is a launch of its own, whatever the product's kernel could do.
-    """
+    """The arguments of `cute_kernels.quantized_linear`."""
 
     x: Any  # a tensor, or `NormedRows`
     weight: PackedWeight | WeightTensors
@@ -41,7 +38,6 @@ class LinearCall(NamedTuple):
     norm: torch.Tensor | None = None
     eps: float = 1e-6
     offset: float = 0.0
-    norm_apart: bool = False
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -56,7 +52,7 @@ class LinearCall(NamedTuple):
 
 def key_of(call: LinearCall) -> tuple[Any, ...]:
     """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
-    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, norm_apart = call
+    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
     return (
@@ -72,7 +68,7 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
         None if bias is None else identity(bias),
         None if residual is None else identity(residual),
         None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
-        None if norm is None else (*identity(norm), eps, offset, norm_apart),
+        None if norm is None else (*identity(norm), eps, offset),
     )
 
 

@@ -227,7 +227,7 @@ def take(call: LinearCall) -> torch.Tensor:
 def take_apart(call: LinearCall) -> torch.Tensor:
     """Launches the norm, then the product."""
     rows = call.x
-    normed = {"norm": rows.norm, "eps": rows.norm_eps, "offset": rows.norm_offset, "norm_apart": True}
+    normed = {"norm": rows.norm, "eps": rows.norm_eps, "offset": rows.norm_offset}
     return ops.linear(call._replace(x=rows.rows, **normed))
 
 

@@ -206,7 +206,7 @@ class QuantizedLinear(OfWeight):
         assert codes is not None and scales is not None
         inputs = tensors["perm"], tensors["input_scale"]
         weight = new_call(WeightTensors, (codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs))
-        options = None, None, None, self.batch_invariant, None, None, 1e-6, 0.0, False
+        options = None, None, None, self.batch_invariant, None, None, 1e-6, 0.0
         call = new_call(LinearCall, (x, weight, tensors["bias"], *options))
         if self._activations is not None:
             return fp8.linear(fp8.Fp8Call(call, tensors["activation_scale"]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -14,9 +13,8 @@ from cute_kernels.gemm.call import LinearCall, result_dtype
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.product import Product, factored_product_of, problem_of, product_of
+from cute_kernels.gemm.product import Product, problem_of, product_of, scaled_product_of
 from cute_kernels.gemm.reference import prepare_input
-from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
@@ -29,14 +27,12 @@ TensorOf = Callable[[LinearCall], torch.Tensor]
 class Inputs(NamedTuple):
     """How a product gets x.
 
-    prepare: makes rows [m, k] that it takes, where x has none. factors: applied to x by its own kernel. numbers: the
-    kernel's arguments about those.
+    prepare: makes rows [m, k] that it takes, where x has none. scales: whether its own kernel applies the input scale.
     """
 
     product: Product
     prepare: TensorOf | None = None
-    factors: TensorOf | None = None
-    numbers: dict[str, int] = {}  # noqa: RUF012
+    scales: bool = False
 
 
 def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
@@ -46,9 +42,9 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
         return None
     index = x.get_device()
     problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant, call.activation)
-    product, prepare, factors, numbers = inputs_of(call, problem, index)
+    product, prepare, scales = inputs_of(call, problem, index)
     out_dtype = result_dtype(call.out_dtype, x, call.out)
-    send = product.bound(n, call.activation, out_dtype, **numbers)
+    send = product.bound(n, call.activation, out_dtype)
     new_out = blank(call.result_shape, out_dtype)
     matrix = None if x.dim() == 2 or prepare is not None else (m, k)
     copies_residual = residual is not None and not residual.is_contiguous()
@@ -69,7 +65,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
         zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
         bias = 0 if bias is None else bias.data_ptr()
         residual = 0 if residual is None else residual.data_ptr()
-        if factors is None:
+        if not scales or weight.input_scale is None:
             send(
                 x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
                 residual=residual, out=out.data_ptr(),
@@ -77,7 +73,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
         else:
             send(
                 x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
-                residual=residual, out=out.data_ptr(), factors=factors(call).data_ptr(),
+                residual=residual, out=out.data_ptr(), factors=weight.input_scale.data_ptr(),
             )  # fmt: skip
         return out
 
@@ -95,9 +91,10 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
     """How a checked call's product gets x: by its own kernel, else by one launch before it, else by torch's
     operators."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
-    fused = _fused(call, problem, index)
-    if fused is not None:
-        return fused
+    if _may_scale(call):
+        scaled = scaled_product_of(problem, index)
+        if scaled is not None:
+            return Inputs(scaled, scales=True)
     product = product_of(problem, index)
     if call.norm is not None:
         return Inputs(product, _normed_of(call))
@@ -109,29 +106,12 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
     return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
 
 
-FACTORS: dict[str, TensorOf] = {
-    SCALED: lambda call: cast(torch.Tensor, call.weight.input_scale),
-    NORMED: lambda call: cast(torch.Tensor, call.norm),
-    ORDERED: lambda call: cast(torch.Tensor, call.weight.perm),
-}
-
-
-def _fused(call: LinearCall, problem: LinearProblem, index: int) -> Inputs | None:
-    """The plan of one launch with an input scale, a norm or a permuted order. None where the product's kernel cannot,
-    or where more than one is asked for."""
-    x, found = call.x, [(kind, tensor) for kind, of in FACTORS.items() if (tensor := of(call)) is not None]
-    if len(found) != 1 or call.norm_apart:
-        return None
-    ((kind, factors),) = found
-    if factors.dtype != (torch.int32 if kind == ORDERED else x.dtype):
-        return None
-    if not (is_aligned(x) and x.is_contiguous() and factors.data_ptr() % ALIGNMENT == 0):
-        return None
-    product = factored_product_of(problem, index, kind)
-    if product is None:
-        return None
-    eps, offset = (call.eps, call.offset) if kind == NORMED else (0.0, 0.0)
-    return Inputs(product, None, FACTORS[kind], {"eps": _bits(eps), "offset": _bits(offset)})
+def _may_scale(call: LinearCall) -> bool:
+    """Whether an input scale is all that x meets before the product, and both lie as a kernel takes them."""
+    x, factors = call.x, call.weight.input_scale
+    if factors is None or call.weight.perm is not None or call.norm is not None or factors.dtype != x.dtype:
+        return False
+    return is_aligned(x) and x.is_contiguous() and factors.data_ptr() % ALIGNMENT == 0
 
 
 def _normed_of(call: LinearCall) -> TensorOf:
@@ -174,8 +154,3 @@ def _takes_apart(product: Product, x: torch.Tensor) -> bool:
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False
     return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart
-
-
-def _bits(value: float) -> int:
-    """The bits of an fp32, as an int32."""
-    return struct.unpack("<i", struct.pack("<f", value))[0]

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import config_of, number_of
-from cute_kernels.gemm.arguments import FACTORED_TILES, STREAM, TILES
+from cute_kernels.gemm.arguments import SCALED_TILES, STREAM, TILES
 from cute_kernels.gemm.out_kinds import BF16, FP16, FP32
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
@@ -19,17 +19,7 @@ from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.mainloops import (
-    FACTOR_ROWS,
-    LIMB_GROUP,
-    NORMED,
-    NORMED_ROWS,
-    ORDERED,
-    ORDERED_K_BLOCKS,
-    ORDERED_ROWS,
-    SCALED,
-)
-from cute_kernels.gemm.wgmma.resident_schedule import with_factors
+from cute_kernels.gemm.wgmma.resident_schedule import scaled
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -39,8 +29,6 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
 """Addresses that the launch of any dense product takes beside x, by name."""
-# Of rows of x that meet something on their way to limbs.
-MOST_ROWS = {SCALED: 2 * FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
 
 Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
 """Of numbers by name, what launches products that have them in common: it takes x and addresses by name."""
@@ -142,32 +130,27 @@ def product_of(problem: LinearProblem, device: int) -> Product:
 
 @per_gpu
 @lru_cache(maxsize=4096)
-def factored_product_of(problem: LinearProblem, device: int, kind: str) -> Product | None:
-    """The product of a kernel whose rows are scaled or permuted (`mainloops.SCALED`, `.NORMED`, `.ORDERED`); it takes
-    the address of the factors or the order as ``factors``.
+def scaled_product_of(problem: LinearProblem, device: int) -> Product | None:
+    """The product of a kernel that multiplies inputs by factors, whose address it takes as ``factors``.
 
     None if the kernel that would compute the product cannot, or is not compiled and the compiler may not be waited for:
-    a launch before it scales or permutes the rows then.
+    a launch before it scales the rows then.
     """
     arch = arch_of(device)
-    if problem.m > MOST_ROWS[kind] or (kind == ORDERED and problem.k % LIMB_GROUP):
-        return None
-    schedule = factored(schedule_for(problem), kind)
+    schedule = scaled_schedule(schedule_for(problem))
     if schedule is None or not may_load(GemmSpec(schedule.config), arch, problem):
         return None
     return make_product(schedule, problem.m, device)
 
 
-def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
-    """The schedule of a kernel that scales or permutes rows as it makes limbs. None if it cannot, or makes limbs in
-    chunks: each would wait for its own factors, which made 4096 x 14336 with one row 3 us slower than 14."""
+def scaled_schedule(schedule: StreamSchedule | TileSchedule) -> TileSchedule | None:
+    """The schedule of a kernel that scales inputs as it makes limbs. None if it cannot, or makes limbs in chunks: each
+    would wait for its own factors, which made 4096 x 14336 with one row 3 us slower than 14."""
     if not isinstance(schedule, TileSchedule):
         return None
-    config = with_factors(schedule.config, kind)
+    config = scaled(schedule.config)
     if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
         return None
-    if kind == ORDERED and schedule.k_blocks > ORDERED_K_BLOCKS * config.mainloop.k_blocks:
-        return None  # all of the row has to lie there
     return replace(schedule, config=config)
 
 
@@ -175,7 +158,7 @@ def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: 
     """A schedule's product of ``m`` rows."""
     function = load(GemmSpec(schedule.config), arch_of(device_index))
     if isinstance(schedule, TileSchedule):
-        declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
+        declared = SCALED_TILES if getattr(schedule.config.mainloop, "scaled", False) else TILES
         return tile_product(function, declared, schedule, device_index)
     words = schedule.workspace_words(m)
     return Product(schedule, device_index, of_kernel(function, STREAM, schedule.sizes, DENSE, device_index, words))

@@ -29,10 +29,9 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
 from cute_kernels.gemm.layer.config import config_for
-from cute_kernels.gemm.product import MOST_ROWS, factored, make_product
+from cute_kernels.gemm.product import make_product, scaled_schedule
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
 from cute_kernels.integrations import attention_kernels
 from cute_kernels.kv_cache import Rope
@@ -262,21 +261,15 @@ class RangesCase:
 
 
 @dataclass(frozen=True)
-class FactoredCase:
-    """As `LinearCase`, of a layer whose own kernel norms rows, scales their inputs or orders them, on the way to limbs.
-
-    kind: `mainloops.NORMED`, `mainloops.SCALED` or `mainloops.ORDERED`.
-    """
+class ScaledCase:
+    """As `LinearCase`, of a layer whose own kernel scales inputs on the way to limbs."""
 
     n: int
     k: int
     m: int
-    kind: str
 
     def specs(self) -> list[KernelSpec]:
-        plain = chosen(W4.problem(self.m, self.n, self.k))
-        assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
-        schedule = factored(plain, self.kind)
+        schedule = scaled_schedule(chosen(W4.problem(self.m, self.n, self.k)))
         assert schedule is not None, "the product's kernel takes no factors"
         return [GemmSpec(schedule.config)]
 
@@ -284,16 +277,11 @@ class FactoredCase:
         weights = make_weights(self.n, self.k, W4, device)
         packed = pack(weights)
         x, factors = (torch.randn(size, device=device).to(packed.dtype) for size in ((self.m, self.k), (self.k,)))
-        normed, order = self.kind == NORMED, torch.randperm(self.k, device=device)
-        rows, weight = x * factors, dataclasses.replace(packed, input_scale=factors)
-        if normed:
-            rows, weight = rms_norm(x, factors, eps=EPS), packed
-        if self.kind == ORDERED:
-            rows, weight = x[:, order], dataclasses.replace(packed, perm=order.int())
-        wanted = rows.float() @ weights.dense.float().T
+        weight = dataclasses.replace(packed, input_scale=factors)
+        wanted = (x * factors).float() @ weights.dense.float().T
         for _ in range(CALLS):
             out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
-            quantized_linear(x, weight, norm=factors if normed else None, norm_eps=EPS, out=out)
+            quantized_linear(x, weight, out=out)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
@@ -527,15 +515,11 @@ EXTEND = {
     ),
     "extend-int4_g1-key-rows-maps": ExtendCase("int4_g1", *FEW_QUERIES, num_splits=None, num_kv_heads=4),
 }
-FACTORED = {
-    "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),
-    "norm-in-product-seven-tiles": FactoredCase(28672, 1024, 1, NORMED),
-    "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 1, NORMED),
-    "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
-    "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
-    "input-scale-sixteen-rows": FactoredCase(28672, 4096, 16, SCALED),
-    "act-order-one-row": FactoredCase(6144, 4096, 1, ORDERED),
-    "act-order-seven-tiles": FactoredCase(28672, 4096, 1, ORDERED),
+SCALED = {
+    "input-scale-one-row": ScaledCase(6144, 4096, 1),
+    "input-scale-part-of-a-tile": ScaledCase(520, 1024, 1),
+    "input-scale-seven-tiles": ScaledCase(28672, 1024, 8),
+    "input-scale-sixteen-rows": ScaledCase(28672, 4096, 16),
 }
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
@@ -569,6 +553,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **FACTORED, **DEFERRED, **NORMS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **SCALED, **DEFERRED, **NORMS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

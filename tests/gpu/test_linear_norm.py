@@ -1,5 +1,4 @@
-"""Products whose rows meet factors, a norm or another order on the way to limbs: against fp64, and against launches of
-their own."""
+"""Products whose rows are scaled, normed or permuted: against fp64, and against launches of their own."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ import torch
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.gemm import NormedRows, quantize_weight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.product import factored, factored_product_of
 from cute_kernels.gemm.product import problem_of as problem_on
+from cute_kernels.gemm.product import scaled_product_of, scaled_schedule
 from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
 from tests.linear.cases import activated, known, problem_of
@@ -37,17 +35,15 @@ def specs() -> list[KernelSpec]:
         for n, k in LAYERS:
             for m in (*ROWS, 9):
                 schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False))
-                kinds = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
-                found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
+                both = (schedule, scaled_schedule(schedule))
+                found |= dict.fromkeys(GemmSpec(one.config) for one in both if one is not None)
     found |= dict.fromkeys(specs_of_wide())
     for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
-        schedule = chosen(problem_of(1, n, k))
-        kinds = [factored(schedule, ORDERED)]
-        found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
+        found[GemmSpec(chosen(problem_of(1, n, k)).config)] = None
     for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
         schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point))
-        kinds = [factored(schedule, kind) for kind in (SCALED, ORDERED)]
-        found |= dict.fromkeys(GemmSpec(one.config) for one in (schedule, *kinds) if one is not None)
+        both = (schedule, scaled_schedule(schedule))
+        found |= dict.fromkeys(GemmSpec(one.config) for one in both if one is not None)
     return list(found)
 
 
@@ -60,7 +56,7 @@ def specs_of_wide() -> list[KernelSpec]:
     found: list[KernelSpec] = []
     for m in MORE_ROWS:
         schedule = chosen(problem_of(m, *WIDE))
-        both = (schedule, factored(schedule, SCALED))
+        both = (schedule, scaled_schedule(schedule))
         found += [GemmSpec(one.config) for one in both if one is not None]
     return list(dict.fromkeys(found))
 
@@ -117,14 +113,9 @@ def in_order_of(k: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, dtype):
-    """Of whole groups of 128 by the product's own kernel; of others, of long rows and of more, by a launch before."""
     plain, order = known(n, k, dtype=dtype, group_size=128).pack().to("cuda"), in_order_of(k)
     weight = replace(plain, perm=order)
     for m in (1, 2):
-        kernel = factored_product_of(problem_on(m, n, k, weight.format, dtype, 0), 0, ORDERED)
-        assert kernel is None or (m == 1 and k % 128 == 0)
-        if (n, k) in ((6144, 4096), (28_672, 1024)):
-            assert (kernel is not None) == (m == 1)
         for seed in range(3):
             x = activations(m, k, dtype, seed)
             bias = activations(1, n, dtype, 8)[0]
@@ -134,24 +125,22 @@ def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, d
 
 
 @pytest.mark.parametrize("m", MORE_ROWS)
-def test_more_rows_in_limbs_are_scaled_or_put_in_order_on_their_way_bit_for_bit(m):
+def test_more_rows_in_limbs_are_scaled_or_put_in_order_bit_for_bit(m):
     n, k = WIDE
     plain = quantize_weight(activations(n, k, torch.bfloat16), bits=4, group_size=128)
     x, scale = activations(m, k, torch.bfloat16, m), activations(1, k, torch.bfloat16, 3)[0]
     order = torch.randperm(k, generator=torch.Generator().manual_seed(m)).to("cuda", torch.int32)
     ways = [
-        (replace(plain, input_scale=scale), SCALED, x * scale),
-        (replace(plain, perm=order), ORDERED, x[:, order.long()]),
-        (replace(plain, input_scale=scale, perm=order), None, (x * scale)[:, order.long()]),
+        (replace(plain, input_scale=scale), x * scale),
+        (replace(plain, perm=order), x[:, order.long()]),
+        (replace(plain, input_scale=scale, perm=order), (x * scale)[:, order.long()]),
     ]
-    for weight, kind, prepared in ways:
-        if kind is not None:  # without a launch of its own, but for the order of rows that CTAs make limbs of
-            plan = factored_product_of(problem_on(m, n, k, plain.format, x.dtype, 0), 0, kind)
-            assert (plan is None) == (kind == ORDERED)
+    assert scaled_product_of(problem_on(m, n, k, plain.format, x.dtype, 0), 0) is not None
+    for weight, prepared in ways:
         want = quantized_linear(prepared, plain)
         for _ in range(2):
             out = torch.full((m, n), math.nan, device="cuda", dtype=x.dtype)
-            assert torch.equal(quantized_linear(x, weight, out=out), want), kind
+            assert torch.equal(quantized_linear(x, weight, out=out), want)
 
 
 def test_limbs_of_scaled_rows_wait_for_the_launch_that_makes_the_rows():
@@ -208,7 +197,7 @@ def test_act_order_meets_zero_points_and_small_groups(n, k, group_size, zero_poi
 
 
 def test_a_row_in_act_order_waits_for_the_launch_that_makes_it():
-    """A chain of dependent launches; the order is asked for before the wait, the row behind it."""
+    """A chain of dependent launches; the order is loaded before the wait, the row after it."""
     up, down = (known(n, k, group_size=128).pack().to("cuda") for n, k in ((2048, 1024), (1024, 2048)))
     orders, start = [in_order_of(k) for k in (1024, 2048)], activations(1, 1024, torch.bfloat16)
 
@@ -231,15 +220,11 @@ def test_a_row_in_act_order_waits_for_the_launch_that_makes_it():
     assert torch.equal(want, unfused)
 
 
-def test_these_rows_are_normed_within_the_product():
-    """One row of Llama-3-8B's layers with a norm before them: of more rows every CTA would add up all squares."""
+def test_input_scales_of_few_rows_take_no_launch():
     for n, k in ((6144, 4096), (28_672, 4096)):
         weight = known(n, k, group_size=128).pack()
-        assert factored_product_of(problem_on(1, n, k, weight.format, torch.bfloat16, 0), 0, NORMED) is not None
-        for m in (2, 8, 64):
-            assert factored_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0, NORMED) is None
         for m in ROWS:
-            assert factored_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0, SCALED) is not None
+            assert scaled_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0) is not None
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 64, 300])
@@ -255,8 +240,7 @@ def test_a_norm_before_a_layer_in_act_order_is_one_launch_and_bit_for_bit_that_o
     ):
         want = quantized_linear(rows.contiguous(), plain)
         assert torch.equal(quantized_linear(NormedRows(x, norm, 1e-5, 0.5), weight), want)
-        if m > 1:
-            assert torch.equal(quantized_linear(x, weight, norm=norm, norm_eps=1e-5, norm_offset=0.5), want)
+        assert torch.equal(quantized_linear(x, weight, norm=norm, norm_eps=1e-5, norm_offset=0.5), want)
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 64])

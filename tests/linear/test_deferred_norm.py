@@ -233,10 +233,10 @@ REFUSED = {
         TAKES,
         "in limbs of 8 rows",
     ),
-    "limbs that meet factors": (
-        replace(LIMBS, mainloop=replace(LIMBS.mainloop, factors="scaled")),
+    "limbs of scaled rows": (
+        replace(LIMBS, mainloop=replace(LIMBS.mainloop, scaled=True)),
         TAKES,
-        "rows that meet no factors",
+        "rows that are not scaled",
     ),
     "another kind": (TILES[2], "both", "kind 'both' is not one of gives, takes"),
 }

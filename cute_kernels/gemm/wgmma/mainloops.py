@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.arguments import FACTORED_TILES, TILES, TILES_KERNEL, CompiledAs
+from cute_kernels.gemm.arguments import SCALED_TILES, TILES, TILES_KERNEL, CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
@@ -43,13 +43,6 @@ MMA_GROUP = 32  # inputs of an MMA of bytes: the least that may have a scale of 
 LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
-SCALED, NORMED = "scaled", "normed"  # what rows of x meet on their way to limbs: factors; a norm as well
-ORDERED = "ordered"  # or that one row is put in the order of the weight's packed inputs
-FACTOR_ROWS = WGMMA_N_STEP  # rows of x, at most, that meet factors
-ORDERED_ROWS = 1  # of rows whose order is changed: they lie, as they come, where others' limbs would be,
-ORDERED_K_BLOCKS = 2  # of all of K in the place of one of the CTA's part;
-ORDERED_MOST_K_BLOCKS = 32  # of that part: with 56, on eight warps, a launch before takes 0.5 us less
-NORMED_ROWS = 1  # of them, at most, that are normed: each CTA adds up the squares of all
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
@@ -288,8 +281,7 @@ class ResidentLimbs(Mainloop):
         loads: whether consumer warps load the rows there are; if not, x, whose rows are whole TMA tiles, comes by TMA,
             which takes long to fill in rows that x does not have.
         spare: so that blocks of an odd number of tiles are as many as there are SMs.
-        factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; `ORDERED`, one row
-            in another order: `.row_order`; "" for nothing.
+        scaled: whether inputs are multiplied by factors before limbs are made of them.
 
     A zero point, or a shift, meets the sum of a group's inputs beside the group's products. There is one such sum for
     each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
@@ -298,7 +290,7 @@ class ResidentLimbs(Mainloop):
     k_blocks: int = 64
     loads: bool = False
     spare: int = 0
-    factors: str = ""
+    scaled: bool = False
     reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem)
     limbs: ClassVar[bool] = True
     registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
@@ -311,12 +303,12 @@ class ResidentLimbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def kernel(self) -> CompiledAs:
-        arguments = FACTORED_TILES if self.factors else TILES
+        arguments = SCALED_TILES if self.scaled else TILES
         return CompiledAs("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", arguments)
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare = f"less{self.spare}" if self.spare else ""
-        rows = ("loads" if self.loads else "") + self.factors
+        rows = "loads" * self.loads + "scaled" * self.scaled
         return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{rows}"
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
@@ -333,12 +325,9 @@ class ResidentLimbs(Mainloop):
         return self.k_blocks * self.k_block_limb_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Its shared memory. It includes sums of squares of a row's parts, one for each warp that makes limbs, and sums
-        of rows' inputs."""
-        squares = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
-        more = (Region("row_sums", squares),) if self.factors == NORMED else ()
+        """Its shared memory, with sums of rows' inputs."""
         sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.sums_inputs else ()
-        return super().regions(config) + more + sums
+        return super().regions(config) + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """The number of mbarriers for x."""
@@ -352,16 +341,6 @@ class ResidentLimbs(Mainloop):
             return reason
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
-        if self.factors not in ("", SCALED, NORMED, ORDERED):
-            return f"factors {self.factors!r} is not one of '', {SCALED!r}, {NORMED!r} and {ORDERED!r}"
-        if self.factors in (NORMED, ORDERED) and config.tile_m > FACTOR_ROWS:
-            return f"tiles of {config.tile_m} rows are not {self.factors}, but those of {FACTOR_ROWS}"
-        if self.factors == ORDERED and not self.loads:
-            return "a row in another order is loaded by warps"
-        if self.factors == ORDERED and self.k_blocks > ORDERED_MOST_K_BLOCKS:
-            return f"a row in another order of {self.k_blocks} k blocks a CTA is slower than a launch before"
-        if self.factors == ORDERED and config.cluster > ORDERED_K_BLOCKS:
-            return f"a CTA of {config.cluster} has room for {ORDERED_K_BLOCKS} times its part of a row in another order"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):
             # Else a chunk of K would end with another's turn than that which the pipeline goes on with.
             return f"room for {self.k_blocks} k blocks is not two halves of rounds of {config.reduction.k_warpgroups}"

@@ -30,8 +30,7 @@ from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.reduction import TileStore
 from cute_kernels.gemm.wgmma.resident_loads import StageLoads
 from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
-from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
-from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors
+from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads, ScaledOperands
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
@@ -77,14 +76,10 @@ class ResidentKernel:
         """Launches the kernel for at most one tile of rows of x.
 
         ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which zeros and workspace are not
-        used; or `FACTORED_TILES` for rows that are scaled by factors (:mod:`.row_factors`).
+        used; or `SCALED_TILES`, where inputs are multiplied by factors.
         """
-        if self.config.mainloop.factors:
-            factors = Factors(given.factors, given.eps, given.offset)
-            operands = operands_of(FactoredOperands, given, factors=factors)
-        else:
-            operands = operands_of(self.operands, given)
         config = self.config
+        operands = operands_of(ScaledOperands if config.mainloop.scaled else self.operands, given)
         layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
         copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
         shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))

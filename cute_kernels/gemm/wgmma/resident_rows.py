@@ -24,13 +24,12 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
+from cute_kernels.gemm.device_operands import Operands
 from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, ROW_LIMB_BYTES, TMA_TILE_K
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Lane
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
-from cute_kernels.gemm.wgmma.row_factors import FactoredOperands, Factors, RowFactors
-from cute_kernels.gemm.wgmma.row_order import RowOrder
 
 GROUP_LANES = 4  # that have 128 inputs of a row
 STEP_ROWS = 2  # of a warp at a time,
@@ -43,8 +42,6 @@ PIECE_INPUTS = PIECE_BYTES // 2
 PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
-STEP_INPUTS = LANE_BLOCKS * BLOCK  # of a lane
-ORDER_PIECE_INPUTS = PIECE_BYTES // 4  # whose numbers are a piece
 K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
 CHUNK_BARRIER = 14  # of the consumer warps, between chunks of K
 ROW_BYTES = LIMB_GROUP  # of limbs; and of x, of half of a group
@@ -55,13 +52,20 @@ SIGNS = 0x80808080
 
 
 @dataclass(frozen=True)
+class ScaledOperands(Operands):
+    """Addresses of a launch whose inputs are scaled. factors: [k] of x's dtype."""
+
+    factors: Int64
+
+
+@dataclass(frozen=True)
 class Source:
     """The source of x, and the copy that loads k blocks of it."""
 
     address: Int64
     rows: Int32
     row_pieces: Int32  # of 16 bytes
-    factors: Factors | None = field(default=None, kw_only=True)  # of configurations that have some
+    factors: Int64 | None = field(default=None, kw_only=True)  # of inputs, where they are scaled
 
     def row(self, row: Int32) -> Int32:
         """The row of x for the ``row``-th of those whose limbs are made; here the same."""
@@ -85,7 +89,7 @@ class RowsRoom:
     Attributes:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
-        factors: what rows meet before, `mainloops.SCALED`, `mainloops.NORMED` or `mainloops.ORDERED`; "" for nothing.
+        scaled: whether inputs are multiplied by factors before.
         sums: whether each row's sum of a group is wanted, in the unit of limbs.
     """
 
@@ -94,7 +98,7 @@ class RowsRoom:
     consumer_warps: int
     k_blocks: int
     loads: bool = True
-    factors: str = ""
+    scaled: bool = False
     sums: bool = False
 
 
@@ -104,9 +108,7 @@ class ResidentRows:
     def __init__(self, room: RowsRoom):
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
-        self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps)
-        self.order = RowOrder(room.consumer_warps)
-        self.is_ordered = room.factors == ORDERED
+        self.pack = ptx.pack_bf16x2 if room.dtype == "bf16" else ptx.pack_f16x2
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """x of a launch."""
@@ -115,7 +117,7 @@ class ResidentRows:
             address=operands.x,
             rows=shape.m,
             row_pieces=shape.k >> PIECE_BITS,
-            factors=operands.factors if isinstance(operands, FactoredOperands) else None,
+            factors=operands.factors if isinstance(operands, ScaledOperands) else None,
             copy=copy_x,
             view=x_view,
             places=places,
@@ -171,27 +173,21 @@ class ResidentRows:
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        of_rows = Float32(1.0)
-        if const_expr(self.room.factors != ""):
-            of_rows = self.factors.of_rows(x, memory, lane)
+        if const_expr(self.room.scaled):
             asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
-        if const_expr(self.room.loads and not self.is_ordered):
+        if const_expr(self.room.loads):
             self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
         for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
             row, k_block = self.place(bits, step, lane)
             start = memory.x_address + (k_block * 2 * tile_m + row) * ROW_BYTES
-            if const_expr(self.is_ordered):
-                self.keep(words, self.order.gather(memory, [asked[i] for i in range(STEP_INPUTS)]))
-                self.keep(asked, self.load_order(x, begin, bits, step + self.room.consumer_warps, lane))
-            elif const_expr(self.room.loads):
+            if const_expr(self.room.loads):
                 self.keep(words, [coming[i] for i in range(STEP_WORDS)])
                 following = step + self.room.consumer_warps
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
-            if const_expr(self.room.factors != "" and not self.is_ordered):
-                inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
-                self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
+            if const_expr(self.room.scaled):
+                self.keep(words, self.scale(*([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))))
                 self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
             scale, limbs, total = self.split_summed([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
@@ -204,32 +200,28 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def ask_factors(self, x: Source, begin, end, warp, lane):
-        """Starts loading the factors, or the order, of a warp's first step; nothing waits for them yet.
+        """Starts loading the factors of a warp's first step; nothing waits for them yet.
 
         The loads are not marked constant: ptxas moves such loads behind the wait for the launch before.
         """
-        asked = cute.make_rmem_tensor(STEP_INPUTS if self.is_ordered else STEP_WORDS, Uint32)
-        bits, load = self.step_bits(end - begin), self.load_order if self.is_ordered else self.load_factors
-        self.keep(asked, load(x, begin, bits, warp, lane, constant=False))
+        asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        self.keep(asked, self.load_factors(x, begin, self.step_bits(end - begin), warp, lane, constant=False))
         return asked
-
-    def load_order(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Loads the input numbers of a lane's inputs of a step, in their order; zeros where there is no row, and behind
-        its end."""
-        assert x.factors is not None
-        row, k_block = self.place(bits, step, lane)
-        first = (begin + k_block) * (LIMB_GROUP // ORDER_PIECE_INPUTS)
-        start = x.factors.address + Int64(first) * PIECE_BYTES
-        there = x.row_pieces * (PIECE_INPUTS // ORDER_PIECE_INPUTS) - first
-        there = cutlass.select_(row < x.rows, there, Int32(0))
-        return self.load_pieces(start, there, lane, constant=constant, pieces=BLOCK // ORDER_PIECE_INPUTS)
 
     def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
         """Loads factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
         assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
-        start = x.factors.address + Int64(first) * PIECE_BYTES
+        start = x.factors + Int64(first) * PIECE_BYTES
         return self.load_pieces(start, x.row_pieces - first, lane, constant=constant)
+
+    def scale(self, words, factors) -> list[Any]:
+        """Multiplies packed pairs of inputs by their factors, rounded as a launch before would do."""
+        to_floats = self.limb_rows.to_floats
+        pairs = [
+            zip(to_floats(word), to_floats(factor), strict=True) for word, factor in zip(words, factors, strict=True)
+        ]
+        return [self.pack(*(value * factor for value, factor in pair)) for pair in pairs]
 
     @staticmethod
     def keep(registers, values) -> None:
@@ -247,14 +239,14 @@ class ResidentRows:
         # Not as constant memory: the launch before may write x, until it is waited for.
         return self.load_pieces(start, there, lane, constant=False)
 
-    def load_pieces(self, start, there, lane, *, constant: bool, pieces: int = BLOCK_PIECES) -> list[Any]:
-        """Loads a lane's blocks of a group: ``pieces`` pieces each. The group begins at ``start``; only its first
-        ``there`` pieces exist, the others are zeros."""
+    def load_pieces(self, start, there, lane, *, constant: bool) -> list[Any]:
+        """Loads a lane's blocks of a group. The group begins at ``start``; only its first ``there`` pieces exist, the
+        others are zeros."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
-            for i in range(pieces):
-                piece = block * pieces + i
+            for i in range(BLOCK_PIECES):
+                piece = block * BLOCK_PIECES + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
                 words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=constant)
         return words
@@ -343,7 +335,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
         config.consumer_warps,
         mainloop.k_blocks,
         mainloop.loads,
-        mainloop.factors,
+        mainloop.scaled,
         config.format.sums_inputs,
     )
 
@@ -366,7 +358,7 @@ class ResidentLimbLoads:
     def ask_factors(self, scheduler, warp, lane):
         """Loads the factors that :meth:`make_first` applies, before the launch before is waited for; None where rows
         have none."""
-        if not self.config.mainloop.factors:
+        if not self.config.mainloop.scaled:
             return None
         assert self.source is not None
         work_tile = scheduler.work_tile(scheduler.first)
@@ -375,12 +367,6 @@ class ResidentLimbLoads:
     @cute.jit
     def make_first(self, shape, memory, scheduler, warp, lane, asked):
         """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
-        if const_expr(self.config.mainloop.factors == NORMED):
-            self.rows.factors.add_squares(self.source, memory, warp, lane)
-            self.meet()
-        if const_expr(self.config.mainloop.factors == ORDERED):
-            self.rows.order.bring(self.source, memory, warp, lane)
-            self.meet()
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
         fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))

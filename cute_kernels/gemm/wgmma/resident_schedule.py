@@ -117,13 +117,11 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
     return with_stages(config, most, SPARE_BYTES)
 
 
-def with_factors(config: StreamConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
-    """The configuration that scales rows of x (`mainloops.SCALED`, `mainloops.NORMED`) or permutes them
-    (`mainloops.ORDERED`) as it makes limbs. None where no CTA makes limbs itself, or there is no room."""
+def scaled(config: StreamConfig | WgmmaConfig) -> ResidentConfig | None:
+    """The configuration that scales inputs as it makes limbs. None where no CTA makes limbs itself."""
     if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
         return None
-    changed = replace(config, mainloop=replace(config.mainloop, factors=kind))
-    return changed if changed.can_implement() is None else None
+    return replace(config, mainloop=replace(config.mainloop, scaled=True))
 
 
 def part_k_blocks(problem: LinearProblem) -> int:

@@ -23,15 +23,8 @@ from cute_kernels.gemm.wgmma.costs import (
     RangesCost,
     cost_of,
 )
-from cute_kernels.gemm.wgmma.mainloops import (
-    FACTOR_ROWS,
-    NORMED,
-    ORDERED,
-    ORDERED_ROWS,
-    SCALED,
-    RegisterWgmma,
-)
-from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, scaled
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
     RangeSplitK,
@@ -522,12 +515,7 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
         if dtype == "bf16" and not zeros:
-            kinds = (SCALED, NORMED) if m <= FACTOR_ROWS else (SCALED,)
-            changed = (with_factors(config, kind) for config in found for kind in kinds)
-            configs |= dict.fromkeys(config for config in changed if config is not None)
-        if dtype == "bf16" and m == ORDERED_ROWS and not zeros:
-            ordered = (with_factors(config, ORDERED) for config in found)
-            configs |= dict.fromkeys(config for config in ordered if config is not None)
+            configs |= dict.fromkeys(config for config in map(scaled, found) if config is not None)
     long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
     configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
     return list(configs)
