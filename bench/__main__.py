@@ -51,7 +51,7 @@ def _decode(options: argparse.Namespace) -> int:
 
         timed.run_decode(bench, options.batches or OPTION_BATCHES, formats)
         return _finish(bench.recorder, timed.text)
-    if options.suite in command_line.OTHER_SUITES:
+    if options.suite in (*command_line.OTHER_SUITES, "apart"):
         return _decode_apart(bench, options)
     chosen = command_line.SUITES if options.suite == "all" else (options.suite,)
     peers = not options.no_peers
@@ -74,12 +74,15 @@ def _decode(options: argparse.Namespace) -> int:
 def _decode_apart(bench: Bench, options: argparse.Namespace) -> int:
     from bench import decode_cases, decode_steps, report
 
-    if options.suite == "step":
-        shapes = decode_steps.shapes(options.batches or decode_steps.BATCHES)
-        decode_steps.run(bench, shapes, decode_steps.FORMATS, options.seconds)
-        return _finish(bench.recorder, decode_steps.text)
-    decode_cases.run(bench, options.suite, options.formats, not options.no_peers, options.seconds)
-    return _finish(bench.recorder, report.text)
+    chosen = command_line.OTHER_SUITES if options.suite == "apart" else (options.suite,)
+    steps = decode_steps.cases(options.batches or decode_steps.BATCHES) if "step" in chosen else []
+    shapes = decode_cases.cases(chosen, options.formats)
+    peers = not options.no_peers
+    _make_ready(bench, lambda: [*decode_steps.specs(steps, bench.device), *decode_cases.specs(shapes, bench)])
+    decode_steps.run(bench, steps, options.seconds)
+    decode_cases.run(bench, shapes, peers, options.seconds)
+    text = decode_steps.text if not shapes else lambda record: report.text(record) + "\n" + decode_steps.text(record)
+    return _finish(bench.recorder, text)
 
 
 def _append(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RECOMMENDED = ("int8_token_head", "int4_g4")  # of docs/accuracy.md: what to begin with
 
 SUITES = ("main", "shapes", "cache", "ladder")
-OTHER_SUITES = ("skewed", "short", "blocks", "step")  # of decode, apart from "all"
+OTHER_SUITES = ("step", "skewed", "short", "blocks")  # of decode, apart from "all"; "apart" is all of these
 STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers", "gpt-oss-20b")
 """Those of `bench.e2e_steps`, which imports kernels."""
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_caches(commands: Any) -> None:
     """Attention of few queries, and appends."""
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
-    decode.add_argument("--suite", choices=(*SUITES, "all", *OTHER_SUITES), default="main")
+    decode.add_argument("--suite", choices=(*SUITES, "all", *OTHER_SUITES, "apart"), default="main")
     decode.add_argument(
         "--formats",
         nargs="+",
@@ -43,7 +43,7 @@ def _add_caches(commands: Any) -> None:
         metavar="FORMAT",
         help=f"default: {', '.join(workloads.FORMATS)}, or the suite's own",
     )
-    decode.add_argument("--seconds", type=_count, default=600, help="that suites apart from all may take")
+    decode.add_argument("--seconds", type=_count, default=600, help="that suites apart from all may take together")
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")

@@ -5,16 +5,15 @@ Bars of the skewed ones: 1.15 of the floor of the bytes and 5 us; of chosen bloc
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.kernels import make_ready, needed_by_cases
+from bench.kernels import needed_by_cases
 from bench.suites import Bench, run_rows
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.formats.kv import format_of
@@ -108,23 +107,31 @@ SUITES = {
 }
 
 
-def run(bench: Bench, suite: str, formats: Iterable[str] | None, peers: bool, seconds: float) -> None:
-    """The rows of a suite, its kernels made ready first. After so many seconds the rest is left out, which is said."""
-    make, usual = SUITES[suite]
-    shapes, formats = make(), tuple(formats or usual)
-    bench.attempt("kernels", lambda: make_ready(specs(shapes, formats, bench), bench.say))
-    for number, shape in enumerate(shapes):
+Case = tuple[str, DecodeShape, str]
+"""Suite, shape and format."""
+
+
+def cases(suites: Iterable[str], formats: Iterable[str] | None = None) -> list[Case]:
+    """All rows of the suites, in their own formats or in those that are given."""
+    formats = None if formats is None else tuple(formats)
+    known = [(name, *SUITES[name]) for name in suites if name in SUITES]
+    return [(name, shape, form) for name, make, usual in known for shape in make() for form in formats or usual]
+
+
+def run(bench: Bench, chosen: Sequence[Case], peers: bool, seconds: float) -> None:
+    """The rows of some cases. After so many seconds the rest is left out, which is said."""
+    for number, (suite, shape, kv_format) in enumerate(chosen):
         if bench.recorder.seconds() > seconds:
-            bench.say(f"{suite}: {len(shapes) - number} shapes are left out after {seconds:.0f} s")
+            bench.say(f"{len(chosen) - number} rows are left out after {seconds:.0f} s, from {suite} on")
             return
-        run_rows(bench, suite, [shape], formats, peers and suite != "blocks")
+        run_rows(bench, suite, [shape], [kv_format], peers and suite != "blocks")
 
 
-def specs(shapes: Iterable[DecodeShape], formats: Iterable[str], bench: Bench) -> list[KernelSpec]:
+def specs(chosen: Iterable[Case], bench: Bench) -> list[KernelSpec]:
     """The kernels of all calls, found by calls with the same shapes."""
 
-    def calls_of(shape: DecodeShape, kv_format: str) -> list[Callable[[], object]]:
+    def calls_of(_: str, shape: DecodeShape, kv_format: str) -> list[Callable[[], object]]:
         inputs = make_inputs(shape, kv_format, device=bench.device)
         return [bench.entry.bind(inputs, out=torch.empty_like(inputs.q))]
 
-    return needed_by_cases(partial(calls_of, *case) for case in itertools.product(shapes, formats))
+    return needed_by_cases(partial(calls_of, *case) for case in chosen)

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.kernels import make_ready, needed_by, needed_by_cases
+from bench.kernels import needed_by, needed_by_cases
 from bench.peers import relative_error
 from bench.report import closing
 from bench.suites import TOLERANCE, Bench, WrongOutput
@@ -78,35 +78,39 @@ class CacheStep:
         return sum(self.shape.cache_bytes(name) // 2 for name in self.formats)
 
 
-def shapes(batches: Iterable[int] = BATCHES) -> list[DecodeShape]:
-    return [DecodeShape(batch, num_q_heads=32, num_kv_heads=8, page_size=64) for batch in batches]
+Case = tuple[DecodeShape, tuple[str, str]]
 
 
-def run(bench: Bench, chosen: Iterable[DecodeShape], formats: Iterable[tuple[str, str]], seconds: float) -> None:
-    """One row per shape and pair of formats under the record's key "steps"; after so many seconds the rest is left."""
-    cases, rows = [(shape, pair) for shape in chosen for pair in formats], []
-    bench.attempt("kernels", lambda: make_ready(specs(cases, bench.device), bench.say))
+def cases(batches: Iterable[int] = BATCHES) -> list[Case]:
+    """Every pair of formats at each number of requests."""
+    shapes = [DecodeShape(batch, num_q_heads=32, num_kv_heads=8, page_size=64) for batch in batches]
+    return [(shape, pair) for shape in shapes for pair in FORMATS]
+
+
+def run(bench: Bench, chosen: Sequence[Case], seconds: float) -> None:
+    """One row per case under the record's key "steps"; after so many seconds the rest is left out, which is said."""
+    rows: list[dict[str, Any]] = []
 
     def work(shape: DecodeShape, pair: tuple[str, str]) -> None:
         rows.append(measure(bench, CacheStep.of(shape, pair, bench.device)))
         bench.recorder.set("steps", rows)
         bench.say(told(rows[-1]))
 
-    for number, (shape, pair) in enumerate(cases):
+    for number, (shape, pair) in enumerate(chosen):
         if bench.recorder.seconds() > seconds:
-            bench.say(f"step: {len(cases) - number} rows are left out after {seconds:.0f} s")
+            bench.say(f"step: {len(chosen) - number} rows are left out after {seconds:.0f} s")
             return
         bench.attempt(f"step: {pair[0]}, {pair[1]} {shape.name}", lambda s=shape, p=pair: work(s, p))
 
 
-def specs(cases: Iterable[tuple[DecodeShape, tuple[str, str]]], device: str) -> list[KernelSpec]:
+def specs(chosen: Iterable[Case], device: str) -> list[KernelSpec]:
     """The kernels of all steps, the append of their check among them."""
 
     def calls_of(shape: DecodeShape, pair: tuple[str, str]) -> list[Callable[[], object]]:
         step = CacheStep.of(shape, pair, device)
         return [step.bind(), step.rotated]
 
-    return needed_by_cases(partial(calls_of, *case) for case in cases)
+    return needed_by_cases(partial(calls_of, *case) for case in chosen)
 
 
 def measure(bench: Bench, step: CacheStep) -> dict[str, Any]:

@@ -76,13 +76,14 @@ def test_blocks_ascend_and_end_with_the_last_and_their_bytes_are_the_floor():
 @pytest.mark.parametrize("suite", decode_cases.SUITES)
 def test_a_suite_checks_times_and_tells_every_row(suite, bench, monkeypatch):
     monkeypatch.setitem(decode_cases.SUITES, suite, (lambda: [SMALL[suite]], ("bf16", "e4m3_tensor")))
-    decode_cases.run(bench, suite, None, True, 600)
+    chosen = decode_cases.cases([suite, "step"])
+    decode_cases.run(bench, chosen, True, 600)
     assert not bench.recorder.data["failures"]
     rows = bench.recorder.data["rows"]
     assert [(row["suite"], row["kv_format"]) for row in rows] == [(suite, "bf16"), (suite, "e4m3_tensor")]
     assert all(row["graph_us"]["median_us"] == 50.0 and row["error"] < 4e-3 for row in rows)
     assert bool(bars.judge(bench.recorder.data)) == (suite != "short")
-    decode_cases.run(bench, suite, None, False, -1)
+    decode_cases.run(bench, chosen, False, -1)
     assert len(bench.recorder.data["rows"]) == 2
 
 
@@ -113,7 +114,8 @@ def test_a_graph_is_replayed_with_lengths_that_it_was_not_captured_with(bench):
 @pytest.mark.parametrize("suite", decode_cases.SUITES)
 def test_kernels_of_a_suite_are_found_without_a_launch(suite, bench):
     with recording() as cache:
-        found = decode_cases.specs([SMALL[suite]], ["bf16", "int4_g4"], bench)
+        cases = [(suite, SMALL[suite], form) for form in ("no such format", "bf16", "int4_g4")]
+        found = decode_cases.specs(cases, bench)
         assert found and not cache.launches
 
 
@@ -128,7 +130,7 @@ def test_peers_that_take_no_pages_say_so():
 @pytest.mark.parametrize("formats", decode_steps.FORMATS)
 def test_a_step_is_checked_against_fp64_over_what_it_appended(formats, bench):
     shape = DecodeShape(2, 100, 4, 2, 64, page_size=64)
-    decode_steps.run(bench, [shape], [formats], 600)
+    decode_steps.run(bench, [(shape, formats)], 600)
     assert not bench.recorder.data["failures"]
     (row,) = bench.recorder.data["steps"]
     assert row["floor_ratio"] == 5.0 and row["formats"] == list(formats) and row["error"] < 4e-3
