@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Limits:
-    """What configurations of one architecture count with.
+    """The resources of one GPU architecture that configurations must fit into.
 
     Attributes:
         num_sms: of the GPU that a schedule is made for where none is there.
@@ -59,7 +59,7 @@ HOPPER = LIMITS["sm_90a"]
 
 
 def least_of(archs: Iterable[str]) -> Limits:
-    """What each of some architectures has. Raises KeyError for one that is not in `LIMITS`."""
+    """The limits that all of some architectures satisfy. Raises KeyError for one that is not in `LIMITS`."""
     of_each = [LIMITS[arch] for arch in archs]
     least = {field.name: min(getattr(limits, field.name) for limits in of_each) for field in fields(Limits)}
     return Limits(**{**least, "reserved_shared_bytes": max(limits.reserved_shared_bytes for limits in of_each)})

@@ -33,7 +33,7 @@ class ReportedLayer:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What `quantize_model` did; printing it gives a table.
+    """The result of `quantize_model`; printing it gives a table.
 
     Args:
         quantized: the layers that are quantised now.
@@ -55,7 +55,7 @@ class QuantizationReport:
 
     @property
     def warning(self) -> str | None:
-        """What a user is warned of: that nothing is quantised, or less than half of what could be; else None."""
+        """The warning for a user: that nothing is quantised, or less than half of what could be; else None."""
         missed = [layer for layer in self.left if layer.counts]
         done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
         if self.quantized and done >= open_:

@@ -31,7 +31,7 @@ class Access:
     addresses: tuple[int | None, ...]
 
     def report(self) -> BankReport:
-        """What the bank model says of this access."""
+        """The bank conflicts of this access by the bank model."""
         return report(self.addresses, self.width, self.kind)
 
 

@@ -23,7 +23,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 
 @dataclass(frozen=True)
 class Requests:
-    """What a launch knows of its requests; run-time values.
+    """Lengths and counts of the requests of a launch; run-time values.
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
     request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None for all. parts: CTAs of a row.

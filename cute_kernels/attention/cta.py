@@ -107,7 +107,7 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class Cta:
-    """What a CTA's threads know from the beginning; run-time values."""
+    """Values that all threads of a CTA know from the beginning; run-time values."""
 
     roles: Roles
     tiles: Tiles

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DecodeOptions(CallOptions, total=False):
-    """What a plain call leaves alone."""
+    """The optional arguments of a decode call; the defaults are those of a plain call."""
 
     tree_mask: torch.Tensor | None
 

@@ -48,14 +48,14 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What calls that share a schedule have in common; the first call with it fills it in.
+    """A schedule that several calls share; the first call with it fills it in.
 
     The two tensors are None always: nothing of a schedule outlives a call.
     """
 
     @dataclasses.dataclass
     class Config:
-        """What the calls of a schedule have in common, by FlashMLA's field names."""
+        """The arguments that all calls of a schedule share, by FlashMLA's field names."""
 
         b: int
         s_q: int

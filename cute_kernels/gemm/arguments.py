@@ -45,7 +45,7 @@ def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matri
 
 @dataclass(frozen=True)
 class CompiledAs:
-    """What a configuration is compiled as.
+    """How a configuration is compiled: its kernel class and its launch arguments.
 
     Attributes:
         made_by: "module:name" of what makes the kernel of the configuration, imported where it is compiled.

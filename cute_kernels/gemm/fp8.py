@@ -84,7 +84,7 @@ def forget_row_codes(codes: torch.Tensor) -> None:
 
 
 def key_of(call: Fp8Call) -> tuple[Any, ...]:
-    """What a plan relies on."""
+    """Returns the key of a call's plan."""
     return linear_call.key_of(call.linear), None if call.scale is None else identity(call.scale)
 
 

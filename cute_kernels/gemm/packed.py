@@ -33,7 +33,8 @@ class kept(Generic[T]):  # as functools.cached_property, which takes a lock up t
 
 
 class OfFormat:
-    """What follows from a format and a shape, (N, K) without padding, for weights and for a layer that has them."""
+    """Properties that follow from a format and a shape, (N, K) without padding, of weights and of layers that hold
+    them."""
 
     shape: tuple[int, int]
 

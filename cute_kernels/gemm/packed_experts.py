@@ -27,8 +27,8 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """What identifies `PackedExperts` apart from their contents; device_index -1 on a CPU. activations: the format that
-    a call rounds x to for its products with them, "fp8" or None."""
+    """The static properties of `PackedExperts`, all but their contents; device_index -1 on a CPU. activations: the
+    format that a call rounds x to for its products with them, "fp8" or None."""
 
     num_experts: int
     n: int

@@ -88,7 +88,7 @@ def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 class WeightForm(NamedTuple):
-    """What identifies a `PackedWeight` apart from its contents.
+    """The static properties of a `PackedWeight`, all but its contents.
 
     perm, input_scale: bytes of each past a multiple of 16, None for none. device_index: -1 on a CPU.
     """

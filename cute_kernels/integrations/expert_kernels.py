@@ -27,7 +27,7 @@ SWIGLU = Swiglu()
 
 
 class Epilogues(NamedTuple):
-    """What a layer's products apply, as `fused_moe` has it."""
+    """The activation and the biases of a layer's products, as `fused_moe` has them."""
 
     activation: ActivationFunction = SWIGLU
     gate_up_bias: torch.Tensor | None = None

@@ -78,7 +78,7 @@ class CuteKernelsConfig(QuantizationConfigMixin):
         check_options(self.options["bits"], self.options["group_size"], self.options["zero_point"], None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json keeps."""
+        """Returns the entries of config.json."""
         return {"quant_method": METHOD, **self.options} if self.layers is None else dict(self.layers)
 
     def __iter__(self) -> Any:

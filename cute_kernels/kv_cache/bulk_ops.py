@@ -44,7 +44,7 @@ class Quantize(NamedTuple):
     half: CacheTransform | None = None
 
     def numbers(self) -> torch.Tensor:
-        """What the format quantises."""
+        """The numbers that are quantised."""
         if self.half is None:
             return self.x
         check_half(self.half, self.x)

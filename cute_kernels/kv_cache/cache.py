@@ -518,7 +518,7 @@ class KVCache:
         return k, v
 
     def memory_report(self) -> MemoryReport:
-        """What the memory holds now."""
+        """Reports the bytes and pages in use now."""
         names = dict.fromkeys(" + ".join(dict.fromkeys(form.name for form in pair)) for pair in self.layer_formats)
         rows = sum(
             form.row_bytes(dim) for pair in self.layer_formats for form, dim in zip(pair, self.head_dims, strict=True)

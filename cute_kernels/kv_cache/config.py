@@ -60,7 +60,7 @@ def other_rotation(width: int, head_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class RowTransform:
-    """What a cache transform does to rows, as compile-time facts.
+    """The steps of a cache transform on rows, as compile-time facts.
 
     Attributes:
         center, factor: whether K has a center, and K and q factors.
@@ -122,7 +122,7 @@ class WrittenRows:
 
 @dataclass(frozen=True)
 class RowPrologue:
-    """What happens to rows before a transform and quantisation.
+    """The steps on rows before a transform and quantisation.
 
     Attributes:
         rope: "none", "half" or "interleaved".

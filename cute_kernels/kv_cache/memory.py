@@ -61,7 +61,7 @@ class MemoryReport:
 
     @property
     def bf16_bytes(self) -> int:
-        """What all layers' pages would take in bf16."""
+        """Bytes that all layers' pages would take in bf16."""
         return self.pages * self.page_size * self.token_bytes_bf16
 
     def __str__(self) -> str:

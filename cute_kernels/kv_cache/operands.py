@@ -42,7 +42,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Where:
-    """What decides where tokens go; see :mod:`cute_kernels.kv_cache.arguments`."""
+    """The arguments that decide where tokens are written; see :mod:`cute_kernels.kv_cache.arguments`."""
 
     seq_lens: Int64
     block_table: Int64

@@ -218,7 +218,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return self.scaling.amplitude() if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> list[float]:

@@ -57,7 +57,7 @@ class CombineSpec(_MlaFamily):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile."""
+    """Lists the kernels that bundles hold and the gates compile."""
     configs = [*(served_config(*which) for which in SHIPPED), *shipped_few_heads()]
     return [*map(MlaSpec, configs), *combine_specs("bf16"), *combine_specs("fp16")]
 

@@ -37,7 +37,7 @@ from cute_kernels.mla.work_tiles import Counts, PartTiles, WorkTiles
 
 
 def make_load(config: MlaConfig) -> CopyLoad | Fp8Load | SplitFp8Load | TmaTileLoad:
-    """What fills tiles."""
+    """Makes the load, which fills tiles."""
     load = config.tiles.load
     if isinstance(load, TmaTiles):
         return TmaTileLoad(config)
@@ -115,7 +115,7 @@ class MlaKernel:
 
     @cute.jit
     def consume(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """What consumer warps do."""
+        """Runs the consumer warps."""
         await_barriers(self.config, produces=False)
         if warp >= WARPGROUP_WARPS:
             self.claim_registers(1)

@@ -41,11 +41,11 @@ class DenseCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is read, by name."""
+        """The tensors that are read, by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     def problem(self) -> DenseProblem:
-        """What decides the call's plan; TypeError or ValueError for arguments that are not supported."""
+        """The facts that decide the call's plan; TypeError or ValueError for arguments that are not supported."""
         return checks.dense_problem(**self.tensors, kv_format=self.kv_format, causal=self.causal)
 
 
@@ -124,7 +124,7 @@ class SparseCall(NamedTuple):
         return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
 
     def problem(self) -> SparseProblem:
-        """What decides the call's plan; TypeError or ValueError for arguments that are not supported."""
+        """The facts that decide the call's plan; TypeError or ValueError for arguments that are not supported."""
         named: dict[str, Any] = self.tensors
         return checks.sparse_problem(**named, kv_format=self.kv_format)
 

@@ -42,7 +42,7 @@ CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others ma
 
 @dataclass(frozen=True)
 class Rate:
-    """What a CTA of a kernel computes and costs.
+    """The work and the time of one CTA of a kernel.
 
     Attributes:
         heads: of a CTA.
@@ -76,8 +76,8 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What decides how rows are cut: the rows that share their tokens, the heads of a row, and its tokens with those of
-    an extra cache, taken as many as there may be.
+    """The facts that decide how rows are cut: the rows that share their tokens, the heads of a row, and the most
+    tokens that a row may have, an extra cache's included.
 
     tma_tiles: TMA brings the tokens, see `.config.fits_tma_tiles`.
     """

@@ -65,7 +65,7 @@ class Definition:
 
 
 class Import(NamedTuple):
-    """What an import binds a name to: a module, or an attribute of one."""
+    """The target of an imported name: a module, or an attribute of one."""
 
     module: str
     attribute: str | None

@@ -82,7 +82,7 @@ def compiler_version() -> str | None:
 
 
 def compiler_remedy() -> str:
-    """What a user can do where kernels have to be compiled and cannot be."""
+    """Says how a user gets a compiler where kernels have to be compiled and cannot be."""
     version = dsl_version()
     if version is None:
         return f"the compiler is missing: pip install '{DSL_DISTRIBUTION}[cu13]=={COMPILER_VERSION}'"
@@ -117,7 +117,8 @@ def _driver_version() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What this machine compiles, links and runs kernels with: functions that look, and commands that are tried."""
+    """The tools with which this machine compiles, links and runs kernels: functions that look, and commands that are
+    tried."""
 
     dsl_version: Callable[[], str | None] = _dsl_version
     driver_version: Callable[[], tuple[int, int] | None] = _driver_version

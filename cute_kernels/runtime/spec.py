@@ -75,8 +75,8 @@ class KernelSpec(ABC):
         return f"{self.family}_{digest[:16]}"
 
     def policies(self) -> tuple[object, ...]:
-        """What decides the kernel besides `config` and the names that the code reaches. These are objects that the
-        configuration knows by name, such as formats, and "module:attribute" of code that is imported late.
+        """The objects that decide the kernel besides `config` and the names that the code reaches. These are objects
+        that the configuration knows by name, such as formats, and "module:attribute" of code that is imported late.
 
         :mod:`.sources` has the rest. None as a rule.
         """

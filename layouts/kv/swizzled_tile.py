@@ -88,7 +88,7 @@ class SwizzledTile:
     # -- where chunks lie -----------------------------------------------------------------------------------------
 
     def swizzle(self, token):
-        """What the chunks of a token's rows are XORed with."""
+        """The number that is XORed with the chunk numbers of a token's row."""
         return token % MATRIX if self.row_bytes == PANEL_BYTES else token // 2 % 4
 
     def chunk_address(self, token: int, chunk: int) -> int:

@@ -37,7 +37,7 @@ NATURAL_ORDER: TokenBits = ORDERS[0]
 
 
 class Tile(Protocol):
-    """What the choice of a token order needs to know of a tile of K or of V."""
+    """The facts about a tile of K or of V that decide the order of its tokens."""
 
     @property
     def token_bits(self) -> TokenBits: ...

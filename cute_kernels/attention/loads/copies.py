@@ -284,7 +284,7 @@ class RowSource:
 
 
 class RowOperand(_Operand):
-    """What all copies of raw rows share."""
+    """The base of all copies of raw rows."""
 
     def __init__(self, config: DecodeConfig, index: int):
         super().__init__(config, index)
@@ -303,7 +303,7 @@ class RowOperand(_Operand):
 
 
 class AddressedRows(RowOperand):
-    """What bulk and word copies share: they name rows by address."""
+    """The base of bulk and word copies, which name rows by address."""
 
     def make_source(self, cache: cute.Tensor):
         return cache

@@ -100,8 +100,8 @@ class RowShape(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What a warp holds of a tile, in registers. words: a lane's, by load. headers: of INT4, by load. scales: of rows
-    of bytes, as `CodedRows.scale_place` says."""
+    """The registers in which a warp holds its part of a tile. words: a lane's, by load. headers: of INT4, by load.
+    scales: of rows of bytes, as `CodedRows.scale_place` says."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]

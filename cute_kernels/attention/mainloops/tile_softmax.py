@@ -26,7 +26,7 @@ from cute_kernels.formats.scores.terms import ScoreState, ScoreTerms
 
 @dataclass(frozen=True)
 class Rows:
-    """What a thread keeps of its two rows of a work tile.
+    """A thread's softmax state of its two rows of a work tile.
 
     Attributes:
         positions: of their queries.

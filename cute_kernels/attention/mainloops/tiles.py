@@ -67,7 +67,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a launch gives consumers; addresses and numbers.
+    """Addresses and numbers that a launch passes to consumers.
 
     q, out: [total_q, num_q_heads, head_dim], q's as `queries.QueryRows` takes them; lse: fp32 [total_q, num_q_heads] or
     0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits, total_q,
@@ -97,7 +97,7 @@ class Operands:
 
 
 class Consumer:
-    """What the consumer warps do."""
+    """The code of the consumer warps."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config

@@ -23,7 +23,7 @@ from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 @dataclass(frozen=True)
 class WarpState:
-    """What a warp keeps from tile to tile, in registers: the states of its readers, softmax and logits."""
+    """The state of a warp between tiles, in registers: those of its readers, softmax and logits."""
 
     keys: State
     values: State

@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True)
 class Query:
-    """What a key reader loads before the request's length is known.
+    """The queries that a key reader loads before the request's length is known.
 
     Attributes:
         words: [block][unit] raw words of the lane's query head.

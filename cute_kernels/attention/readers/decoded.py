@@ -22,7 +22,7 @@ LOAD_WORDS = 4  # of queries at a time
 
 
 class Codes(Protocol):
-    """What `DecodeReader.codes` names: a class without arguments."""
+    """The protocol of `DecodeReader.codes`, a class without arguments."""
 
     def pairs(self, words: list[Any]) -> list[Any]:
         """Packed pairs of fp16 numbers, neighbours in order, from a run's words: each is a code's value exactly."""

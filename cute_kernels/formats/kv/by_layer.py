@@ -77,7 +77,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
 
 
 def told_formats(kv_format: T) -> T | LayerFormats:
-    """What ``kv_format`` says: the formats of a file where it is one's path (``*.json``), else itself."""
+    """Returns the formats that ``kv_format`` names: those of a file if it is a path (``*.json``), else itself."""
     if isinstance(kv_format, Path) or (isinstance(kv_format, str) and kv_format.endswith(".json")):
         return LayerFormats.load(kv_format)
     return kv_format

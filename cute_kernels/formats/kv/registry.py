@@ -92,7 +92,7 @@ def modules_of(*names: str) -> tuple[str, ...]:
 
 
 def code_of(use: Use, *names: str) -> tuple[object, ...]:
-    """What decides how kernels use rows of some formats: the formats, and the places of their device code."""
+    """Returns what a kernel's key has of some formats: the formats, and the modules of their device code."""
     forms = tuple(dict.fromkeys(map(format_of, names)))
     return *forms, *dict.fromkeys(place for form in forms for place in form.places(use))
 

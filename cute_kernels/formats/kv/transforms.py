@@ -126,8 +126,8 @@ class CacheTransform:
 
     @cached_property
     def key(self) -> str:
-        """What a cache is written with, 16 hexadecimal digits: equal for transforms that write the same. Waits for the
-        device, once. "none" for the identity, as `key_of` says of no transform.
+        """A digest of the transform, 16 hexadecimal digits: equal for transforms that write the same cache. Waits for
+        the device, once. "none" for the identity, as `key_of` says of no transform.
 
         Examples:
             >>> CacheTransform().key

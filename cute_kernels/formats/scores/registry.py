@@ -98,7 +98,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flattened` was made of; without ``score_options`` where there are none."""
+    """Returns the options that `flattened` was made of; without ``score_options`` where there are none."""
     given = dict(options)
     names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
     if tensors is not None:
@@ -114,6 +114,6 @@ def modules_of(features: Features | None = None) -> tuple[str, ...]:
 
 
 def code_of(features: Features) -> tuple[object, ...]:
-    """What decides how a variant's options change scores: the options, and the places of their device code."""
+    """Returns what a kernel's key has of a variant: its options, and the modules of their device code."""
     options = tuple(options_in(features))
     return *options, *(option.term for option in options)

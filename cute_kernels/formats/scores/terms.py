@@ -35,7 +35,7 @@ class QueryColumn:
 
 
 class ScoreState:
-    """What the terms of a launch know and keep of a lane's queries.
+    """The run-time state of score terms: facts of the launch, and those of a lane's queries.
 
     Attributes:
         values: of the launch: window, soft_cap, addresses alibi_slopes and sinks, and ``tensors`` of registered options

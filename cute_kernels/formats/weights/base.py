@@ -95,7 +95,7 @@ class WeightFormat(ABC):
 
     @property
     def title(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return self.key
 
     def symbol_name(self, dtype: str) -> str:

@@ -21,7 +21,7 @@ class ByteScales:
 
     @abstractmethod
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """What stored scales say, fp64."""
+        """Converts stored scales to numbers, fp64."""
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8

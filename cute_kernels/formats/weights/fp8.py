@@ -58,7 +58,7 @@ class Fp8Format(WeightFormat):
 
     @abstractmethod
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """What stored scales say, fp64."""
+        """Converts stored scales to numbers, fp64."""
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         numbers = codes.contiguous().view(torch.float8_e4m3fn).double()

@@ -50,7 +50,7 @@ class GroupedCall(NamedTuple):
 
 
 def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
-    """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    """Returns the key of a call's plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
     x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out, activations = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
@@ -119,8 +119,8 @@ class MoeCall(NamedTuple):
 
 
 def moe_key(call: MoeCall) -> tuple[Any, ...]:
-    """What identifies the plan of a call, as in `grouped_key`. Strides of x, ids and weights are no part of it: they
-    are copied where they have gaps."""
+    """Returns the key of a call's plan, as in `grouped_key`. Strides of x, ids and weights are not part of the key:
+    tensors with gaps are copied."""
     x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, first, second, rounded = call
     if batch_invariant.__class__ is not bool:
         raise TypeError("batch_invariant")

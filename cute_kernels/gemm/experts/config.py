@@ -35,7 +35,7 @@ class RoutingConfig:
         return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs(
             "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
         )
@@ -69,7 +69,7 @@ class CombineConfig:
     num_threads: ClassVar[int] = COMBINE_THREADS
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         align = 4 if self.dtype == "fp32" else 2
         return CompiledAs(
             "cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align
@@ -116,7 +116,7 @@ class GatherConfig:
         return self.thread_rows * self.batch
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs("cute_kernels.gemm.experts.gather:GatherKernel", GATHER)
 
     @property

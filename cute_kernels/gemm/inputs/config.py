@@ -29,7 +29,7 @@ class InputRowsConfig:
     num_threads: ClassVar[int] = THREADS
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
 
     @property

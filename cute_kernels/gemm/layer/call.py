@@ -65,7 +65,7 @@ class LayerCall(NamedTuple):
 
 
 class LayerRows(NamedTuple):
-    """What `quantized_layer` returns.
+    """The results of `quantized_layer`.
 
     rows: the residual stream behind the layer, and the norm that the next one takes. qkv: of the next layer; None where
     no weight was given for it.

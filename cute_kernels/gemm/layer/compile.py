@@ -10,6 +10,6 @@ SHIPPED_ROWS, SHIPPED_K = (1,), 14_336  # of Llama-3-8B's layers; others compile
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile."""
+    """Lists the kernels that bundles hold and the gates compile."""
     configs = (config_for(rows, SHIPPED_K) for rows in SHIPPED_ROWS)
     return [GemmSpec(config) for config in configs if config is not None]

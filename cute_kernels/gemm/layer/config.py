@@ -98,7 +98,7 @@ class LayerProductsConfig:
         return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
 
     @property

@@ -37,7 +37,7 @@ WARP_CODES = HALF_CODES // FRAGMENTS  # a warp's load of 64 inputs
 
 
 class Multiplier:
-    """What the consumer warps do."""
+    """The code of the consumer warps."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config, self.rows = config, Rows(config)

@@ -20,7 +20,7 @@ UPPER_HALF = 0xFFFF0000
 
 
 class Storer:
-    """What the store warp does."""
+    """The code of the store warp."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config, self.activate = config, Activate(config.activation)

@@ -154,7 +154,7 @@ class Fp8RowsConfig:
     num_threads: ClassVar[int] = ROWS_THREADS
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs("cute_kernels.gemm.operands.fp8_rows:Fp8RowsKernel", FP8_ROWS)
 
     @property

@@ -70,7 +70,7 @@ class ScaledRows:
 
 
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
-    """What a scale covers, as `Fp8RowsConfig` says it."""
+    """Returns the numbers that a scale covers, in the terms of `Fp8RowsConfig`."""
     return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
 
 

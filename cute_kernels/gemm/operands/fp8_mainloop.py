@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class KBlock:
-    """What a stage holds for a thread: words of codes, [tile][chunk][word], the descriptor of x, and scales of rows of
+    """A thread's part of a stage: words of codes, [tile][chunk][word], the descriptor of x, and scales of rows of
     x, loaded from a row on."""
 
     words: Sequence[Sequence[Sequence[Any]]]

@@ -267,7 +267,7 @@ class StreamConfig(Generic[ActivationsT]):
         return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return self.activations.kernel()
 
     def can_implement(self) -> str | None:

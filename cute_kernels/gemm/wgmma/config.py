@@ -323,7 +323,7 @@ class WgmmaConfig(Generic[M]):
         return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return self.store.kernel() or self.mainloop.kernel()
 
     @property
@@ -403,7 +403,7 @@ class LimbRowsConfig:
     num_threads: ClassVar[int] = LIMB_ROWS_THREADS
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         return CompiledAs("cute_kernels.gemm.wgmma.limb_rows:LimbRowsKernel", LIMB_ROWS)
 
     @property

@@ -23,7 +23,8 @@ class Corner:
 
 
 class Places(Protocol):
-    """What a work tile's numbers mean. `.tiles.WorkTile` and its like say which numbers there are."""
+    """Maps a work tile's numbers to rows, features and k blocks. `.tiles.WorkTile` and its like say which numbers
+    there are."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
         """The first row of x, and what is behind the last one that the tile may have."""

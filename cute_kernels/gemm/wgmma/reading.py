@@ -36,7 +36,7 @@ class Lane:
 
 
 def make_decoder(config: WgmmaConfig) -> CodeDecoder:
-    """What makes numbers of codes."""
+    """Makes the decoder, which turns codes into numbers."""
     make = config.format.scaling_decoder if config.scales_codes else config.format.decoder
     return make(config.dtype, HopperMath(config.dtype))
 

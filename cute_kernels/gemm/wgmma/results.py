@@ -56,7 +56,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """What its configurations are compiled as; None: as their mainloop says."""
+        """How its configurations are compiled; None leaves it to their mainloop."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:

@@ -47,7 +47,7 @@ INTERFACES = {"0.5.23": Interface("interface tests")}
 
 
 def interface_of(version: str) -> Interface | None:
-    """What is known of a version such as "0.5.23"; None if it is not supported."""
+    """Returns the known interface of a version such as "0.5.23"; None if it is not supported."""
     return INTERFACES.get(version.partition("+")[0])
 
 

@@ -115,7 +115,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @property
     def columns(self) -> Columns:
-        """What all layers share."""
+        """The columns that all layers share."""
         assert self.book.columns is not None
         return self.book.columns
 

@@ -153,7 +153,8 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CacheMoments:
-    """What `gather_moments` has found: ``layers``' moments, in their order, of ``tokens`` tokens."""
+    """The result of `gather_moments`: ``layers``' moments, in their order, of ``tokens`` tokens. ``layers``' moments,
+    in their order, of ``tokens`` tokens."""
 
     layers: tuple[Moments, ...]
     tokens: int

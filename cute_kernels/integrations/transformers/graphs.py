@@ -330,8 +330,9 @@ def owner_of(method: Callable[..., Any]) -> Any:
 
 
 def state_of(model: nn.Module) -> Any:
-    """What a recorded step takes for granted: the layers, the addresses of their weights, their modes and numbers of
-    hooks. Buffers, such as a rotation's frequencies, must not have been written either."""
+    """Returns what must not have changed when a recorded step is replayed: the layers, the addresses of their
+    weights, their modes and numbers of hooks. Buffers, such as a rotation's frequencies, must not have been written
+    either."""
     return tuple(
         (
             id(module),

@@ -40,7 +40,7 @@ def model_class(file: str, name: str) -> type | None:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """What a forward pass calls its cache."""
+    """Returns the name of a forward pass's argument for its cache."""
     taken = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in taken), CACHE_ARGUMENTS[-1])
 

@@ -45,7 +45,7 @@ class KnownRouter(Known):
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:
-        """What a module of this code computes."""
+        """The routing that a module of this code computes."""
         return Routing(
             router.top_k,
             self.scoring,

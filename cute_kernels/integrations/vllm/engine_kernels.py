@@ -82,7 +82,7 @@ WINDOWED = (
 
 @dataclass(frozen=True)
 class Caches:
-    """What a model's layers attend over. k, v: their formats. page_size: in tokens. dtype: of queries."""
+    """The caches that a model's layers attend over. k, v: their formats. page_size: in tokens. dtype: of queries."""
 
     k: str
     v: str

@@ -45,7 +45,7 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True)
 class Fused:
-    """What is fused in the engine that is being made.
+    """The fusions of the engine that is being made.
 
     gates: whether its layers of gate and up feed a SwiGLU. sums: whether residuals and norms behind products are fused.
     """
@@ -55,7 +55,7 @@ class Fused:
 
 
 def wanted() -> Fused:
-    """What the engine's configuration asks for; read while the model is made."""
+    """Returns the fusions that the engine's configuration asks for; call it while the model is made."""
     config = get_current_vllm_config_or_none()
     if config is None or not plugin.is_replaced("fusion") or envs.VLLM_BATCH_INVARIANT:
         return Fused()

@@ -48,7 +48,7 @@ def own_formats() -> tuple[Formats, ...]:
 
 
 def described() -> str | None:
-    """What the environment asks for, in a few words; None for nothing."""
+    """Describes the cache that the environment asks for in a few words; None for nothing."""
     formats = own_formats()
     return f"{len(formats)} formats by layer" if len(formats) > 1 else next(map(str, formats), None)
 

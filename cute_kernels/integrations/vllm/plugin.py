@@ -102,7 +102,7 @@ def is_replaced(seam: str) -> bool:
 
 
 def outcomes() -> list[Replacement]:
-    """What `register` did in this process."""
+    """Returns what `register` did in this process."""
     return list(_outcomes.values())
 
 

@@ -91,7 +91,7 @@ def installed() -> str | None:
 
 
 def interface_of(version: str) -> Interface | None:
-    """What is known of a version such as "0.26.0"; None if it is not supported."""
+    """Returns the known interface of a version such as "0.26.0"; None if it is not supported."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return INTERFACES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
 

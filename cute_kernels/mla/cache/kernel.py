@@ -207,7 +207,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Angle:
-    """What RoPE turns by."""
+    """The angles of RoPE."""
 
     position_ids: Int64
     phase_steps: Int64

@@ -145,7 +145,7 @@ def piece_offset(lane, half: int):
 
 
 def scale_of(acc, below: int) -> tuple[Float32, Float32]:
-    """What :func:`scale_of_some` returns, for half of a row."""
+    """Returns the result of :func:`scale_of_some` for half of a row."""
     return scale_of_some([acc[i] for i in range(HALF // 2) if row_of(i) == below])
 
 

@@ -156,6 +156,6 @@ def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfi
 
 
 def shipped_few_heads() -> list[FewHeadsConfig]:
-    """What bundles hold."""
+    """Lists the kernels that bundles hold."""
     variants = (*((heads, 1) for heads in HEADS), SERVED_CLUSTER)
     return [served_few_heads(tokens, *variant) for tokens in TOKENS for variant in variants]

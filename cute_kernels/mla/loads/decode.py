@@ -96,7 +96,7 @@ class TokenDecoder:
             self.load_piece(words, token, place, i, constant=False)
 
     def factors(self, scales) -> Factors:
-        """What a token's codes are multiplied with."""
+        """The factors of a token's codes."""
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def pieces_from(self, first: int) -> range:

@@ -30,7 +30,7 @@ class OwnTiles:
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
-        """What is known of another CTA: nothing."""
+        """Returns None: there is no other CTA."""
         return
 
     def publish_flags(self, memory, link, stage, group, valid, lane) -> None:

@@ -93,7 +93,7 @@ def load_int(address) -> Int32:
 
 
 class Locator:
-    """What both locators share."""
+    """The base of both locators."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
         """(address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""

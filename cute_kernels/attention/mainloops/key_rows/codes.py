@@ -315,7 +315,7 @@ class NibbleRows:
         return result
 
     def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
-        """What :meth:`numbers` takes of headers."""
+        """The scales and shifts that :meth:`numbers` makes from headers."""
         return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
 
     def key_place(self, warp, lane):

@@ -56,7 +56,7 @@ STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 @dataclass(frozen=True)
 class Sums:
-    """What a thread keeps of a work tile, in registers.
+    """A thread's accumulators and softmax state of a work tile, in registers.
 
     Attributes:
         values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
@@ -108,7 +108,7 @@ class Lane:
 
 
 class KeyRowsConsumer:
-    """What the consumer warps do."""
+    """The code of the consumer warps."""
 
     receive, release = Consumer.receive, Consumer.release
 

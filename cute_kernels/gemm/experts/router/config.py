@@ -37,7 +37,7 @@ class RouterConfig:
     num_threads: ClassVar[int] = WARPS * WARP_THREADS
 
     def kernel(self) -> CompiledAs:
-        """What it is compiled as."""
+        """How it is compiled."""
         if self.weight == LOGITS:
             return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
