@@ -33,7 +33,7 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def overlaps(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, or lie so entangled that it would take more than a look at sizes to say no."""
-    reach = 1  # elements from the first to behind the last one of the dimensions looked at
+    reach = 1  # elements from the first to after the last one of the dimensions looked at
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < reach:

@@ -120,7 +120,7 @@ def wavefronts(addresses: Addresses, width: int = 4, kind: str = "ld") -> int:
 
 
 def report(addresses: Addresses, width: int = 4, kind: str = "ld") -> BankReport:
-    """The phases behind `wavefronts`; same arguments and errors."""
+    """Returns the phases that `wavefronts` counts; same arguments and errors."""
     lanes = _checked(addresses, width, kind)
     phases = []
     for group in _phase_lanes(lanes, width, kind):

@@ -1,6 +1,6 @@
 """The configurations that a schedule chooses from: those for which registers, shared memory and copies suffice.
 
-Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
+Plain Python, no GPU. docs/design/decode_attention.md has the measurements after the choices.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
 
 
 def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
-    """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
+    """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one after the other."""
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
 

@@ -224,7 +224,7 @@ class DecodeKernel:
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         if const_expr(config.awaits_length):
-            # Before the length: uniform arithmetic with it, and so the wait for it, may stand right behind its load.
+            # Before the length: uniform arithmetic with it, and so the wait for it, may stand right after its load.
             if cta.warp == config.num_warps:
                 self.filler.prefetch_pages(cta.tiles, own_row, part, requests.parts, lane)
         # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this

@@ -38,7 +38,7 @@ def check_device_values(call: AttentionCall) -> None:
         return
     table = call.block_table.cpu()
     first = torch.arange(table.shape[1], device="cpu") * call.page_size  # token of each entry
-    # From the first token that is seen in a page to behind the last one there.
+    # From the first token that is seen in a page to after the last one there.
     last = torch.minimum(first + call.page_size, lengths[:, None])
     used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last
     wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
@@ -81,7 +81,7 @@ def _check_requests(call: AttentionCall) -> None:
                 raise ValueError(
                     f"seq_lens: got {length} for request {request}, want at least {own.q_len}, its new tokens"
                 )
-            # The cache holds what lies before the queries; no query of the cache's own is behind that.
+            # The cache holds what lies before the queries; no query of the cache's own is after that.
             own = replace(own, seq_lens=own.seq_lens - own.q_len, q=own.q[:, :0])
         try:
             check_device_values(own)

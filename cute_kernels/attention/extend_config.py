@@ -319,7 +319,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ones_rows(self) -> int:
-        """Rows of ones behind a tile of V's transpose; their products are sums of probabilities."""
+        """Rows of ones after a tile of V's transpose; their products are sums of probabilities."""
         return 0 if self.fp8 is None else 8
 
     @property

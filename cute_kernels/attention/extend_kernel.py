@@ -26,7 +26,7 @@ or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows
 
 Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
 
-docs/design/extend_attention.md has the balance of clocks, bytes and registers behind it.
+docs/design/extend_attention.md has the balance of clocks, bytes and registers after it.
 """
 
 from __future__ import annotations

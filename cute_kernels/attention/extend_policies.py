@@ -37,9 +37,9 @@ SM_REGISTERS = 65536
 UNPACK_WARPS = 8  # of a CTA, which share a tile
 UNPACK_CTAS_PER_SM = 4
 KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see :mod:`.mainloops.key_rows`
-SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
-PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
-PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles behind a header of 4 bytes, in pieces of 16 that they may touch
+SCALED_ROW_BYTES = 144  # of a row of bytes after its scale, in shared memory there: pieces of 16 that it may touch
+PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes after scales, there
+PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles after a header of 4 bytes, in pieces of 16 that they may touch
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 FLAG_BYTES = 16  # of a word for each warpgroup, there
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
@@ -255,7 +255,7 @@ class UnpackConfig(ReadsCache):
 @dataclass(frozen=True)
 class UnpackedKeys:
     """K and V are rows of 16 bits that :mod:`.loads.unpack` made of a cache. One request's rows follow the other's,
-    head by head, with zeros behind a request's last token up to the end of its tile.
+    head by head, with zeros after a request's last token up to the end of its tile.
 
     fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
     """

@@ -175,7 +175,7 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     """Chooses configurations for FP8 products, as :func:`choose_unpacked` does for products of 16 bits."""
     unpack, attention = choose_unpacked(config)
-    # What changes and hides scores has no registers where values are multiplied behind the softmax: ptxas spills.
+    # What changes and hides scores has no registers where values are multiplied after the softmax: ptxas spills.
     plain = replace(attention.features, causal=False, head_major=False) == PLAIN and not config.tree
     return replace(unpack, dtype="e4m3"), replace(
         attention,

@@ -34,8 +34,8 @@ class CacheOperand:
         block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
             or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
             token_stride + head * head_stride; the sum may exceed 32 bits.
-        tokens_touch: whether tokens lie one behind the other: with all their KV heads or, head-major, within a head.
-        heads_touch: whether KV heads lie one behind the other: within a token or, head-major, with a block's tokens.
+        tokens_touch: whether tokens lie one after the other: with all their KV heads or, head-major, within a head.
+        heads_touch: whether KV heads lie one after the other: within a token or, head-major, with a block's tokens.
         scale: where the format wants one that is given.
     """
 

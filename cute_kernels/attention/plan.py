@@ -234,7 +234,7 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """The algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those behind
+    """The algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those after
     it would never be chosen, so they are not compiled."""
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
@@ -342,7 +342,7 @@ def lies_in_maps(call: AttentionCall) -> bool:
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
     """Whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; others must be those
-    of a token, one head's behind the other's."""
+    of a token, one head's after the other's."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -353,7 +353,7 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes behind a scale
+    """Whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes after a scale
     are loaded with all pieces that they touch, from blocks that begin with a piece; other rows in words."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:

@@ -103,7 +103,6 @@ ONE_HEAD = WarpMma()
 @dataclass(frozen=True)
 class CopyPipeline:
     """The copies that an SM has in flight: CTAs, and in each of them a ring of tiles that producer warps keep full.
-    CTAs, and in each of them a ring of tiles that producer warps keep full.
 
     Attributes:
         num_stages: tiles of the ring.

@@ -23,7 +23,7 @@ class AttentionProblem:
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: what the call asks for beyond softmax(q K^T) V.
         aligned: whether what a bulk copy takes of caches of rows with headers begins and ends on 16 bytes.
-        tokens_touch: whether their tokens lie one behind the other, so that a copy may take several.
+        tokens_touch: whether their tokens lie one after the other, so that a copy may take several.
         heads_touch: whether the rows of a token do; not asked for of head-major caches.
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.

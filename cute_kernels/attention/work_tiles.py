@@ -57,13 +57,13 @@ class Work:
     """A work tile; run-time integers.
 
     Attributes:
-        request: END behind the last work tile.
+        request: END after the last work tile.
         part: which KV head (`head`) and which part of its keys (`split`), in a word.
         first_row: of its rows among the request's: row = query * group + head of the group.
         num_rows: of the request.
         q_start: the request's first query.
         before: its position: so many tokens come before it; negative if there are more queries than tokens.
-        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop, of which the first lies kv_start tokens behind
+        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop, of which the first lies kv_start tokens after
             the beginning of the caches if these are ragged.
     """
 

@@ -29,7 +29,7 @@ class Published:
     """Words that another CTA publishes.
 
     Attributes:
-        address: where the first lies in global memory. offset: bytes behind it.
+        address: where the first lies in global memory. offset: bytes after it.
         words: 1, 2 or 4 neighbouring ones.
         wanted: a condition; where it does not hold nothing is waited for, and the words are 0. None: always.
     """

@@ -1,7 +1,7 @@
 """PTX as Python functions: a function's annotations describe its inline assembly.
 
 Under :func:`pure` or :func:`effect` a function returns the text of instructions. In it $0, $1, ... stand for the
-results, and behind them for the parameters that are DSL scalars or sequences of these, in order; other parameters are
+results, and after them for the parameters that are DSL scalars or sequences of these, in order; other parameters are
 constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it. The DSL's own
 ``inline_ptx`` marks everything volatile, which pins the order that it was traced in.
 """

@@ -2,7 +2,7 @@
 
     role      waits                               then                   says so
     producer  `producer_acquire`: stage is empty  fills it               `producer_expect` and copies that count bytes,
-                                                                         or `producer_commit` behind its own stores
+                                                                         or `producer_commit` after its own stores
     consumer  `consumer_wait`: stage is full      reads it               `consumer_release`, one lane of each warp
 
 A full barrier's phase ends with ``fills`` arrivals and all bytes that were expected, an empty one's with ``releases``
@@ -103,7 +103,7 @@ class Pipeline:
         return self.full_address(state)
 
     def producer_commit(self, state: PipelineState) -> None:
-        """Arrives, behind the warp's own stores; one lane."""
+        """Arrives, after the warp's own stores; one lane."""
         cute.arch.mbarrier_arrive(self.full + state.stage)
 
     def full_barrier(self, state: PipelineState) -> Any:

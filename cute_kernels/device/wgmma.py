@@ -137,9 +137,9 @@ def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32
 
 
 def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constraint: str, *, loc, ip) -> list:
-    """Issues an MMA of a ``kind`` behind its m64nN; without ``sums`` its ``count`` results are the product alone.
+    """Issues an MMA of a ``kind`` after its m64nN; without ``sums`` its ``count`` results are the product alone.
 
-    scales: operands behind the predicate that says whether sums are added. number: what sums are, in registers of a
+    scales: operands after the predicate that says whether sums are added. number: what sums are, in registers of a
     ``constraint``.
     """
     d = ", ".join(f"${i}" for i in range(count))

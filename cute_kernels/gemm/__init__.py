@@ -191,7 +191,7 @@ def quantized_layer(
         norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
 
     Returns:
-        `LayerRows`: ``rows``, the residual stream behind the layer as `NormedRows` with following_norm; ``qkv``
+        `LayerRows`: ``rows``, the residual stream after the layer as `NormedRows` with following_norm; ``qkv``
         [..., N], or None.
 
     Raises:

@@ -1,7 +1,7 @@
 """Products around a deferred norm as registered operators, for graphs in which the number of rows is not known.
 
     rows, x, squares = weight_only_linear_norm(...)           the product before the norm
-    y = weight_only_linear_of_normed(x, squares, rows, ...)   the product behind it
+    y = weight_only_linear_of_normed(x, squares, rows, ...)   the product after it
 
 For some numbers of rows kernels leave the norm to the second product. x is then rows times the norm's weight, and
 squares are sums of theirs. For others x is the normed rows, and squares are of no meaning. Both operators are told of
@@ -61,7 +61,7 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
     return rows, torch.empty_like(rows), rows.new_empty((x.shape[0], n // SQUARES_N), dtype=torch.float32)
 
 
-# -- the product behind it -----------------------------------------------------------------------------------------
+# -- the product after it -----------------------------------------------------------------------------------------
 
 
 def take_plain(
@@ -89,7 +89,7 @@ giving = Operator(
     cuda=of_plain(give_plain),
     meta=_give_meta,
 )
-"""(rows [M, n] of a product with a residual, what the product behind their norm takes [M, n], fp32 [M, n / 64])."""
+"""(rows [M, n] of a product with a residual, what the product after their norm takes [M, n], fp32 [M, n / 64])."""
 
 taking = Operator(
     "weight_only_linear_of_normed(Tensor x, Tensor squares, Tensor rows, Tensor norm, float eps, str giver_format, "

@@ -25,7 +25,7 @@ class Target:
 
     row: Int32  # of W
     place: Int64  # of the first in the output, elements
-    count: Int32  # outputs, 0 or less behind the last row
+    count: Int32  # outputs, 0 or less after the last row
     bias: Int32  # of the first among the biases, elements
 
 
@@ -41,7 +41,7 @@ class Results:
         self.dtype, self.activate = dtype, Activate(activation)
 
     def target(self, shape, token, row, bias):
-        """Where results of output features ``row`` and behind are stored for a token. bias: the first one's place."""
+        """Where results of output features ``row`` and after are stored for a token. bias: the first one's place."""
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return Target(row, place, cutlass.min(shape.n - row, VECTOR) >> halves, bias)

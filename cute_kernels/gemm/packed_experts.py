@@ -42,7 +42,7 @@ class ExpertsForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedExperts(Packed):
-    """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one behind the other in each tensor.
+    """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one after the other in each tensor.
 
     ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales are not supported,
     as each expert would have its own.

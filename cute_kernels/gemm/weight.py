@@ -56,7 +56,7 @@ def symmetric_zero(bits: int) -> int:
 
 
 def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int) -> torch.Tensor:
-    """A rank's groups of [tiles, G + more, 64], and all that lies behind them."""
+    """A rank's groups of [tiles, G + more, 64], and all that lies after them."""
     groups = tensor.shape[1] - more
     own = tensor[:, :groups].chunk(world_size, dim=1)[rank]
     return torch.cat((own, tensor[:, groups:]), dim=1) if more else own.contiguous()
@@ -69,7 +69,7 @@ def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, i
 
 
 def scales_of(weight: PackedWeight, groups: slice | torch.Tensor) -> torch.Tensor:
-    """Stored scales [N_pad, ..] of some groups of a weight, and those of a second level behind them."""
+    """Stored scales [N_pad, ..] of some groups of a weight, and those of a second level after them."""
     scales, more = rows_of(weight.scales), weight.format.more_groups
     own = scales[:, : scales.shape[1] - more][:, groups]
     return torch.cat((own, scales[:, scales.shape[1] - more :]), dim=1) if more else own
@@ -388,7 +388,7 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
-    """The int64 numbers that describe a weight in a state dict. more: numbers behind the format."""
+    """The int64 numbers that describe a weight in a state dict. more: numbers after the format."""
     own = weight_format.numbers
     key = *more, *weight_format.key.encode()
     numbers = (FORMAT_VERSION, *shape, *own, *more) if own else (KEY_VERSION, *shape, *key)

@@ -158,7 +158,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         yield AppendSpec(append.for_decode())  # of one token alone
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
-        # What a transform does is undone behind the kernel, and sinks join where shifts do.
+        # What a transform does is undone after the kernel, and sinks join where shifts do.
         features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, shift=False)
         features = replace(features, sinks=features.sinks and not _sees_shift(impl))
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
@@ -205,7 +205,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
 
 def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = False) -> Features:
     window, transform = impl.sliding_window, impl.transform
-    # What it does to V is undone by the kernel behind an append alone, as `append_and_decode` has it.
+    # What it does to V is undone by the kernel after an append alone, as `append_and_decode` has it.
     restored = transform if after_append and transform is not None and transform.v_rotation <= WIDEST_RESTORED else None
     return Features(
         queries=q_len > 1,

@@ -1,7 +1,7 @@
 """Weights of a layer of experts, from the tensors that vLLM loads them into to `PackedExperts`.
 
 vLLM's tensors hold all experts; packed weights have whole tiles of rows, so that all experts are packed as one tall
-weight. Gate and up, which lie one behind the other, come out row by row in turn.
+weight. Gate and up, which lie one after the other, come out row by row in turn.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _pack(
     group_size: int | None,
     dtype: torch.dtype,
 ) -> PackedExperts:
-    """Packs rows of all experts, one behind the other. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
+    """Packs rows of all experts, one after the other. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
     codes_of: makes the codes."""
     experts, n, k = sizes
     assert n % TILE_N == 0, n

@@ -2,7 +2,7 @@
 
 Loads of an SM return in the order in which they were issued, even those that hit a cache. A team knows the page's place
 in the table only when its request's length has arrived. By then the rows of all teams of its SM have been requested. A
-load of the page would return behind the last of them: as late as everything has been read. A bulk copy (TMA) bypasses
+load of the page would return after the last of them: as late as everything has been read. A bulk copy (TMA) bypasses
 that queue. It copies at least 16 aligned bytes to shared memory. A barrier for each warp signals the copies of its
 teams. Neighbouring bytes that are not the table's are ignored; allocations begin and end on larger units.
 """

@@ -161,7 +161,7 @@ class PageTable:
         self.version += 1
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Shortens a sequence to its first ``num_tokens`` tokens and lets go of the pages behind them."""
+        """Shortens a sequence to its first ``num_tokens`` tokens and lets go of the pages after them."""
         sequence = self[seq_id]
         check_count("num_tokens", num_tokens, 0)
         if num_tokens > sequence.length:

@@ -61,7 +61,7 @@ class RowExtras:
         rows.
 
         It is added to the address of the first load that is waited for. Without it, that load might share a scoreboard
-        with loads of addresses, and the loads behind would wait until it has come from memory.
+        with loads of addresses, and later loads would wait until it has come from memory.
         """
         if not self.one_code:
             return 0

@@ -14,7 +14,7 @@ def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
     """Raises ValueError, naming request and position (or token), if two tokens would share a place or one would have
     none.
 
-    Slots of -1, and tokens behind those of all requests, have no place on purpose and are no error.
+    Slots of -1, and tokens after those of all requests, have no place on purpose and are no error.
 
     may_be_shorter: whether a request may have fewer tokens than come, whose first ones then have no place.
     """

@@ -9,7 +9,7 @@ Roles of the three or four warpgroups of a CTA:
 
 A kernel is a load, a mainloop and a way to combine partial results: stream-K work ranges and second launches are chosen
 at run time (`work_tiles`, `combine.second_launch`), a cooperative combine is compiled in (`combine.one_launch`).
-docs/design/mla_structure.md has the drawing, docs/design/mla.md the balance of clocks, bytes and registers behind it.
+docs/design/mla_structure.md has the drawing, docs/design/mla.md the balance of clocks, bytes and registers after it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MlaKernel:
             announce_barriers(self.config)
             self.loader.ask(queries, memory, work_tiles.row, work_tiles.head_block)
         if const_expr(self.config.crossover):
-            # Barriers are made visible by the fence behind their making.
+            # Barriers are made visible by the fence after their making.
             cute.arch.cluster_arrive_relaxed()
         if warp >= CONSUMER_WARPS:
             self.claim_registers(2)

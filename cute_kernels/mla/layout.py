@@ -30,7 +30,7 @@ class TokenLayout:
         rope_offset: the RoPE columns' first byte, of FP8 tokens.
         num_scales: of a token, of equally many code slabs each.
         scale_bytes: of all scales of a token, loaded at once.
-        scales_offset: their first byte in the token, None where they lie behind all tokens of the page.
+        scales_offset: their first byte in the token, None where they lie after all tokens of the page.
     """
 
     dtype: str
@@ -48,20 +48,20 @@ class TokenLayout:
 
     @property
     def is_split(self) -> bool:
-        """Whether a token's scales lie behind the data of all tokens of its page."""
+        """Whether a token's scales lie after the data of all tokens of its page."""
         return self.num_scales > 0 and self.scales_offset is None
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Slabs of the two parts in which a tile may be loaded and released: the left half of the value with the
-        columns behind the value, and the right half."""
+        columns after the value, and the right half."""
         behind = range(VALUE_SLABS, self.num_slabs)
         return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
 
     @property
     def score_runs(self) -> tuple[tuple[int, int], ...]:
         """(first slab, number of slabs) in the order in which they are scored: the left half of the value, columns
-        behind the value, the right half."""
+        after the value, the right half."""
         behind = ((VALUE_SLABS, self.num_slabs - VALUE_SLABS),) if self.num_slabs > VALUE_SLABS else ()
         return ((0, HALF_SLABS), *behind, (HALF_SLABS, HALF_SLABS))
 

@@ -36,7 +36,7 @@ MAX_STREAM_K_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of stream-K to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
 MULTICAST_BLOCKS = 16  # of a work tile, from which on TMA multicast to a pair of CTAs is worth it
-EAGER_BLOCKS = 16  # of a CTA, for which crossover with the right half a block behind is worth its longer program
+EAGER_BLOCKS = 16  # of a CTA, for which crossover with the right half a block later is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 

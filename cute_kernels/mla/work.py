@@ -41,7 +41,7 @@ class Results:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A work tile; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
+    """A work tile; blocks [begin, end) of the row, those of the extra cache after ``main_blocks`` others."""
 
     shape: MlaSizes
     row: Int32
@@ -52,7 +52,7 @@ class WorkTile:
     length: Int32  # tokens, those of the extra cache not counted
     main_blocks: Int32
     extra_length: Int32
-    left: Int32 | None = None  # of the CTA's work range, behind this work tile
+    left: Int32 | None = None  # of the CTA's work range, after this work tile
     publishes: Boolean | None = None  # whether an earlier part of the row is another CTA's, which ends the row
     resumes: Boolean | None = None  # whether a later part of the row is another CTA's, which began it
 

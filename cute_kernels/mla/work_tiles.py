@@ -181,7 +181,7 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block. Behind the last one there is none: its number is not below the work tile's end."""
+        """Goes on to the next block. After the last one there is none: its number is not below the work tile's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):

@@ -23,7 +23,7 @@ class NormConfig:
 
     kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
     whether a residual is added first and the sum stored. has_bias: "layer" alone. weight_dtype: of weight and bias,
-    "fp32" or x's "own". inputs: what a layer behind wants done to its inputs, one of `INPUTS`.
+    "fp32" or x's "own". inputs: what the next layer wants done to its inputs, one of `INPUTS`.
     """
 
     kind: str

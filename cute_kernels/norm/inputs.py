@@ -36,7 +36,7 @@ class LayerInputs:
         pack: Callable[[Sequence[Any]], list[Any]],
     ):
         self.config, self.unpack, self.pack = config, unpack, pack
-        self.room_offset = -(-sums_bytes // VECTOR_BYTES) * VECTOR_BYTES  # a row's vectors, behind the sums
+        self.room_offset = -(-sums_bytes // VECTOR_BYTES) * VECTOR_BYTES  # a row's vectors, after the sums
 
     @property
     def shared_bytes(self) -> int:
@@ -45,7 +45,7 @@ class LayerInputs:
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
         """Starts loading (order, factors) of the vectors at ``places``: eight words and four each."""
-        # Not as constant memory: ptxas moves such loads behind the wait.
+        # Not as constant memory: ptxas moves such loads after the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
         return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []
 

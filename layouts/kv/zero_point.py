@@ -35,7 +35,7 @@ class ZeroPointRow(KvRow):
     """One row: ``head_dim / 2`` bytes of codes, then one fp32 word: the scale, with the zero point in its low 4 bits.
 
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, and x = (q - zero) * scale, where the scale is the word without
-    those 4 bits. The scale is **behind** the codes: the kernels of this package, which want it in front, read
+    those 4 bits. The scale is **after** the codes: the kernels of this package, which want it in front, read
     `layouts.kv.Int4Row` with one group, of as many bytes.
 
     Quantisation, in fp32: ``scale = max((max - min) / 15, 1e-6)``, ``zero = clamp(round(-min / scale), 0, 15)``,

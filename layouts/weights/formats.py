@@ -1,7 +1,7 @@
 """What a tile of 64 output features stores of each weight format: its codes' conversion, and where its scales lie.
 
 Codes lie as `layouts.weights.hopper` has them, whatever they stand for: every conversion here wants its elements in the
-order of the default one. Scales of a tile are rows of 64, one for each group of inputs: [groups, 64]. Behind them lie
+order of the default one. Scales of a tile are rows of 64, one for each group of inputs: [groups, 64]. After them lie
 the bytes of scales of a second level, fp32 for each feature, as if these were more groups. A thread of the warpgroup
 multiplies two features, 8 apart, and loads the scale of each.
 """
@@ -57,7 +57,7 @@ class WeightTile:
         return self.rows * hopper.TILE_N * self.scale_bytes
 
     def scale_place(self, feature: int, group: int) -> int:
-        """Bytes from a tile's scales to that of a feature and a group, or of a part of the second level behind it."""
+        """Bytes from a tile's scales to that of a feature and a group, or of a part of the second level after it."""
         return (group * hopper.TILE_N + feature) * self.scale_bytes
 
     def features_of(self, warp: int, lane: int) -> tuple[int, int]:

@@ -162,7 +162,7 @@ class Merger:
         return _merge(pairs, values)
 
     def stats_address(self, address, row):
-        """Where the (maximum, sum) pairs of a query head's slices lie, behind the outputs."""
+        """Where the (maximum, sum) pairs of a query head's slices lie, after the outputs."""
         return address + self.stats_offset + row * (self.config.num_slices * PAIR_BYTES)
 
     def vector(self, index):

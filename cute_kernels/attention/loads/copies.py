@@ -198,7 +198,7 @@ class TileCopier:
     def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
         """Writes zeros over a stage's rows of V from token ``first`` on, all consumer threads together.
 
-        Rows behind a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
+        Rows after a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
         """
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
@@ -217,7 +217,7 @@ class TileCopier:
     @cute.jit
     def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
         """Writes zeros over the rows before token ``end`` (at most the tile's), as :meth:`clear_rows` does over those
-        behind."""
+        after."""
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -375,7 +375,7 @@ class RowMapOperand(RowOperand):
     """Copies some heads' raw rows by cp.async.bulk.tensor, a page's tokens at a time, where a bulk copy would take each
     token alone.
 
-    A token's words in shared memory, with the padding behind them, are as many words of the cache. So words behind the
+    A token's words in shared memory, with the padding after them, are as many words of the cache. So words after the
     wanted heads, or zeros, are copied as well.
     """
 

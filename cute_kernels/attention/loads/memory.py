@@ -103,7 +103,7 @@ class ExtendMemory:
         return self.number(operand, stage) * self.config.tile_room
 
     def write_ones(self, lane) -> None:
-        """One warp writes the rows of ones behind the tiles of V's transpose, before any MMA reads them."""
+        """One warp writes the rows of ones after the tiles of V's transpose, before any MMA reads them."""
         for stage in range(self.config.num_stages):
             behind = self.tile(VALUES, stage) + self.config.tile_bytes
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):

@@ -54,7 +54,7 @@ class Fp8Products:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.rows = config.columns + config.ones_rows  # of V's transpose, and those of ones behind them
+        self.rows = config.columns + config.ones_rows  # of V's transpose, and those of ones after them
         self.packed_words = config.tile_tokens // 8
 
     def score(self, scores, memory, group, stage) -> None:

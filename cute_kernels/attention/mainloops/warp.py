@@ -92,7 +92,7 @@ class WarpMainloop:
         config, warp, lane = self.config, cta.warp, cta.lane
         cta.pipeline.consumer_wait(tile)
         if token + config.tile_tokens > work.length:
-            # The request's last tile: the rows behind its end must not count, whatever they hold.
+            # The request's last tile: the rows after its end must not count, whatever they hold.
             self.copier.clear_rows(cta.tiles, tile.stage, work.length - token, warp * WARP_THREADS + lane)
             sync_consumers(config)
         seen = self.logits.terms.reach(cta.features, work.place.shape.q_len)

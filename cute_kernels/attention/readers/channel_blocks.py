@@ -147,7 +147,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
-        """Scores of the block that is not quantised yet, as :meth:`scores` has them. Rows behind the request's end may
+        """Scores of the block that is not quantised yet, as :meth:`scores` has them. Rows after the request's end may
         be anything."""
         blocks, units = range(self.config.blocks_per_warp), range(self.tile.k_units)
         ring = self._ring(state, first_token) + Int64(16 * state.t)

@@ -68,7 +68,7 @@ class Query:
 def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> list[Any]:
     """Loads words of a query in one access. 64 bits are an address of global memory, 32 one of shared memory.
 
-    Global ones are not constants behind an append: another kernel writes them while this one runs.
+    Global ones are not constants after an append: another kernel writes them while this one runs.
     """
     if isinstance(address, Int32):
         return ptx.load_shared_vector(address, offset, num_words)

@@ -40,7 +40,7 @@ class ScoreState:
     Attributes:
         values: of the launch: window, soft_cap, addresses alibi_slopes and sinks, and ``tensors`` of registered options
             by name; with a bias or a shift what :class:`cute_kernels.attention.cta.FeatureValues` has of them.
-        length: the position behind the last query's.
+        length: the position after the last query's.
         positions: where the columns' queries stand in their request; None unless a term needs them.
         kept: what each term keeps of each column, by its option's name.
     """

@@ -41,11 +41,11 @@ class WeightFormat(ABC):
         dtypes: of activations that meet such weights, "bf16" and "fp16".
         power_scales: whether stored scales are bytes of E8M0, exponents of two, and none is NaN.
         row_scales: whether rows have scales of a second level, fp32, which meet the sums over all of K. Their bytes lie
-            behind those of a tile's groups, as if these were more groups: see `with_row_scales`.
+            after those of a tile's groups, as if these were more groups: see `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
         nan_codes: codes that are NaN; kernels see those of which `with_nan_codes` has told the scales.
         code_dtypes, given_scale_dtypes: of bytes of codes, and of scales of one byte, as checkpoints have them.
-        pad_code: what fills rows and columns behind a weight's own.
+        pad_code: what fills rows and columns after a weight's own.
         decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
         key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
     """
@@ -134,7 +134,7 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """Rows of 64 stored scales of a tile behind those of its groups: those of the second level."""
+        """Rows of 64 stored scales of a tile after those of its groups: those of the second level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property

@@ -5,7 +5,7 @@ a float with a fixed exponent (FasterTransformer's magic numbers), and one packe
 the zero point together. Both are integers that the format holds, so code - zero comes out exactly. Instructions per 8
 codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
 
-bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
+bf16 holds seven of a code's eight bits after its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
 A `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
 """
 

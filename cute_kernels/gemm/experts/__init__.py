@@ -75,7 +75,7 @@ def grouped_linear(
     than said above are undefined behaviour.
 
     Returns:
-        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places behind expert_offsets[E]
+        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places after expert_offsets[E]
         are 0 on the CPU and not written on a GPU.
 
     Raises:

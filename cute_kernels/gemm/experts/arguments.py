@@ -1,6 +1,6 @@
 """The arguments that kernels of experts are launched with; they are listed nowhere else.
 
-What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all experts one behind the other; x [.., k].
+What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all experts one after the other; x [.., k].
 
     offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
     waits              0 if offsets and rows, or ids, are older than the kernel before this one, which has waited for

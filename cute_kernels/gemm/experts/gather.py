@@ -57,7 +57,7 @@ class GatherKernel:
             self.copy(x, out, place, piece, row_pieces, Int32(count), numbers)
 
     def load_numbers(self, rows, place, last) -> list[Any]:
-        """Loads numbers of a thread's rows, before it is known how many places have one; none behind the last."""
+        """Loads numbers of a thread's rows, before it is known how many places have one; none after the last."""
         places = [cutlass.min(place + i * self.config.thread_rows, last) for i in range(self.config.batch)]
         return [ptx.load_global_words(rows + Int64(one) * 4, 0, 1, constant=False)[0] for one in places]
 

@@ -166,7 +166,7 @@ class ExpertStream:
     def load_ends(self, operands, shape, thread) -> list[Any]:
         """Loads where the first of a thread's experts begins, and where each of them ends."""
         expert = thread * self.thread_experts
-        # Behind the last expert the same end again, so no rows.
+        # After the last expert the same end again, so no rows.
         places = [cutlass.min(expert + i, shape.num_experts) for i in range(self.thread_experts + 1)]
         addresses = [operands.offsets + Int64(place) * 4 for place in places]
         return [Int32(ptx.load_global_words(address, 0, 1, constant=False)[0]) for address in addresses]

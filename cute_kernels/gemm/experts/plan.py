@@ -2,7 +2,7 @@
 
 A layer is routing, the rows in the order of their places where the products need it, two products, and the sum over a
 token's experts. What lies between them is one piece of memory. Hidden activations come first, as the one tensor that a
-kernel takes as such. The compiled functions check its columns only, so all else may lie behind its last row. Nothing
+kernel takes as such. The compiled functions check its columns only, so all else may lie after its last row. Nothing
 here waits for the device.
 """
 

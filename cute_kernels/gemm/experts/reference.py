@@ -63,7 +63,7 @@ def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 
     Returns:
         offsets int32 [num_experts + 1], the first place of each expert; rows int32 [tokens * topk], the token at each
-        place, 0 behind the last one; places int32 [tokens, topk], the place of each assignment or -1.
+        place, 0 after the last one; places int32 [tokens, topk], the place of each assignment or -1.
     """
     ids = topk_ids.reshape(-1).long()
     known = (ids >= 0) & (ids < num_experts)

@@ -2,7 +2,7 @@
 
 Warps take runs of neighbouring assignments. In a step of 32, lanes with the same expert find each other by match.sync;
 the first of them counts for all, in counters of its warp. Accumulators over the warps and over the experts say where
-each warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: behind
+each warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: after
 all before it that have the same expert.
 """
 

@@ -33,7 +33,7 @@ class Stored:
         in_turn: whether gates and ups come in turn; else all gates come before the ups.
         biased: whether there are biases, named as the weights with "_bias".
         scales_inputs: whether the router's weights are put on what experts take. They are called with the rows of all
-            experts, one expert's behind another's, and their block has a "router", not a "gate".
+            experts, one expert's after another's, and their block has a "router", not a "gate".
     """
 
     first: str = GATE_UP

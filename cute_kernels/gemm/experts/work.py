@@ -2,7 +2,7 @@
 
 The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none.
 :class:`cute_kernels.gemm.stream.work.Work` cuts the k blocks of all entries, one after the other, into equal work
-ranges. An entry's blocks of output features are numbered behind those of the entry before it. So every CTA reads
+ranges. An entry's blocks of output features are numbered after those of the entry before it. So every CTA reads
 equally many bytes whichever experts are active, and the host needs upper bounds alone. :mod:`.schedule` says the same
 in plain Python.
 
@@ -129,7 +129,7 @@ class GroupedWork(Work):
     """A CTA's part of the k blocks of all entries.
 
     table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry, end_entry: the
-    first of them, and what is behind the last.
+    first of them, and what is after the last.
     """
 
     shape: EntrySizes  # EntrySizes

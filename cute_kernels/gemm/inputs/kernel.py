@@ -51,7 +51,7 @@ class InputRowsKernel:
         row_of_out = out + Int64(row) * vectors * 16
         inputs = cute.make_rmem_tensor(VECTOR, Uint32)
         scales = cute.make_rmem_tensor(VECTOR, Uint32)
-        # Not as constant memory: ptxas moves such loads behind the wait.
+        # Not as constant memory: ptxas moves such loads after the wait.
         self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
         room = Int32(0)
@@ -70,7 +70,7 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads a vector's order and factors; behind the row's end, those of the last one."""
+        """Loads a vector's order and factors; after the row's end, those of the last one."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)

@@ -70,7 +70,7 @@ def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, 
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x [m, k] of 16 bits on a GPU, its rows one behind the other: a copy if they are not.
+    """x [m, k] of 16 bits on a GPU, its rows one after the other: a copy if they are not.
 
     torch's copy lets the next launch begin when it has ended; our own (programmatic dependent launch) lets it begin
     earlier.

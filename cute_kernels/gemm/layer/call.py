@@ -38,7 +38,7 @@ from cute_kernels.runtime.workspace import UnsettledError
 Weight = PackedWeight | WeightTensors
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
-# Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
+# Those whose rows are normed. Never two one after the other: consumers of the second would leave its squares where the
 # store warp has yet to read the first one's. What lies between says that it has.
 NORMED: tuple[int, ...] = (1, 3)
 assert all(following - one > 1 for one, following in pairwise(NORMED))
@@ -67,7 +67,7 @@ class LayerCall(NamedTuple):
 class LayerRows(NamedTuple):
     """The results of `quantized_layer`.
 
-    rows: the residual stream behind the layer, and the norm that the next one takes. qkv: of the next layer; None where
+    rows: the residual stream after the layer, and the norm that the next one takes. qkv: of the next layer; None where
     no weight was given for it.
     """
 

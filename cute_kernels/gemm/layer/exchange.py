@@ -1,6 +1,6 @@
 """Exchanges results between CTAs: a result is there when its word is no longer EMPTY.
 
-A counter of stored work tiles would need a fence before it. The fence waits for answers of memory, behind all weights
+A counter of stored work tiles would need a fence before it. The fence waits for answers of memory, after all weights
 that are in flight: 4 us. A result that is visible needs none, as a pair of bf16 is one word.
 
 There are two sets of words, used by launches in turn. A launch resets to EMPTY the words of the other set, which the
@@ -73,7 +73,7 @@ def leave(sizes: Sizes, exchange: Exchange):
 @cute.jit
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
     """Loads a lane's vectors of four words into ``words`` once all lanes of a warp find theirs published. They lie
-    ``places`` bytes behind each of some addresses. All loads are issued at once."""
+    ``places`` bytes after each of some addresses. All loads are issued at once."""
     sources = [
         Published(address, offset=place, wanted=wanted)
         for address, wanted in zip(addresses, there, strict=True)

@@ -58,7 +58,7 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Ends the CTA's draws. Every CTA draws one number of the last product or behind it, and the one that draws the
+        """Ends the CTA's draws. Every CTA draws one number of the last product or after it, and the one that draws the
         last number resets the counter to EMPTY. Then, and not before, the next launch may begin, whose CTAs draw at
         once."""
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:

@@ -52,7 +52,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others
+    """The sizes of a launch. ends: the number after each product's last work tile. waited_for: work tiles that others
     wait for, all but the last product's; used: words of their results. m: rows. x, residual: the first product's."""
 
     first_end: Int32

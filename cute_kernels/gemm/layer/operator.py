@@ -96,4 +96,4 @@ layer_products = Operator(
     cuda=_apply,
     meta=_meta,
 )
-"""(rows [M, hidden] behind a layer, qkv [M, projected] of the next one) of x [M, heads]; weights of `config.FORMAT`."""
+"""(rows [M, hidden] after a layer, qkv [M, projected] of the next one) of x [M, heads]; weights of `config.FORMAT`."""

@@ -55,7 +55,7 @@ class Rows:
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
         """Makes some groups of each of several passes, from the ``first`` of all rows on; all are loaded at once.
 
-        Behind the last group lanes make it once more.
+        After the last group lanes make it once more.
         """
         groups = product.k // GROUP
         total = groups * sizes.m

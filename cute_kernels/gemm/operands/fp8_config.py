@@ -38,7 +38,7 @@ FP8_ROWS = matrix_arguments(
 )
 """Of rows of x in E4M3: x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32 that
 says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; given: address of the
-scale of all of x; out e4m3 [places, 8 * out_pieces], zeros behind k; groups: of 128 inputs of out; scales fp32, of the
+scale of all of x; out e4m3 [places, 8 * out_pieces], zeros after k; groups: of 128 inputs of out; scales fp32, of the
 first scale_groups of them, group_stride and place_stride apart."""
 
 

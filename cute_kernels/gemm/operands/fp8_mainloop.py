@@ -33,7 +33,7 @@ from layouts.weights.hopper import STEP_K
 
 SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
 PIECE_M = 32  # of them whose scales are loaded at a time
-BARRIER = 9  # the first of two named barriers, one a warpgroup, behind those of `wgmma.kernel`
+BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of `wgmma.kernel`
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PingPong:
 
     def wait(self, warp, nothing: Int32 | int = 0):
         """Waits for the other warpgroup's arrival. nothing: a run-time 0, computed from all that MMAs begin with; ptxas
-        moves other computation behind the barrier, where the tensor cores wait for it."""
+        moves other computation after the barrier, where the tensor cores wait for it."""
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
 

@@ -163,7 +163,7 @@ class Fp8RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """The piece of a row that a lane makes codes of. It is behind the row's end, so zeros, in the first half of a
+        """The piece of a row that a lane makes codes of. It is after the row's end, so zeros, in the first half of a
         last group that begins early."""
         if not self.config.half_last:
             return piece

@@ -2,7 +2,7 @@
 
 The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.fp8_rows`), and the
 weights add nothing: a NaN among them makes all results of its row NaN anyway. So the mainloop knows of no tail, nothing
-is read behind a row's end, and weights keep the padding of 16-bit products.
+is read after a row's end, and weights keep the padding of 16-bit products.
 """
 
 from __future__ import annotations

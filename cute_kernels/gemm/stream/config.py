@@ -39,7 +39,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The activations' part of a kernel's name, behind all others."""
+        """The activations' part of a kernel's name, after all others."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:

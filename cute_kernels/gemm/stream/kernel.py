@@ -156,7 +156,7 @@ class StreamRoles:
         target = memory.stages + here.stage * config.stage_bytes
         parts = [
             (operands.codes, 0, config.k_block_bytes, 0),
-            # Of each tile scales of a second level lie behind those of its groups.
+            # Of each tile scales of a second level lie after those of its groups.
             (operands.scales, config.scale_offset, config.k_block_scale_bytes, config.more_scale_bytes),
             (operands.zeros, config.zero_offset, config.k_block_zero_bytes, 0),
         ]
@@ -412,7 +412,7 @@ class StreamKernel:
     | consumers | 4 * k_warps | stage full | stage empty, one lane a warp |
     | | | staging buffer empty | staging buffer full, one lane a warp |
     | loads of weights | 1 | stage empty: all consumer warps | stage full, with the bytes of its copies |
-    | loads of activations | 1 | the same, behind the launch before | the same, with bytes that may be 0 |
+    | loads of activations | 1 | the same, after the launch before | the same, with bytes that may be 0 |
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
     | | | parts of other CTAs, by polling | |
 

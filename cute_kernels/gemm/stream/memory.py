@@ -1,4 +1,4 @@
-"""Shared memory of a CTA that streams weights, its barriers, and zeros behind the end of K."""
+"""Shared memory of a CTA that streams weights, its barriers, and zeros after the end of K."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def init_barriers(memory: StreamMemory) -> None:
 
 @cute.jit
 def clear_tail(config: StreamConfig, memory: StreamMemory, work, tid):
-    """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
+    """Zeroes the activations after the end of K: codes there decode to 0, but 0 times NaN is NaN."""
     k_block_bytes = 2 * config.block_k
     wanted = work.own_k_blocks * k_block_bytes
     present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)

@@ -106,7 +106,7 @@ class Work:
         return self.shape.m
 
     def x_start(self, segment, slot_bytes):
-        """The offset of a segment's activations, in bytes behind the first."""
+        """The offset of a segment's activations, in bytes after the first."""
         return 0
 
     def tile(self, segment, index: int, n_tiles: int):

@@ -24,7 +24,7 @@ from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Places, corner_of
 from cute_kernels.gemm.wgmma.reduction import StoringReduction, TileStore
 
-JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
+JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, after those of kernels and epilogues
 VECTOR_WORDS = 4
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next
 

@@ -44,7 +44,7 @@ class WgmmaConfig(Generic[M]):
         format: of the weight.
         dtype: of activations, "bf16" or "fp16".
         tile_m: rows of x of a tile, the N of the MMAs.
-        row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts behind the last row that there
+        row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts after the last row that there
             is are neither brought nor multiplied.
         n_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
         warpgroups: how many multiply; each has ``n_tiles`` of its own.

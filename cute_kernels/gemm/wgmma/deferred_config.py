@@ -92,7 +92,7 @@ class DeferredNorm(StagedStore):
         return -(-config.n_tiles // (config.cluster if config.dsmem_reduction else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
-        """The offset of a warpgroup's additional memory in its staging buffer, behind two chunks of a residual."""
+        """The offset of a warpgroup's additional memory in its staging buffer, after two chunks of a residual."""
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:
@@ -102,7 +102,7 @@ class DeferredNorm(StagedStore):
         return self.factor_bytes(config) + BARRIER_BYTES
 
     def factor_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Bytes of the factors of whole rounds of rows. An mbarrier lies behind those that all warpgroups share."""
+        """Bytes of the factors of whole rounds of rows. An mbarrier lies after those that all warpgroups share."""
         at_once = self.rows_at_once(config)
         return FACTOR_BYTES * (-(-config.own_m // at_once) * at_once)
 

@@ -47,13 +47,13 @@ from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes
 
-BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
+BEGIN = 8  # number of the barrier that others are there, after those of `.epilogue`
 
 # Who waits for the launch before, which may still be running.
 Waits = Literal["nobody", "loader", "all warps"]
 NOBODY: Waits = "nobody"
 LOADER: Waits = "loader"  # the warp that loads weights, before it asks for the first; others wait for it
-ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside the first weights and not behind them
+ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside the first weights and not after them
 
 
 def make_mainloop(

@@ -43,7 +43,7 @@ class RowLimbs:
 
     @cute.jit
     def load(self, x, row, piece, row_pieces):
-        """A lane's 8 inputs, packed; zeros behind the end of the row."""
+        """A lane's 8 inputs, packed; zeros after the end of the row."""
         words = cute.make_rmem_tensor(4, Uint32)
         words.fill(0)
         if piece < row_pieces:

@@ -25,7 +25,7 @@ def product(a, b) -> Int64:
 
 
 def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
-    """[rows, TMA_TILE_K, count], swizzled; one TMA tile behind the other."""
+    """[rows, TMA_TILE_K, count], swizzled; one TMA tile after the other."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
     return cute.tile_to_shape(atom, (rows, TMA_TILE_K, count), order=(0, 1, 2))
 
@@ -108,7 +108,7 @@ class TmaLoads:
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
         """(part, TMA tile among those of all stages) of a tile of which ``present`` parts have rows. Both limbs are one
-        operand: theirs lie one behind the other."""
+        operand: theirs lie one after the other."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
@@ -194,7 +194,7 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
     """Prefetches the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
 
     It needs no barrier, so it runs before barriers are initialised. A tile's k blocks are one run of bytes: one
-    instruction replaces several rounds of the pipeline's loop. It prefetches nothing where the run would end behind the
+    instruction replaces several rounds of the pipeline's loop. It prefetches nothing where the run would end after the
     tile's.
     """
     k_blocks = config.prefetched_k_blocks

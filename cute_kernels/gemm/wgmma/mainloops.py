@@ -50,7 +50,7 @@ SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for 
 # reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
 PREFETCHED_K_BLOCKS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
 PREFETCHED_TILE_M = 32
-# The same of resident limbs, by the tiles of a block and whether warps load x. What TMA brings of x comes behind it.
+# The same of resident limbs, by the tiles of a block and whether warps load x. What TMA brings of x comes after it.
 RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
 
 
@@ -148,7 +148,7 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The number of mbarriers that its device code initialises, behind all others: one for x where limbs are
+        """The number of mbarriers that its device code initialises, after all others: one for x where limbs are
         resident."""
         return (Barriers("x_barrier", 0),)
 

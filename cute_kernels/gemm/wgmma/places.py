@@ -18,7 +18,7 @@ class Corner:
 
     row: Int32  # of W
     token: Int32
-    end: Int32  # behind the last row of x
+    end: Int32  # after the last row of x
     bias: Int32  # of its first row among the biases, elements
 
 
@@ -27,7 +27,7 @@ class Places(Protocol):
     there are."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
-        """The first row of x, and what is behind the last one that the tile may have."""
+        """The first row of x, and what is after the last one that the tile may have."""
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
@@ -62,7 +62,7 @@ class DensePlaces:
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
     """Number of the ``index``-th tile of a block, among the tiles of its weight."""
-    # Of the last block, tiles behind the last one are that one again.
+    # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
 

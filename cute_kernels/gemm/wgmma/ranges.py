@@ -58,7 +58,7 @@ class RangeScheduler:
     first_tile: Int32
     first_k: Int32  # of the first tile
     last_tile: Int32
-    last_end: Int32  # behind the last k block of the last tile
+    last_end: Int32  # after the last k block of the last tile
 
     @staticmethod
     def of(shape: TileRangeSizes, cta) -> RangeScheduler:
@@ -112,7 +112,7 @@ class RangeReduction(StoringReduction):
     """The CTA that has a tile's last k block adds up what the CTAs before it published, and stores:
     `.reduction.TileReduction`.
 
-    A CTA publishes one part at most, that of the tile that ends behind its range, so each CTA has one place.
+    A CTA publishes one part at most, that of the tile that ends after its range, so each CTA has one place.
     """
 
     rounds = Ranges

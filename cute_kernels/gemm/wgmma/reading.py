@@ -111,7 +111,7 @@ class StageReader:
         config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
-        # The rows of a group of a tile lie together, the groups of a tile behind each other.
+        # The rows of a group of a tile lie together, the groups of a tile after each other.
         first_tile, row = place.row // TILE_N, place.row % TILE_N
         groups = []
         for group in range(config.k_block_groups):

@@ -1,7 +1,7 @@
 """How parts of K are added up, and which CTA stores the result: four values of the reduction policy.
 
 The other one, through the shared memory of a cluster tile by tile, is in `.cluster_reduction`. All have `begin`, before
-the first work tile, `prepare`, before a work tile's products, `finish`, for its accumulators, and `end`, behind the
+the first work tile, `prepare`, before a work tile's products, `finish`, for its accumulators, and `end`, after the
 last one.
 """
 
@@ -207,7 +207,7 @@ class RowReduction(StoringReduction):
         cute.arch.cluster_arrive()
 
     def shares_place(self, store: Store, state):
-        """The address of a thread's first share: shares of a warpgroup lie one behind the other."""
+        """The address of a thread's first share: shares of a warpgroup lie one after the other."""
         return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
 
     def publish_share(self, place, acc, share: int):

@@ -1,4 +1,4 @@
-"""Shared memory of a CTA as its policies declare it: regions and barriers, laid out one behind the other. No GPU types.
+"""Shared memory of a CTA as its policies declare it: regions and barriers, laid out one after the other. No GPU types.
 
 `config.WgmmaConfig.regions` and `barriers` put the policies' parts in order, `memory.allocate` hands them out.
 """
@@ -17,7 +17,7 @@ class Region(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers one behind the other, the first under a name of `memory.TileMemory`.
+    """mbarriers one after the other, the first under a name of `memory.TileMemory`.
 
     Attributes:
         count: how many.

@@ -74,7 +74,7 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply_chunk(self, acc, memory, work_tile, start, place, here, releases, tile_m: int):
-        """Decodes each k block of a chunk, multiplies it, waits for it. Returns the state behind it.
+        """Decodes each k block of a chunk, multiplies it, waits for it. Returns the state after it.
 
         start: the k block whose limbs are the first resident ones.
         """

@@ -132,7 +132,7 @@ class ResidentRows:
     def k_block_copy(self, x, layout) -> tuple[Any, Any]:
         """The copy of a k block of x into consecutive TMA tiles, and x as k blocks are taken from it.
 
-        x: [m, k]; inputs behind the last multiple of 64 are not loaded. layout: of a k block there.
+        x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: of a k block there.
         """
         m, k = x.shape
         view = cute.make_tensor(
@@ -202,14 +202,14 @@ class ResidentRows:
     def ask_factors(self, x: Source, begin, end, warp, lane):
         """Starts loading the factors of a warp's first step; nothing waits for them yet.
 
-        The loads are not marked constant: ptxas moves such loads behind the wait for the launch before.
+        The loads are not marked constant: ptxas moves such loads after the wait for the launch before.
         """
         asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         self.keep(asked, self.load_factors(x, begin, self.step_bits(end - begin), warp, lane, constant=False))
         return asked
 
     def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Loads factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
+        """Loads factors of a lane's inputs of a step, in their order; zeros after the ends of rows."""
         assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
         start = x.factors + Int64(first) * PIECE_BYTES
@@ -230,7 +230,7 @@ class ResidentRows:
             registers[i] = value
 
     def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
-        """Loads x from memory as :meth:`load` does from a stage; zeros behind its rows, the ends of rows and all
+        """Loads x from memory as :meth:`load` does from a stage; zeros after its rows, the ends of rows and all
         steps."""
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * GROUP_PIECES

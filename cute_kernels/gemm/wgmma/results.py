@@ -52,7 +52,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
     @property
     def name(self) -> str:
-        """The store's part of a kernel's name, behind all others."""
+        """The store's part of a kernel's name, after all others."""
         return ""
 
     def kernel(self) -> CompiledAs | None:
@@ -163,7 +163,7 @@ class RangeSplitK(Reduction):
 
     Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
     blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It begins with the last
-    tile of its range, whose accumulators it leaves in memory if the tile ends behind the range, then goes on to the
+    tile of its range, whose accumulators it leaves in memory if the tile ends after the range, then goes on to the
     tile before, and so ends with the first one. If that began before the range, it adds what the CTA before left of it.
 
     A CTA waits for the one before it alone, at its end, when all that others want of it is stored

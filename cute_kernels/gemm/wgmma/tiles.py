@@ -58,7 +58,7 @@ class TileSizes:
     k: Int32
     num_tiles: Int32  # tiles of 64 output features
     k_blocks: Int32  # of the padded K
-    scale_groups: Int32  # rows of stored scales of a tile: groups of the padded K, and what lies behind them
+    scale_groups: Int32  # rows of stored scales of a tile: groups of the padded K, and what lies after them
     whole: Int32  # tiles that are computed whole
     splits: Int32  # parts that the K of the tiles after them is cut into
     split_k_blocks: Int32  # of a part; the last may have fewer
@@ -147,7 +147,7 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """The end of what begins at ``begin``, behind its last k block; a part of K if it is ``cut``."""
+        """The end of what begins at ``begin``, after its last k block; a part of K if it is ``cut``."""
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
@@ -201,7 +201,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """The number behind the CTA's only work tile."""
+        """The number after the CTA's only work tile."""
         return self.first + 1
 
     @property

@@ -154,7 +154,7 @@ def _mappings(key: str, config: Config) -> Mapping[str, Config]:
 
 
 def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
-    """The regular expression behind a prefix."""
+    """The regular expression after a prefix."""
     try:
         return re.compile(pattern.removeprefix(prefix))
     except re.error as error:
@@ -164,7 +164,7 @@ def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
 def _group_of(config: Config, name: str) -> Config:
     """The group of a compressed-tensors configuration that a quantised layer is in.
 
-    Targets are names, patterns behind "re:", or classes, in this order; a layer whose weight is packed is a Linear.
+    Targets are names, patterns that follow "re:", or classes, in this order. A layer with a packed weight is a Linear.
     """
     groups = config["config_groups"]
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):

@@ -22,7 +22,7 @@ GATE, UP, DOWN = "gate", "up", "down"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PROJECTION = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<own>\w+)")
 _ROLES = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
-_MERGES = {"MergeModulelist", "Concatenate"}  # transformers' operations that stack experts, and put ups behind gates
+_MERGES = {"MergeModulelist", "Concatenate"}  # transformers' operations that stack experts, and put ups after gates
 
 
 @dataclass(frozen=True)

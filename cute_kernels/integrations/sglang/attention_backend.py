@@ -145,7 +145,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: object,
     ) -> torch.Tensor:
-        """Attends for prompts, their parts and tokens behind a cached prefix, with decoding requests among them
+        """Attends for prompts, their parts and tokens after a cached prefix, with decoding requests among them
         (MIXED)."""
         step = self.forward_metadata
         assert step is not None and step.starts is not None

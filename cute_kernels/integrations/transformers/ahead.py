@@ -115,7 +115,7 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Forgets the step. Its row is behind the lengths then, as if it had never been written."""
+        """Forgets the step. Its row is after the lengths then, as if it had never been written."""
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()
@@ -126,7 +126,7 @@ class Lookahead:
     """The steps of one call of `generate`.
 
     Args:
-        limit: columns that the call will come to, so that nothing is begun behind its last step.
+        limit: columns that the call will come to, so that nothing is begun after its last step.
 
     Attributes:
         taken: steps that had been begun when they were asked for.

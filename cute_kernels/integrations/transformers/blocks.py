@@ -331,10 +331,10 @@ class Place:
     """The position of a layer in a model.
 
     Attributes:
-        stack: has the model's ``layers``, and the ``norm`` behind them.
+        stack: has the model's ``layers``, and the ``norm`` after them.
         number: of the layer.
         following: the norm that its result goes to; None if that is not known.
-        next_layer: what calls that norm, None for the norm behind all layers.
+        next_layer: what calls that norm, None for the norm after all layers.
     """
 
     stack: Foreign

@@ -164,7 +164,7 @@ class Columns:
         return torch.equal(older.to(torch.bool), self.tokens(older.shape[1]))
 
     def _hide(self, older: torch.Tensor) -> None:
-        """Hides older tokens that are not seen any more, as those generated behind the end of a row. Layers move the
+        """Hides older tokens that are not seen any more, as those generated after the end of a row. Layers move the
         row's others together. Raises ValueError for a mask that shows columns that hold no tokens."""
         held, columns = self.tokens(older.shape[1]), older.shape[1]
         if bool((older & ~held).any()):

@@ -137,7 +137,7 @@ class Ending(NamedTuple):
         middle: of attention's own product.
         down: the MLP's last product.
         norm: of its sum, one that `is_plain`.
-        taker: the product of that norm; None behind the last layer.
+        taker: the product of that norm; None after the last layer.
     """
 
     middle: Sum

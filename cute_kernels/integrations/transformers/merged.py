@@ -131,7 +131,7 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
     """Makes one layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are
     gate's.
 
-    order: int [N]; pair i is row order[i] of each, for a layer behind that has its inputs in that order (act-order).
+    order: int [N]; pair i is row order[i] of each, for a layer after that has its inputs in that order (act-order).
     None where the layers are not quantised, or of formats that differ.
     """
     layers = [part for part in parts if type(part) is QuantizedLinear]

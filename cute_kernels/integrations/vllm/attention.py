@@ -402,7 +402,7 @@ class _LayerCall:
         output: torch.Tensor,
         keys: Piece | Context,
     ) -> None:
-        """Computes FlashAttention. keys: whose tokens K and V are, one request behind the other."""
+        """Computes FlashAttention. keys: whose tokens K and V are, one request after the other."""
         impl = self.impl
         fa_utils.flash_attn_varlen_func(
             q=query,

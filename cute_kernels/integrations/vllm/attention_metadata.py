@@ -36,7 +36,7 @@ ROWS_TO_DEQUANTISE_FOR = 4096
 
 @dataclass(frozen=True)
 class Context:
-    """Where the tokens of some requests lie, new ones among them, one request behind the other.
+    """Where the tokens of some requests lie, new ones among them, one request after the other.
 
     pages, places: int64 [tokens], of each token its page and its place in it. starts: int32 [requests + 1]. longest:
     tokens of a request.
@@ -274,7 +274,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
                 max_seq_len=max(lengths[begin:end]),
             )
         if way is Way.GATHER:
-            # Rows are put one behind the other, which a bound would not do: vLLM's counts each draft as accepted.
+            # Rows are put one after the other, which a bound would not do: vLLM's counts each draft as accepted.
             exact = common.seq_lens[requests].tolist() if self.drafts else lengths[begin:end]
             return replace(piece, context=self._context(common, exact, requests))
         return _in_parts(piece, common) if way is Way.PARTS else piece

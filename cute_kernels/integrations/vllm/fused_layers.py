@@ -1,7 +1,7 @@
 """Which layers are made for the fusion of small operations into products (`fusion`), and the norms that it takes.
 
 The epilogue "swiglu" of a product wants the rows of gate and up in turn. A layer whose rows are put so sorts its
-results again behind the product; the pass over the graph takes that away together with the gate.
+results again after the product; the pass over the graph takes that away together with the gate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SILU = ("silu", "swish")
 class Fused:
     """The fusions of the engine that is being made.
 
-    gates: whether its layers of gate and up feed a SwiGLU. sums: whether residuals and norms behind products are fused.
+    gates: whether its layers of gate and up feed a SwiGLU. sums: whether residuals and norms after products are fused.
     """
 
     gates: bool = False

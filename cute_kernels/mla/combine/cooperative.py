@@ -142,7 +142,7 @@ def stage_values(acc, scales, place) -> None:
 
 
 class CooperativeCombine:
-    """Adds up parts, by four warps that are idle then: those that gather, behind their last tile."""
+    """Adds up parts, by four warps that are idle then: those that gather, after their last tile."""
 
     def __init__(self, config: MlaConfig):
         self.numbers = of_name(config.layout.dtype)

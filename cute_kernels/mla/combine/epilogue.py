@@ -13,7 +13,7 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 
 
 class Epilogue:
-    """The end of a work tile in both consumer warpgroups, behind its last block.
+    """The end of a work tile in both consumer warpgroups, after its last block.
 
     weights: how the first warpgroup lets the second one end, `WholeWeights` or `SteppedWeights`.
     """
@@ -47,7 +47,7 @@ class Epilogue:
 
 
 def end_rows(rows, scale) -> None:
-    """Ends a work tile, behind its last block: totals over the four lanes of a row, maxima as exponents of 2."""
+    """Ends a work tile, after its last block: totals over the four lanes of a row, maxima as exponents of 2."""
     for row in range(2):
         rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
         rows.maxima[row] = rows.maxima[row] * scale

@@ -32,7 +32,7 @@ def pipeline_place(block) -> tuple[Any, Any]:
 
 
 class CombiningProducers:
-    """The producer warps behind their last tile: they combine all parts of some heads."""
+    """The producer warps after their last tile: they combine all parts of some heads."""
 
     def __init__(self, config: MlaConfig):
         self.config, self.combine = config, CooperativeCombine(config)

@@ -100,7 +100,7 @@ class CombineKernel:
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
         """Loads (maximum, total, factor of the values of the thread's half) of a lane's parts; the second part is a
-        warp's size behind the first. Parts that do not exist have no weight."""
+        warp's size after the first. Parts that do not exist have no weight."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS

@@ -4,7 +4,7 @@ Shape of the work: 4 producer warps keep the ring full (:mod:`.few_heads.produce
 scores (:mod:`.few_heads.score_loop`); 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`).
 They go on at their own pace, from stage to stage and from one buffer of weights to the other.
 
-docs/design/mla_few_heads.md has the balance of clocks and bytes behind it.
+docs/design/mla_few_heads.md has the balance of clocks and bytes after it.
 """
 
 from __future__ import annotations

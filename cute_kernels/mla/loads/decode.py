@@ -90,7 +90,7 @@ class TokenDecoder:
 
     def load_last(self, words, scales, token, place) -> None:
         """Starts loading the scales of ``token`` and the pieces whose registers the last chunk had. The loads must stay
-        behind the fence, which would wait for them; the compiler does not move loads of this kind."""
+        after the fence, which would wait for them; the compiler does not move loads of this kind."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)

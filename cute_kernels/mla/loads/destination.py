@@ -53,7 +53,7 @@ class OwnTiles:
         """Does nothing: no other CTA needs the rows that a warp has written."""
 
     def finish(self, memory, stage, phase) -> None:
-        """Does nothing behind the last tile: there is no other CTA to wait for."""
+        """Does nothing after the last tile: there is no other CTA to wait for."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
@@ -138,13 +138,13 @@ class CrossoverTiles:
                 numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     def finish(self, memory, stage, phase) -> None:
-        """Waits for the other CTA behind the last tile, see `drains`."""
+        """Waits for the other CTA after the last tile, see `drains`."""
         if self.drains:
             drain(self.config, memory, stage, phase)
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
-        """Announces a part of a tile, behind the fence of the copies. The first warp also says how many bytes the other
+        """Announces a part of a tile, after the fence of the copies. The first warp also says how many bytes the other
         CTA sends."""
         barrier = memory.full + self.config.part_number(stage, part)
         if lane == 0:

@@ -28,7 +28,7 @@ class Entries:
 
     Entries of a block are loaded ``lead + 1`` blocks ahead, a block before they are read. Its tokens are prefetched
     into L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at once,
-    those up to ``prefetch`` behind the first tile: at the beginning of a launch all SMs load together, and the queries
+    those up to ``prefetch`` after the first tile: at the beginning of a launch all SMs load together, and the queries
     take the same path.
     """
 
@@ -38,7 +38,7 @@ class Entries:
     lead: int
     prefetch: int  # blocks, 0 for not at all
     token_bytes: int
-    split: bool  # scales lie behind the data of all tokens of a page
+    split: bool  # scales lie after the data of all tokens of a page
 
     @staticmethod
     def of(config: MlaConfig) -> Entries:
@@ -64,7 +64,7 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Asks for tokens, and for more entries, behind the tile of a block."""
+        """Asks for tokens, and for more entries, after the tile of a block."""
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):

@@ -73,11 +73,11 @@ class Fp8Load:
 
 class SplitFp8Load:
     """Loads tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by itself;
-    the left half of the value with the columns behind it is first.
+    the left half of the value with the columns after it is first.
 
     A fence stands behind each part, for the copies to the other CTA, and one would wait for tokens that have just been
     asked for; and the first use of any of them waits for all, since the compiler counts what a loop carries on one
-    scoreboard. So all of a lane's next token is asked for at one place, right behind the first fence, with the second
+    scoreboard. So all of a lane's next token is asked for at one place, right after the first fence, with the second
     part still to be decoded and sent before anyone waits. That part has registers of its own meanwhile.
     """
 

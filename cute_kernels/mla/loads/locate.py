@@ -19,7 +19,7 @@ from cute_kernels.mla.config import BLOCK_TOKENS
 from cute_kernels.mla.work import blocks_of
 
 NO_ENTRY = -1
-BEHIND_BYTES = 8  # of a token, behind the data of all tokens of a split page
+BEHIND_BYTES = 8  # of a token, after the data of all tokens of a split page
 
 
 @dataclass(frozen=True)

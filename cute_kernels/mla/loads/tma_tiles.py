@@ -1,7 +1,7 @@
 """Loads tiles of 16-bit tokens by TMA, where every 64 tokens are contiguous in a page.
 
 One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers: the left half of
-the value with the columns behind it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two
+the value with the columns after it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two
 CTAs of a cluster, with different heads of a row, need the same tokens: each loads half of them, and every copy goes to
 both (multicast).
 """
@@ -49,7 +49,7 @@ class TmaTileMap:
 
     def source(self, paged: PagedSource, cache, page_stride, token_stride) -> TmaPagedSource:
         """Makes the tensor map of the cache, on the host. cache: address, strides in bytes, all multiples of 16. Tokens
-        of pages that do not exist, and those behind a page's last one, read as zeros."""
+        of pages that do not exist, and those after a page's last one, read as zeros."""
         rows, pages = paged.pages.page_size.value, paged.num_pages
         row, page = (cute.assume(Int64(stride) // 2, divby=8) for stride in (token_stride, page_stride))
         layout = cute.make_layout((rows, self.width, pages), stride=(row, 1, page))

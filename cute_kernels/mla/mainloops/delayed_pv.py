@@ -2,7 +2,7 @@
 
 Between a block's scores and its first weights the tensor cores would be idle. Here the second warpgroup adds the right
 half of the block before then. It has loaded that block's weights as its A operand, in registers, so their room is free
-for the next ones. The first warpgroup queues the next scores behind its own half. So the left part of a tile is
+for the next ones. The first warpgroup queues the next scores after its own half. So the left part of a tile is
 released a block before the right one, whose MMAs come last.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
@@ -28,7 +28,7 @@ from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS
 
 START_RIGHT = 6  # named barrier of both warpgroups: the right half of the block before may be added
 LEFT, RIGHT = 0, 1  # parts of a tile
-HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
+HEAD_SLABS = 1  # of the next scores, queued after the left half's products
 TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let loose before them
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
 
@@ -60,7 +60,7 @@ class DelayedPV:
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
             self.next_queries.ask(work.begin + 1 == work.end, work, work_tiles, memory, warp)
-        # The last block is apart: scores behind a branch would be waited for before it ends.
+        # The last block is apart: scores after a branch would be waited for before it ends.
         for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
             self.weigh_block(kept, work, memory, stage, block, warp, lane)
             following = advance(stage, phase, NUM_STAGES)
@@ -105,7 +105,7 @@ class DelayedPV:
         cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
         self.products.add_values(acc, self.products.weight_fragment(packed), memory, stage, 1)
         wgmma_tiles.commit()
-        # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
+        # After the barrier, so that the first warpgroup does not come to it twice before this one.
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
         wgmma_tiles.wait()
         self.pipeline.release(memory, self.place(stage, RIGHT), lane)

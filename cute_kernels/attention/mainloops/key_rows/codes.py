@@ -5,7 +5,7 @@ bytes: of keys a lane gets a word of a row, of values, transposed, the same two 
 lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
 
     bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
-             values: sum (m, i) is column 32 w + 16 m + 2 g + i; behind a scale 32 w + 4 g + 2 m + i
+             values: sum (m, i) is column 32 w + 16 m + 2 g + i; after a scale 32 w + 4 g + 2 m + i
     nibbles  keys: steps 2 c and 2 c + 1 have 32 c + 8 t + (0, 4), (1, 5) and (2, 6), (3, 7)
              values: sum (m, i) is column 32 w + 4 g + 2 m + i
 
@@ -270,7 +270,7 @@ class ScaledByteRows(ByteRows):
 
 
 class PairedByteRows(ScaledByteRows):
-    """Rows of bytes of two neighbouring heads, one for each warpgroup. A token's two rows lie one behind the other, 68
+    """Rows of bytes of two neighbouring heads, one for each warpgroup. A token's two rows lie one after the other, 68
     words from those of the next token. Tokens begin at multiples of 16 bytes, so all are shifted alike."""
 
     row_bytes = PAIRED_ROW_BYTES
@@ -449,7 +449,7 @@ class HeadedNibbleRows(NibbleRows):
 
 
 class PairedNibbleRows(HeadedNibbleRows):
-    """Rows of INT4 with one group, of two neighbouring heads, one for each warpgroup. Rows of 68 bytes lie one behind
+    """Rows of INT4 with one group, of two neighbouring heads, one for each warpgroup. Rows of 68 bytes lie one after
     the other; a row begins at a multiple of 4 bytes, a token at one of 16. That is too little alignment for ldmatrix:
     lanes load words, 36 from a row to the next one."""
 

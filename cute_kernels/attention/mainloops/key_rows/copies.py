@@ -83,8 +83,8 @@ class TileRows:
         return below, first, place
 
     def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
-        """Copies rows with their headers, one row behind the other, by all pieces that they touch. It reads no byte
-        behind a row."""
+        """Copies rows with their headers, one row after the other, by all pieces that they touch. It reads no byte
+        after a row."""
         pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
         total, behind = self.warp_rows * pieces, self.heads * self.cache_bytes - (pieces - 1) * CHUNK_BYTES
         for first in range(0, total, WARP_THREADS):

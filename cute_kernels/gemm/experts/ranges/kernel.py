@@ -184,16 +184,16 @@ class RangeRoles:
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
-        """The offset of the limbs of a slot, in bytes behind the first."""
+        """The offset of the limbs of a slot, in bytes after the first."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:
-        """Address of the scales of limbs: behind the limbs of all slots."""
+        """Address of the scales of limbs: after the limbs of all slots."""
         return memory.x + shape.x_slots * memory.x_slot_bytes
 
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
-        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first. known: as
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes after the first. known: as
         `Routing.find` returns it.
 
         No warp still reads what lay there, as all have met since. If there is only one slot, all meet before as well.
@@ -345,7 +345,7 @@ class RangeRoles:
                 result = self.routing.result_place(shape, number, place)
                 target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
                 target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
-                # Of parts of K the first has the bias: of the others all rows are behind the last.
+                # Of parts of K the first has the bias: of the others all rows are after the last.
                 first = self.routing.first_k_block(shape, number) == 0
                 target = replace(target, row=cutlass.select_(first, target.row, shape.n))
                 self.epilogue.results.load_extras(operands, shape, target, extras)
@@ -397,5 +397,5 @@ class RangeKernel:
 
 
 def scale_offset(x_offset) -> Any:
-    """Bytes to the scales of a k block whose limbs are ``x_offset`` behind the first."""
+    """Bytes to the scales of a k block whose limbs are ``x_offset`` after the first."""
     return x_offset // (ROW_LIMB_BYTES // ROW_SCALE_BYTES)

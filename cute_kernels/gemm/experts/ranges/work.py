@@ -59,7 +59,7 @@ class RangeOperands:
     scales: Int64
     bias: Int64  # [experts, n] of x's dtype
     residual: Int64  # 0
-    out: Int64  # [places, columns], of parts of K one behind the other
+    out: Int64  # [places, columns], of parts of K one after the other
     offsets: Int64  # int32 [experts + 1]: the first place of each expert; or ids of assignments
     rows: Int64  # int32 [places]: the row of x at each place, or 0: its own number
 

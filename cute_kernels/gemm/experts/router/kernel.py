@@ -8,7 +8,7 @@ has a token for each of its warps, so up to eight tokens are the first one's.
 | who | reads | then |
 |---|---|---|
 | every thread | its first piece of an expert's weight, before the kernel ahead has ended; then hidden states | sums |
-| every CTA | partial sums of its warps, in shared memory, behind a barrier | publishes logits |
+| every CTA | partial sums of its warps, in shared memory, after a barrier | publishes logits |
 | a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
 """
 
@@ -134,7 +134,7 @@ class RouterKernel:
 
     @cute.jit
     def add(self, operands, sums, words, begin, piece):
-        """Adds the products of a piece of the weight with that of each token of a tile. Behind the last token the last
+        """Adds the products of a piece of the weight with that of each token of a tile. After the last token the last
         one is repeated, and its sums are ignored."""
         pieces = []
         for t in cutlass.range_constexpr(self.config.tile_tokens):

@@ -200,7 +200,7 @@ class EntryKernel:
     |---|---|---|---|
     | consumers | 4 | stage full: both loads, and all bytes | stage empty, one lane a warp |
     | loads of weights | 1 | stage empty: the 4 consumer warps | stage full, with the bytes of its copies |
-    | loads of rows | 1 | the same, behind the launch before | stage full, with the bytes of the entry's rows |
+    | loads of rows | 1 | the same, after the launch before | stage full, with the bytes of the entry's rows |
 
     Named barriers: `BEGIN` of all threads, at which the warps that load weights arrive when they have made their ring's
     mbarriers, and go on; those of `TileEpilogue`, one for each warpgroup.

@@ -39,7 +39,7 @@ ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first pl
 TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
 SUMS = (
     -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
-)  # where the warps' own numbers of work tiles are, behind the entries,
+)  # where the warps' own numbers of work tiles are, after the entries,
 TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
 # Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
 # it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.

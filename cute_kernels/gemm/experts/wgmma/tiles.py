@@ -24,7 +24,7 @@ from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WA
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.tiles import TileSizes
 
-TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, behind those of the dense kernel
+TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, after those of the dense kernel
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GroupedLimbSizes(GroupedTileSizes):
 class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
-    block: of output features; token: the tile's first place; end_token: behind the expert's last place. Others as in
+    block: of output features; token: the tile's first place; end_token: after the expert's last place. Others as in
     :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
     """
 
@@ -147,7 +147,7 @@ def fill_table(table, offsets, shape, warp, lane, tile_m: int):
 
     offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
     its first weights are asked for, so it is made in few steps: each warp counts its own experts' work tiles, then adds
-    what the warps before it have counted, which they leave behind the table.
+    what the warps before it have counted, which they leave after the table.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
