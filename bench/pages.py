@@ -377,20 +377,20 @@ ATTENTION: tuple[Section, ...] = (
         "and a few queries of decode attention over INT4. 8 KV heads, head_dim 128, pages of 64.",
         extend.markdown,
     ),
-    ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, beside FlashMLA.', mla.markdown),
+    ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, against FlashMLA.', mla.markdown),
 )
 MODELS: tuple[Section, ...] = (
     (
         "Linear layers, H200",
         "linear",
-        "4- and 8-bit weights (w4a16, w8a16), M rows of x, beside cuBLAS, Marlin and Machete.",
+        "4- and 8-bit weights (w4a16, w8a16), M rows of x, against cuBLAS, Marlin and Machete.",
         linear.markdown,
     ),
     ("Linear layers, H100", "linear_h100", "The same layers and peers.", linear.markdown),
     (
         "Mixtures of experts, H200",
         "moe",
-        "4-bit weights, beside torch and Marlin. The first product is the gate and up projections of all experts.",
+        "4-bit weights, against torch and Marlin. The first product is the gate and up projections of all experts.",
         moe.markdown,
     ),
     ("Mixtures of experts, H100", "moe_h100", "The same layers and peers.", moe.markdown),
@@ -401,7 +401,7 @@ MODELS: tuple[Section, ...] = (
         "[Serve with vLLM](tasks/vllm.md#what-it-brings) has the H200.",
         e2e_vllm.markdown,
     ),
-    ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, beside torch's operators.", norm.markdown),
+    ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, against torch's operators.", norm.markdown),
 )
 WHOLE: tuple[Section, ...] = (
     (

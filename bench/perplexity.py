@@ -110,5 +110,5 @@ def sentence(caches: Iterable[Cache], measured: Iterable[Model]) -> str:
     said = []
     for cache in caches:
         known = [text for text in (model.said(cache) for model in measured) if text is not None]
-        said.append(f"{cache.name}, {cache.columns} columns a scale, {', '.join(known) or 'not measured'}")
-    return f"Perplexity beside 16-bit caches: {'; '.join(said)}." if said else ""
+        said.append(f"{cache.name} (a scale per {cache.columns} columns) {', '.join(known) or 'not measured'}")
+    return f"Perplexity against 16-bit caches: {'; '.join(said)}." if said else ""

@@ -78,14 +78,14 @@ def test_rows_of_weights_and_of_grids_that_no_cache_has_say_nothing_of_caches():
 def test_a_table_says_what_its_int4_caches_cost():
     record = json.loads((ROOT / "bench/results/e2e_vllm.json").read_text())
     below = e2e_vllm.markdown(record).partition("\n\n")[2]
-    assert "Perplexity beside 16-bit caches: int4_g4, 32 columns a scale, +" in below
+    assert "Perplexity against 16-bit caches: int4_g4 (a scale per 32 columns) +" in below
     others = {**record, "rows": [row for row in record["rows"] if not row["kv_format"]]}
     assert "erplexity" not in e2e_vllm.markdown(others)
 
 
 def test_a_cache_that_nobody_measured_is_said_to_be_so():
     said = perplexity.sentence([Cache(None, 2)], [perplexity.Model("m", 128, {})])
-    assert said.endswith("int4_g2, 64 columns a scale, not measured.")
+    assert said.endswith("int4_g2 (a scale per 64 columns) not measured.")
 
 
 @pytest.mark.parametrize(
