@@ -65,7 +65,7 @@ class AttentionCall:
             num_q_heads, head_dim].
         k, v: the caches.
         seq_lens: int32 [batch].
-        block_table: int32 [batch, max_pages], columns side by side, or None for contiguous caches.
+        block_table: int32 [batch, max_pages], columns contiguous, or None for contiguous caches.
         num_kv_heads, max_seq_len: of the caches; max_seq_len is what a request's row of the table, or its contiguous
             cache, has room for.
         page_size: tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.

@@ -191,7 +191,7 @@ def check_tail(
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
-    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with its columns side by side."""
+    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with its columns contiguous."""
     check_dtype("block_table", block_table, torch.int32)
     check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:

@@ -110,86 +110,89 @@ def decode_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
+    """Computes softmax(q K^T * softmax_scale) V for the last tokens of each request, over its cached tokens.
 
-    Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
-    and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), or softmax_scale *
-    (q . k + q_shift), then capped, then biased by position and by ``attn_bias``, then masked, in this order.
+    The queries are a request's last q_len tokens; their K and V are in the cache already. Query i of request b has
+    position p = seq_lens[b] - q_len + i. Its score for the key at position j is softmax_scale * (q . k). The score is
+    then soft-capped, biased by position and by ``attn_bias``, and masked, in this order.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192, 256 or
             512. It may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples
             of 16 bytes.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
-            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but for their rows:
-            V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV head h //
-            (num_q_heads // num_kv_heads). Rows are contiguous and do not overlap; other strides are free, so K and V
-            may be views of one tensor, such as ``kv[:, 0]`` and ``kv[:, 1]`` of [num_pages, 2, ...]. Strides are
-            multiples of 16 bytes, or of 4 in formats whose rows carry their scales. Of these, caches are slower whose
-            tokens do not touch (in HND: the tokens of a head), and slower still whose strides are no multiples of 16.
-        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
-            read on the device: one captured CUDA graph serves changing lengths.
-        kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's; "int4", "int8" and "fp8"
-            stand for the recommended ones. A "bf16" or "fp16" cache wants q in its dtype.
-        block_table: int32 [batch, max_pages], columns side by side, any stride of rows: token t of request b is row
-            t % page_size of page block_table[b, t // page_size]. Entries of pages without a token that some query sees
-            may hold anything.
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. V may have another
+            head_dim and format. num_kv_heads divides num_q_heads, and query head h reads KV head
+            h // (num_q_heads // num_kv_heads). Rows are contiguous and do not overlap. Other strides are multiples of
+            16 bytes, or of 4 in formats whose rows carry their scales. So K and V may be views of one tensor, such as
+            ``kv[:, 0]`` and ``kv[:, 1]`` of [num_pages, 2, ...]. Caches are slower if tokens are not adjacent (in
+            "HND": the tokens of a head), and slower still if strides are no multiples of 16.
+        seq_lens: int32 [batch], the tokens of each request in the cache, the queries' own included. Lengths are read on
+            the device: one captured CUDA graph serves changing lengths.
+        kv_format: name of a format (:mod:`cute_kernels.formats.kv`), or a pair of names for K and V. "int4", "int8" and
+            "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head". A "bf16" or "fp16" cache wants q in its
+            dtype.
+        block_table: int32 [batch, max_pages], columns contiguous, any stride of rows. Token t of request b is row
+            t % page_size of page block_table[b, t // page_size]. Entries of pages that no query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
             page_size, row].
-        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
-            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
-            on multiples of 16 bytes). Positive and finite; values are checked as lengths are.
+        k_scale, v_scale: fp32, for formats with a scale beside the cache: [] or [1] ("..._tensor"), [num_kv_heads] or
+            [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns contiguous and
+            aligned to 16 bytes). Positive and finite; values are checked as lengths are.
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
-        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them, as
-            transformers counts its sliding_window. Or FlashAttention's (left, 0): left keys before the query's own, so
-            window_size = left + 1; (-1, 0) and (-1, -1) are no window.
+        window_size: sliding window: a query sees only keys with p - window_size < j <= p, as transformers counts its
+            sliding_window. Or FlashAttention's (left, 0), where window_size = left + 1; (-1, 0) and (-1, -1) are no
+            window.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
-        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with
-            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks, score_options and
-            the log-sum-exp differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where
-            that has a part for V.
-        k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: row p % 64
-            is the key at position p of those that wait for their block of 32 tokens to be full, as `append_kv` writes
-            them. Pages hold a multiple of 32 tokens then.
-        tail_slots: int32 [batch], which of these slots is a request's. Read on the device, and not looked at there.
-        transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the
-            result that over V before the transform. By PyTorch's operations, a dozen launches: `append_and_decode` has
-            them done by the append. Not together with q_shift.
-        tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
-            :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
-        score_options: tensors, by name, of options that :func:`cute_kernels.formats.scores.register` has made
-            known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
-        block_list, block_counts, block_tokens: attention over chosen blocks of 64 or 128 tokens: int32 [batch,
-            num_kv_heads, max_blocks] and [batch, num_kv_heads]. The query heads of KV head h see, of request b, the
-            tokens of the first block_counts[b, h] blocks of block_list[b, h]. These ascend, and each holds a token of
-            the request; where queries are causal and more than one, the last are those of the queries' own tokens. A
-            GPU does not look. Whole pages make a block; contiguous caches are "NHD", of whole blocks. Not with what
-            goes by positions: window_size, alibi_slopes, attn_bias, score_options, q_shift, k_tail, a tree_mask.
-        num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: the tensor for the result, contiguous, in memory that no other argument has.
+
+    Other Parameters:
+        num_splits: the number of parts that each request's tokens are cut into. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.decode_schedule`). If given, a request's result does not depend on the rest of
             the batch.
-        return_lse: also return the log-sum-exp of the scores, without the sinks.
-        out: where to write the result, contiguous, in memory that no other argument has.
+        transform: the transform that the cache was written with. q is then untransformed (after RoPE), and the result
+            is that over the untransformed V. It takes a dozen launches of PyTorch's operations; the append of
+            `append_and_decode` does the same without them. Not together with q_shift.
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous, for a q that `append_kv` with a ``transform`` returned:
+            the ``q_shift`` that it wrote. The result is over V as the cache has it; ``transform.restore(out)`` undoes
+            V's part. The shift matters only for a soft cap, sinks, score_options and the log-sum-exp.
+        k_tail: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, for keys in blocks ("int4_channel32"): the keys
+            whose block of 32 tokens is not full yet, position p in row p % 64, as `append_kv` writes them. Pages then
+            hold a multiple of 32 tokens.
+        tail_slots: int32 [batch], each request's slot of k_tail. Read on the device and not checked there.
+        tree_mask: int32 [batch, q_len, words]: the request's own queries that each query sees, as
+            :func:`cute_kernels.extend_attention` takes it. That function serves such calls, and refuses the options
+            that it does not have.
+        score_options: tensors, by the names of options that :func:`cute_kernels.formats.scores.register` has
+            registered. They act on scores after ``attn_bias``, in the order of their registration. Not with a
+            tree_mask.
+        block_list, block_counts, block_tokens: attention over chosen blocks of 64 or 128 tokens: int32 [batch,
+            num_kv_heads, max_blocks] and [batch, num_kv_heads]. The query heads of KV head h see the tokens of the
+            first block_counts[b, h] blocks in block_list[b, h] of request b. Blocks ascend, and each holds a token of
+            the request. If queries are causal and more than one, the last blocks are those of the queries' own tokens.
+            A GPU does not check this. A block is a number of whole pages; contiguous caches are "NHD". Not with
+            window_size, alibi_slopes, attn_bias, score_options, q_shift, k_tail or a tree_mask.
 
     Returns:
         out [batch, q_len, num_q_heads, head_dim of V] in q's dtype; with ``return_lse`` also fp32 [batch, q_len,
-        num_q_heads], natural log. A query that sees no key gives out 0 and lse -inf: so do those of a request of length
-        0, and the first q_len - seq_lens[b] of a shorter one than q_len. Softmax and accumulation are fp32. Equal
+        num_q_heads], natural log. A query that sees no key has out 0 and lse -inf: all queries of a request of length
+        0, and the first q_len - seq_lens[b] of a request shorter than q_len. Softmax and accumulation are fp32. Equal
         inputs give bitwise equal outputs.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
-            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
-            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
-            message names the request and the position.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. A GPU does
+            not check lengths and pages (that would wait for it): longer requests count as max_seq_len. The CPU checks
+            them, and so does a GPU with CUTE_KERNELS_DEBUG=1 in the environment at import; the message names the
+            request and the position.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)

@@ -115,87 +115,87 @@ def extend_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes softmax(q K^T * softmax_scale) V for any number of new tokens of each request, over its cached tokens.
 
-    Query i of request b's q_len stands at position p = seq_lens[b] - q_len + i: the queries are the request's last
-    tokens, and their K and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k),
-    then capped, then biased by position, then masked, in this order.
+    The queries are a request's last q_len tokens; their K and V are in the cache already. Query i of request b has
+    position p = seq_lens[b] - q_len + i. Its score for the key at position j is softmax_scale * (q . k). The score is
+    then soft-capped, biased by position and masked, in this order.
 
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
-            80, 96, 128, 192 or 256. A query's heads lie together; queries may lie apart, on multiples of 16 bytes, as
-            parts of a fused projection's result do.
+            80, 96, 128, 192 or 256. A query's heads are contiguous. Queries may be any multiple of 16 bytes apart, as
+            in the result of a fused projection.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
             [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
             of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
             and query head h reads KV head h // (num_q_heads // num_kv_heads).
-        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them.
+        seq_lens: int32 [batch], the tokens of each request in the cache, the queries' own included.
         cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
-            Queries from cu_seqlens_q[batch] on belong to no request: their rows of ``out`` stay as they are, and may
-            hold anything in a result that the call makes.
-        kv_format: name of a format (:mod:`cute_kernels.formats.kv`) or a pair, K's and V's. A "bf16" or "fp16"
-            cache wants q in its dtype. "int4_channel32" is not read.
-        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
-            block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
+            Queries from cu_seqlens_q[batch] on belong to no request. Their rows of a given ``out`` stay as they are;
+            in a new tensor they hold anything.
+        kv_format: name of a format (:mod:`cute_kernels.formats.kv`), or a pair of names for K and V. A "bf16" or "fp16"
+            cache wants q in its dtype. "int4_channel32" is refused.
+        block_table: int32 [batch, max_pages], columns contiguous. Token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries of pages that no query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
             page_size, row].
+        k_scale, v_scale: fp32, for formats with a scale beside the cache: [] or [1] ("..._tensor"), [num_kv_heads] or
+            [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns contiguous and
+            aligned to 16 bytes). Positive and finite; values are checked as lengths are.
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position.
-        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them.
-            Or FlashAttention's (left, 0), as for :func:`cute_kernels.decode_attention`.
+        window_size: sliding window: a query sees only keys with p - window_size < j <= p. Or FlashAttention's
+            (left, 0), as for :func:`cute_kernels.decode_attention`.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
-        transform: how the cache was written, see :class:`cute_kernels.kv_cache.CacheTransform`; q, new_k, new_v and the
-            result are those without it. By PyTorch's operations before and after the kernels; not with a softcap where
-            K has a center.
-        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
-            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
-            on multiples of 16 bytes). Positive and finite; values are checked as lengths are.
+        tree_mask: int32 [total_q, words], contiguous, for trees of drafts. Bit j % 32 of word j // 32 says whether the
+            query sees its request's new token j, 0 to q_len - 1. All queries see the older tokens; none sees a new
+            token without a word. It replaces causal, and is refused together with window_size or alibi_slopes.
+            :func:`pack_tree_mask` makes it of booleans.
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: the tensor for the result, contiguous, in memory that no other argument has.
+
+    Other Parameters:
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
-            contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
-            read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both
-            parts.
-        tree_mask: int32 [total_q, words], contiguous: bit j % 32 of word j // 32 says whether a query sees new token j
-            of its request, whose queries' own tokens are 0 to q_len - 1; older tokens are seen by all, and new ones
-            that there is no word for by none. It takes causal's place, and goes with neither window_size nor
-            alibi_slopes. :func:`pack_tree_mask` makes it of booleans.
-        num_splits: into how many parts the keys of 128 rows of queries (positions times heads of a KV head's group) are
-            cut, each of them another CTA's, 1 to 32. Default: chosen for the shapes, 1 where there is work enough. If
+            contiguous and on multiples of 16 bytes. The last q_len tokens of a request are then these, and the cache is
+            read only for the seq_lens[b] - q_len tokens before them. A second launch merges both parts.
+        transform: the transform that the cache was written with, see :class:`cute_kernels.kv_cache.CacheTransform`. q,
+            new_k, new_v and the result are untransformed. PyTorch's operations do it, before and after the kernels.
+            Not with a softcap where K has a center.
+        num_splits: the number of parts, 1 to 32, that the keys of 128 rows of queries are cut into (a row is a query of
+            one query head), each for another CTA. Default: chosen for the shapes, 1 where there is work enough. If
             given, a request's result does not depend on the rest of the batch.
-        sm_margin: SMs that are left to other kernels which run meanwhile, as FlashAttention-3 has it.
-        unpack: whether the cache is made into rows of 16 bits first, once for all queries, in memory that the call
-            takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
-            there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
-            per row, whose results differ by its rounding. True: in any case. Refused for INT8 with several groups a
-            row, and where K or V is of 16 bits.
-        max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
-            for more. Results of longer requests are undefined.
+        sm_margin: SMs that are left to other kernels that run meanwhile, as in FlashAttention-3.
+        unpack: whether a launch first converts the cache to 16-bit rows, once for all queries. They take 4 bytes times
+            batch, tokens a request may have, num_kv_heads and head_dim. Default: where there are queries enough for it
+            to pay, up to 512 MiB. With ``num_splits`` the default unpacks no format with a scale per row, whose results
+            would round differently. True: always. Refused for INT8 with several groups a row, and where K or V has 16
+            bits.
+        max_seq_len: an upper bound of seq_lens that the caller knows. It bounds the memory of ``unpack`` where the
+            cache has room for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
-            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128, by way of 2 bytes times batch,
-            tokens a request may have, num_kv_heads and head_dim, however many queries there are. docs/extend.md says
+            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. It takes 2 bytes times batch,
+            tokens a request may have, num_kv_heads and head_dim, for any number of queries. docs/extend.md says
             what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
-        score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
-            :func:`cute_kernels.formats.scores.register` has made known; without a size of q_len. Not with
+        score_options: as for :func:`cute_kernels.decode_attention`; no tensor may have a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
         block_list, block_counts, block_tokens: attention over chosen blocks, the same for all queries of a request and
             KV head, as for :func:`cute_kernels.decode_attention`. Not with window_size, alibi_slopes, score_options,
             new_k, new_v, a tree_mask, unpack=True or fp8_products.
-        return_lse: also return the log-sum-exp of the scores, without the sinks.
-        out: where to write the result, contiguous, in memory that no other argument has.
 
     Returns:
         out [total_q, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [total_q, num_q_heads], natural
-        log. A query that sees no key gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
+        log. A query that sees no key has out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
         bitwise equal outputs.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
-            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
-            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
-            message names the request and the position.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. A GPU does
+            not check lengths and pages (that would wait for it): longer requests count as max_seq_len. The CPU checks
+            them, and so does a GPU with CUTE_KERNELS_DEBUG=1 in the environment at import; the message names the
+            request and the position.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)

@@ -53,7 +53,7 @@ def merge_states(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return route(cuda=launch, cpu=reference, operator=_operator, **tensors)(out_a, lse_a, out_b, lse_b)

@@ -89,22 +89,23 @@ def mixed_attention(
     sm_margin: int | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes :func:`extend_attention` of a batch whose first requests have one query each; `decode_attention` serves
-    those.
+    """Computes :func:`extend_attention` of a batch whose first requests decode, with one query each.
+
+    `decode_attention` serves these requests, on a GPU possibly on a stream of its own, which the current one waits for.
+    CUDA graphs capture both.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
-        num_decodes: requests 0 to num_decodes - 1 have exactly one query each: engines order batches so. It is not
-            checked on a GPU, where cu_seqlens_q is not looked at.
+        num_decodes: requests 0 to num_decodes - 1 have exactly one query each, as engines order batches. A GPU does not
+            check it, since cu_seqlens_q is not read on the host.
         return_lse: also return the log-sum-exp of the scores, as :func:`extend_attention` does.
-        out: where to write the result, as q, contiguous.
-        sm_margin: SMs that the other requests' kernel leaves to decoding, which runs beside it then. Default: chosen
-            by what both have to do; one kernel after the other where that is better, as it is for codes.
+        out: the tensor for the result, as q, contiguous.
+        sm_margin: SMs that the kernel of the other requests leaves to decoding, which then runs concurrently. Default:
+            chosen by the work of both. Over quantised caches both need all SMs, so they run one after the other.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
             as both calls have them; unpack, max_seq_len and fp8_products, as :func:`extend_attention` has them.
 
-    Returns what :func:`extend_attention` does. On a GPU decoding may run on a stream of its own, which the current one
-    waits for; graphs capture both.
+    Returns the results of :func:`extend_attention`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

@@ -134,7 +134,7 @@ def quantized_linear_norm(
     normed row is rounded once, at another place: results differ in their last bits.
 
     Args:
-        x, weight, bias: as of `quantized_linear`.
+        x, weight, bias: as in `quantized_linear`.
         residual: added last, of the result's shape, in x's dtype.
         norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
         norm_eps: a number of at least 0. norm_offset: added to the weight.
@@ -182,13 +182,13 @@ def quantized_layer(
 
     Args:
         x: bf16 or fp16 [..., K of o], what attention gives.
-        o, gate_up, down: weights [hidden, K], [2 * inner, hidden] (gate and up in turn, as `interleave_weights` has
+        o, gate_up, down: weights [hidden, K], [2 * inner, hidden] (gate and up interleaved, as `interleave_weights` has
             them) and [hidden, inner].
         qkv: the next layer's [N, hidden], or None.
         residual: [..., hidden], the residual stream, in x's dtype.
         norm: [hidden], the weight of the norm before gate and up.
         following_norm: [hidden], the weight of the norm before the next qkv.
-        norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
+        norm_eps, norm_offset: as in `quantized_linear_norm`, of both norms.
 
     Returns:
         `LayerRows`: ``rows``, the residual stream after the layer as `NormedRows` with following_norm; ``qkv``

@@ -121,8 +121,8 @@ class QuantizedLinear(OfWeight):
             then has floating zero points in the dtype of its scales: `cute_kernels.formats.weights.shifted`.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
-        activations: as of `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
+        batch_invariant: as in `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
+        activations: as in `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
             it. On a GPU such a layer of FP8 codes by rows keeps them twice: as many bytes again, made by its first
             call.
         activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.

@@ -18,7 +18,7 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class RowNorm:
-    """An RMSNorm of x's rows before a product. weight: [k]; eps, offset: as of `cute_kernels.rms_norm`."""
+    """An RMSNorm of x's rows before a product. weight: [k]; eps, offset: as in `cute_kernels.rms_norm`."""
 
     weight: torch.Tensor
     eps: float
@@ -30,7 +30,7 @@ class RowNorm:
         """The norm of x's rows by a launch of its own; rows are copied first where the launch cannot read them as they
         lie.
 
-        order, input_scale: as of `cute_kernels.rms_norm`.
+        order, input_scale: as in `cute_kernels.rms_norm`.
         """
         x = x.detach()
         if not _is_normable(x):

@@ -36,7 +36,7 @@ Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, by whatever kernels: everything but a call's numbers and addresses.
+    """A product, dense or of experts, by any kernel: everything but a call's numbers and addresses.
 
     Attributes:
         schedule: what it was made of.

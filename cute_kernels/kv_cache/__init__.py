@@ -82,11 +82,10 @@ def append_kv(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Appends new tokens' K and V to a cache in one launch (two for keys in blocks). Returns the rotated q, or None
-    without q.
+    """Appends new tokens' K and V to a cache in one launch (two for keys in blocks), and rotates their q.
 
-    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), the transform,
-    quantisation to the cache's format (k and v) or rounding to q's dtype.
+    It computes in fp32, in this order: qkv_bias, the RMS norm of q and k over head_dim, RoPE of q and k, the
+    transform. Then k and v are quantised to the cache's format, and q is rounded to its dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not
@@ -94,7 +93,7 @@ def append_kv(
             token stride.
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
             page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous
-            and share no memory, K's with V's neither; other strides are free.
+            and do not overlap, nor do K and V; other strides are free.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
             "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
@@ -114,27 +113,30 @@ def append_kv(
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
             [num_kv_heads, 1], "channel" [num_kv_heads, head_dim]. Positive and finite.
-        transform: how this cache is written, see :class:`CacheTransform`; every append and every query of it needs the
-            same. q comes back transformed, as `decode_attention` wants it (without its ``transform``). Rotations are
-            for head_dim 64, 128 and 256.
-        q_shift: fp32 [tokens, num_q_heads], contiguous: where to write q . k_center of q before the transform, which
-            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. With a transform that has a center only.
-        k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: the newest
+
+    Other Parameters:
+        transform: the transform of this cache, see :class:`CacheTransform`; all appends and queries of a cache need the
+            same. The returned q is transformed, as `decode_attention` wants it (without its ``transform``). Rotations
+            are for head_dim 64, 128 and 256.
+        q_shift: fp32 [tokens, num_q_heads], contiguous: receives q . k_center of the untransformed q, which
+            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. Only with a transform that has a center.
+        k_tail: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, for keys in blocks ("int4_channel32"): the last
             keys of each sequence, position p in row p % 64. Blocks of 32 tokens that become full are read from it and
-            written to k_cache. Sequences then may be cut back by up to 32 tokens, or to whole blocks.
-        tail_slots: int32 [batch]: the slot of each request, none twice; wanted with seq_lens, not slot_mapping.
+            written to k_cache. Sequences may then be cut back by up to 32 tokens, or to whole blocks.
+        tail_slots: int32 [batch], each request's slot of k_tail, none twice. It needs seq_lens and excludes
+            slot_mapping.
 
     Returns:
-        The rotated q in q's dtype: q_out, or a new tensor.
+        The rotated q in q's dtype, in q_out or a new tensor; None without q.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
-            pages and slots are not looked at on a GPU (that would wait for it): a token whose place is unmapped or
-            outside the cache is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places,
-            places that two tokens share, and scales that are not positive are errors; on the CPU always.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+            pages and slots are not checked on a GPU (that would wait for it): a token whose slot is unmapped or
+            outside the cache is not written. On the CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import,
+            these are errors: such slots, slots of two tokens, and scales that are not positive.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
     q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
@@ -173,9 +175,9 @@ def quantize_kv(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the formats themselves.
+    CPU tensors are converted by the formats themselves.
     """
     half = None if transform is None and operand is None else bulk_ops.half_of(transform, operand)
     return bulk_ops.quantize(bulk_ops.Quantize(x, kv_format, scale, out, half))

@@ -401,7 +401,7 @@ class KVCache:
     def set_scales(
         self, layer: int, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
     ) -> None:
-        """Sets a layer's scales, for formats that keep them beside the cache; they are copied into place.
+        """Sets a layer's scales, for formats with a scale beside the cache; they are copied into place.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -417,8 +417,7 @@ class KVCache:
         self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
-        """Sets what a calibration has found for all layers: transforms, and scales of formats that keep them beside the
-        cache.
+        """Sets the constants of a calibration for all layers: transforms, and scales of formats with a scale beside it.
 
         Args:
             constants: or the file that `cute-kernels calibrate` has written.

@@ -127,7 +127,7 @@ def compute_kv_scale(
 
     Args:
         x: floating [..., num_kv_heads, head_dim] as it goes into the cache (K after RoPE), or several such tensors.
-        kv_format, method, percentile: as of `Calibrator`, which also says how exact the percentile is.
+        kv_format, method, percentile: as in `Calibrator`, which also says how exact the percentile is.
 
     Returns:
         fp32 [] ("tensor"), [num_kv_heads, 1] ("head") or [num_kv_heads, head_dim] ("channel"), for ``k_scale`` or

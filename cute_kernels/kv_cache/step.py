@@ -132,7 +132,7 @@ def append_and_decode(
             wider ones in a dozen more launches. A V whose transform is folded into the projections before and after it
             needs none here.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
-        out: where to write the result, contiguous.
+        out: the tensor for the result, contiguous.
 
     Returns:
         As `decode_attention`: out [batch, q_len, num_q_heads, head_dim of V] in q's dtype, with ``return_lse`` also
@@ -142,9 +142,9 @@ def append_and_decode(
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted, and
             nothing was appended. Lengths and pages are looked at as `append_kv` and `decode_attention` do: on the CPU,
             and with CUTE_KERNELS_DEBUG=1.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)

@@ -76,13 +76,13 @@ def mla_decode(
         kv_format: "mla_bf16" or "mla_fp16" (head_dim 576, or 512), "mla_fp8" (DeepSeek-V3.2's 656 bytes, head_dim
             576), "mla_model1" (584 bytes, head_dim 512): see :mod:`layouts.kv.mla`. FP8 caches are uint8, int8 or
             float8_e4m3fn.
-        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+        block_table: int32 [batch, max_pages], columns contiguous: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
         softmax_scale: a positive number, default head_dim ** -0.5. (A model's own is that of its heads before
             absorption: 192 ** -0.5 and YaRN's factor for DeepSeek-V3.)
         causal: whether a query sees no token after its own position; matters for q_len > 1 alone.
         return_lse: also return the log-sum-exp of the scores.
-        out: where to write the result, contiguous.
+        out: the tensor for the result, contiguous.
 
     Returns:
         out [batch, q_len, num_heads, 512] in q's dtype; with ``return_lse`` also fp32 [batch, q_len, num_heads],
@@ -92,11 +92,11 @@ def mla_decode(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
-            pages are not looked at on a GPU (that would wait for it). With CUTE_KERNELS_DEBUG=1 in the environment at
+            pages are not checked on a GPU (that would wait for it). With CUTE_KERNELS_DEBUG=1 in the environment at
             import they are checked on every call, on the CPU always; the message names request and position.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     result, lse = ops.dense(ops.DenseCall(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out))
     return (result, _empty_is_least(lse)) if return_lse else result

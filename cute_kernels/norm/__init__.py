@@ -86,9 +86,9 @@ def rms_norm(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     return ops.norm(
         NormCall("rms", x, weight, None, residual, eps, weight_offset, out, residual_out, order, input_scale)

@@ -55,7 +55,7 @@ class Plan(Generic[P, ResultT]):
     """A plan as a function: a closure over compiled kernels, sizes and the form of results.
 
     Attributes:
-        device_index, launch: as of `PlanLike`.
+        device_index, launch: as in `PlanLike`.
         products: what it launches, for whoever asks which kernels serve a call.
     """
 

@@ -87,7 +87,7 @@ class CodeKeyReader:
         pairs: for each B register of a unit, the lane's codes that it meets, low half and high half.
         factors: for each B register of a unit, what queries are multiplied by, as the codes they meet are worth more.
         code_unit: 1 / the value of the operand that stands for code 1.
-        sum_factor: ``query_sums`` are the queries' sums per group times this; None: nobody needs them.
+        sum_factor: ``query_sums`` are the queries' sums per group times this; None: no one needs them.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
     """
 

@@ -69,7 +69,7 @@ def grouped_linear(
         batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
             On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
         out: contiguous, written and returned; not x's memory.
-        activations: as of `cute_kernels.quantized_linear`: "fp8" rounds rows of x to E4M3.
+        activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x to E4M3.
 
     Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
     than said above are undefined behaviour.
@@ -110,7 +110,8 @@ def fused_moe(
 
     Args:
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
-        gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so; [E, I, K] without a gate.
+        gate_up: [E, 2 I, K], interleaved rows of gate and up, as `interleave_experts` makes them; [E, I, K] without a
+            gate.
         down: [E, N, I].
         topk_weights: floating [T, topk], used as fp32.
         topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
@@ -122,7 +123,7 @@ def fused_moe(
             on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
             are few.
         out: contiguous [T, N], written and returned.
-        activations: as of `cute_kernels.quantized_linear`: "fp8" rounds rows of x, and what is between the products, to
+        activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x, and what is between the products, to
             E4M3.
 
     Returns:

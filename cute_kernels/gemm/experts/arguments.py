@@ -16,7 +16,7 @@ What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all expe
                        `AssignedSizes`. k_blocks: of one of 2**part_bits equal parts of K, each of which has a result of
                        its own, out [2**part_bits, count, ..], the first with the bias: without activation, for
                        whoever adds them up
-    of `ENTRIES`       ids, count, id_words, row_factor: as of `ASSIGNED`; k and n whole k blocks and vectors
+    of `ENTRIES`       ids, count, id_words, row_factor: as in `ASSIGNED`; k and n whole k blocks and vectors
     of `TILES`         x [places, k], rows in the order of the places
     of `LIMB_TILES`    x [places, padded k] of 16 bits: of each 128 inputs first the high limbs, then the low ones;
                        x_scales, on 16 bytes: fp32 [k blocks, x_scale_pitch], a multiple of 4 and large enough for 68

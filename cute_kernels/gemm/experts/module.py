@@ -224,10 +224,10 @@ class QuantizedMoE(OfBlock):
         gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
         gate_up, down: as `cute_kernels.fused_moe` takes them.
         shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
-        activation: as of `cute_kernels.fused_moe`.
+        activation: as in `cute_kernels.fused_moe`.
 
     Attributes:
-        batch_invariant, activations: as of `cute_kernels.fused_moe`; False and None, and may be set. A state dict has
+        batch_invariant, activations: as in `cute_kernels.fused_moe`; False and None, and may be set. A state dict has
             neither.
 
     Raises:
@@ -278,10 +278,10 @@ class QuantizedRoutedExperts(OfExperts):
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
         biases: None, or those of both, [E, rows of gate_up] in their order, and [E, hidden].
-        activation: as of `cute_kernels.fused_moe`.
+        activation: as in `cute_kernels.fused_moe`.
 
     Attributes:
-        batch_invariant, activations: as of `QuantizedMoE`.
+        batch_invariant, activations: as in `QuantizedMoE`.
     """
 
     @classmethod
@@ -325,7 +325,7 @@ def _refuse_gradients(_: torch.Tensor) -> NoReturn:
 
 def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfExperts:
     """Returns the layer with quantised weights for experts, or a block around some, that are known to be supported;
-    weights, options: as of `quantize_experts`."""
+    weights, options: as in `quantize_experts`."""
     experts = getattr(swapped, "experts", swapped)
     known = known_experts(experts)
     assert known is not None

@@ -239,7 +239,7 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 def combine_function(
     dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
 ) -> Callable[..., Any]:
-    """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
+    """The kernel that adds up results, by arguments' names; id_bits, shares: as in `CombineConfig`."""
     spec = ExpertSpec(CombineConfig(dtype, source, id_bits, shares=shares))
     return COMBINE.bound(load(spec, arch_of(device_index)), {})
 

@@ -41,7 +41,7 @@ class LayerProductsConfig:
         num_stages: stages of the pipeline of weights.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
-            wait behind weights that nobody needs yet.
+            wait behind weights that no one needs yet.
         wide_window: the same where no CTA waits for another.
         activation: between gate and up and down; None: SwiGLU.
         draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.

@@ -102,7 +102,7 @@ class PingPong:
 class Fp8Mainloop(StageByStage):
     """One mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
 
-    x_scale_shift: as of `LimbReader`; None where tiles begin at any multiple of 8 rows.
+    x_scale_shift: as in `LimbReader`; None where tiles begin at any multiple of 8 rows.
     """
 
     def __init__(

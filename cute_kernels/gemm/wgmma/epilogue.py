@@ -203,12 +203,12 @@ class TileEpilogue:
                     if (row < corner.end) & (feature + 8 * half < shape.n):
                         ptx.store_global(address, [acc[place + 2 * half]], offset=32 * half)
 
-    # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------
+    # -- gate and up interleaved, 16 bytes at a time -----------------------------------------------------------------
 
     @cute.jit
     def store_gated(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
         """Activates a chunk's gates and ups and rounds them, then stores 8 neighbouring results; rows of W
-        are gate and up in turn."""
+        are interleaved gate and up rows."""
         done, tile_m = self.config.chunks[chunk]
         self.wait(store)
         self.stage_gated(store, acc, first + done // 2, tile_m)

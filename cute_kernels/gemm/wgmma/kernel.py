@@ -66,7 +66,7 @@ def make_mainloop(
 ) -> TileMainloop:
     """The mainloop that a configuration names, of activations that come through the pipeline.
 
-    masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
+    masks_by_lane: as in `RegisterMainloop`. x_scale_shift: as in `LimbReader`.
     """
     if isinstance(config.mainloop, mainloops.Limbs):
         return LimbMainloop(config, stages, x_scale_shift)

@@ -79,7 +79,7 @@ class Import(CuteKernelsConfig):
         entries, found: the checkpoint's tensors and its quantised layers.
         config: its own configuration.
         options: dtype and device of the layers.
-        activations: as of `load_safetensors`.
+        activations: as in `load_safetensors`.
     """
 
     def __init__(

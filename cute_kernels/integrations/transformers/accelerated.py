@@ -129,7 +129,7 @@ def accelerate(
         output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
             ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
             its bytes.
-        scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
+        scales: for formats with a scale beside the cache, as `DecodeCache` takes them.
         kv_transform: how K and V are written, as `DecodeCache` takes it: what `cute-kernels calibrate` has found.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.

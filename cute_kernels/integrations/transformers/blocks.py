@@ -298,7 +298,7 @@ class MlpBlock(Block):
                 setattr(self.module, name, part.separate())
 
     def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Normed:
-        """Computes the module's own ``forward``. into: as of `AttentionBlock`."""
+        """Computes the module's own ``forward``. into: as in `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
             return self.own(*map(tensor_of, args), **kwargs)
         assert self._first is not None

@@ -339,7 +339,7 @@ class DecodeCache(Cache):
             written. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
         capacity: columns to begin with, without ``max_seq_len``.
-        scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
+        scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
             for one that has none (see `calibrate`).
         kv_transform: how K and V are written: constants that `calibrate_cache` or `cute-kernels calibrate` has found,
             whose scales count where there are no others, or transforms alone.

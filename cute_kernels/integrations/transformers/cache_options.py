@@ -18,7 +18,7 @@ FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"] |
 """A format for all layers, a pair of K's and V's, one or a pair for each layer by its number (-1: all others), or a
 file of these (``*.json``, see `LayerFormats`)."""
 Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""K's and V's scale of each layer, for formats whose scale lies beside the cache."""
+"""K's and V's scale of each layer, for formats with a scale beside the cache."""
 Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
 """Constants of a cache or their file, or a `CacheTransform` for all layers, or one, or None, for each."""
 

@@ -206,7 +206,7 @@ def calibrate_cache(
 
     Args:
         model, kv_format, method, percentile: as `calibrate` takes them.
-        batches: as of `calibrate`, but gone through twice where a format wants scales: a list, say.
+        batches: as in `calibrate`, but gone through twice where a format wants scales: a list, say.
         center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
         values: whether V has factors (as well, with "factors"), and a rotation (True), which attention frees its output
             of. Factors gain with any groups of columns, a rotation only with one scale a row.

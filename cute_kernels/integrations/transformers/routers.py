@@ -25,7 +25,7 @@ class KnownRouter(Known):
     """A product with ``weight``, and ``bias`` if there is one; attributes of the module say the rest.
 
     Attributes:
-        scoring: as of `Routing`.
+        scoring: as in `Routing`.
         renormalize: the attribute that says whether weights are divided by their sum; None: they are.
         scale: the attribute with what weights are multiplied with.
         groups: the attributes with the number of groups and of those that are kept.

@@ -48,7 +48,7 @@ class FloatProducts(Products):
 def serve(kernel: str, key: str, method: Foreign, layer: Foreign) -> str | None:
     """Packs a loaded layer and gives its method these products; or leaves all as it is, and says why.
 
-    kernel, key: as of `Interface.float_linear`.
+    kernel, key: as in `Interface.float_linear`.
 
     Raises:
         ValueError: the layer was served, and is loaded again with what cannot be.

@@ -1,6 +1,6 @@
 """Which layers are made for the fusion of small operations into products (`fusion`), and the norms that it takes.
 
-The epilogue "swiglu" of a product wants the rows of gate and up in turn. A layer whose rows are put so sorts its
+The epilogue "swiglu" of a product wants interleaved rows of gate and up. A layer whose rows are put so sorts its
 results again after the product; the pass over the graph takes that away together with the gate.
 """
 

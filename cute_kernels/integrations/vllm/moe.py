@@ -342,7 +342,7 @@ def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
 
 
 def _kept_biases(before: Biases, now: Biases) -> Biases:
-    """``now``, where ``before`` lies, as of `_kept`."""
+    """``now``, where ``before`` lies, as in `_kept`."""
     for old, new in zip(before, now, strict=True):
         if (old is None) != (new is None):
             raise ValueError("experts: got weights loaded again with other biases, want those of captured graphs")

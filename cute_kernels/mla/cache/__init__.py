@@ -30,7 +30,7 @@ def append_mla(
 
     Args:
         latent: bf16 or fp16 [tokens, 512] (448 for "mla_model1"): the normalised compressed KV. It and ``k_rope`` may
-            be views of one tensor: columns side by side, any token stride that is a multiple of 16 bytes.
+            be views of one tensor: columns contiguous, any token stride that is a multiple of 16 bytes.
         k_rope: [tokens, 64] in latent's dtype: the columns that RoPE turns.
         cache: [num_pages, page_size, row] in ``kv_format``, as for :func:`cute_kernels.mla.mla_decode`.
         kv_format: "mla_fp8", "mla_model1", "mla_bf16" or "mla_fp16". FP8 scales are powers of two chosen as FlashMLA's
@@ -45,9 +45,9 @@ def append_mla(
             not looked at on a GPU (that would wait for it): a token whose slot is outside the cache is not written.
             With CUTE_KERNELS_DEBUG=1 in the environment at import such slots, and slots that two tokens share, are
             errors that name the tokens; on the CPU always.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the reference implementation.
+    CPU tensors run the reference implementation.
     """
     ops.append(AppendMlaCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
 
@@ -67,8 +67,8 @@ def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Ten
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
-        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
 
-    CPU tensors are served by the formats themselves.
+    CPU tensors are converted by the formats themselves.
     """
     return ops.quantize(x, kv_format, out)

@@ -285,7 +285,7 @@ class ScoreLoop:
     def finish(self, state, work, results, memory, warp, lane):
         """Adds up the lanes' and warps' totals, and stores the factors of accumulators and the rows' statistics."""
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
-        maxima = memory.query_scales  # which nobody needs any more
+        maxima = memory.query_scales  # which no one needs any more
         totals = [lane_sum(state.totals[column], TOKEN_LANES) for column in range(self.columns)]
         # Somebody may still be reading the maxima of the last block.
         cute.arch.barrier(barrier_id=EXCHANGING, number_of_threads=SCORE_THREADS)

@@ -40,9 +40,9 @@ class FewHeadsMemory:
     statistics: Int32 | None  # fp32 [head, (maximum, total)] of a part of a cluster
     flags: Int32  # word [stage, score warp]: which of its 16 tokens exist
     full: cute.Pointer  # a stage holds tokens
-    empty: cute.Pointer  # nobody needs them any more
+    empty: cute.Pointer  # no one needs them any more
     weighed: cute.Pointer  # a buffer holds weights
-    added: cute.Pointer  # nobody needs them any more
+    added: cute.Pointer  # no one needs them any more
 
 
 def allocate(config: FewHeadsConfig) -> FewHeadsMemory:

@@ -49,7 +49,7 @@ MOST_SMS = 7 / 8
 LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
-WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up in turn as well
+WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up interleaved as well
 SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
 
