@@ -29,6 +29,7 @@ def test_an_engine_has_the_cases_model_cache_and_graphs(tmp_path: Path):
     found = arguments("qwen3-30b-a3b:w4:fp8:on/32@1,8", tmp_path)
     assert (found["kv_cache_dtype"], found["page_size"], found["max_running_requests"]) == ("fp8_e4m3", 32, 8)
     assert found["cuda_graph_bs_decode"] == [1, 8]
+    assert found["cuda_graph_bs_prefill"] == [4, 8, 64, 512, 8192]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
