@@ -52,7 +52,7 @@ class _UnlessCapturing:
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share memory, or lie so entangled that it would take more than a look at sizes to say no.
 
-    Parts of one tensor that take turns, such as K and V of each page, do not.
+    Interleaved views of one tensor, such as K and V of each page, do not.
     """
     if torch.compiler.is_compiling():  # traced tensors have no address
         return False

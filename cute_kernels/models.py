@@ -41,12 +41,12 @@ def quantize_model(
 ) -> nn.Module:
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
-    That is done in place, one after the other; each layer's weight is freed before the next one is quantised, if
-    nothing else holds it. A layer that stands in several places is quantised once. GPT-2's Conv1D is a Linear, too.
-    Forward hooks of a layer go on. Subclasses of nn.Linear stay as they are, since their forward is their own. So do
-    layers whose weight or hooks a quantised layer cannot take over, and experts that mean something else. Of a mixture
-    of experts that does more than `QuantizedMoE` the experts alone are swapped, for `QuantizedRoutedExperts`. Routers
-    stay as they are; the Linear layers of shared experts are layers like any other.
+    It works in place, layer by layer. Each layer's weight is freed before the next layer is quantised, unless
+    something else holds it. A layer that is used several times is quantised once. GPT-2's Conv1D is a Linear, too.
+    Forward hooks of a layer are kept. Subclasses of nn.Linear are left alone, since they have their own forward. So
+    are layers whose weight or hooks a quantised layer cannot take over, and experts with another computation. If a
+    mixture of experts does more than `QuantizedMoE`, only its experts are swapped, for `QuantizedRoutedExperts`.
+    Routers stay as they are; the Linear layers of shared experts are layers like any other.
 
     ``model.quantization_report`` says what was done, what stayed and why
     (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning says if nothing was quantised,
@@ -55,13 +55,12 @@ def quantize_model(
 
     Args:
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
-        batch_invariant: what that attribute of the new layers is: whether no row's, or token's, result of theirs may
-            depend on what others there are.
-        skip: layers that stay as they are: shell patterns for the qualified name or its last part, each of which
-            names some. Layers within a mixture of experts that stays are not skipped by its name.
+        batch_invariant: the new layers' attribute. True: a row's (or token's) result does not depend on the others.
+        skip: layers to leave alone: shell patterns for the qualified name or its last part. Each pattern must match a
+            layer. The name of a mixture of experts does not skip the layers within it.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
         format: as for `quantize_weight`.
-        activations: what that attribute of the new layers is: "fp8" rounds x to E4M3 for products in FP8.
+        activations: the new layers' attribute: "fp8" rounds x to E4M3 for products in FP8.
 
     Returns:
         ``model``.

@@ -73,7 +73,7 @@ class BitMap:
         """A CuTe layout, swizzled or not, as a function of the flat coordinate.
 
         Raises:
-            ValueError: an extent is not a power of two, or two strides share or carry into a bit, or the offset of a
+            ValueError: an extent is not a power of two; two strides share or carry into a bit; or the offset of a
                 swizzled layout is not zero: then the layout is not linear over F2.
         """
         if isinstance(layout, ComposedLayout):

@@ -30,8 +30,8 @@ ELEMENT_BITS = (4, 8)
 class Transform:
     """A bijection of packed arrays: ``out[i] = in[source(i)] ^ flip`` over element indices i.
 
-    Arrays hold elements of ``bits`` bits in row-major order; 4-bit elements lie two per byte, the even one in the low
-    nibble, so the last extent of a packed array is half that of its shape. Leading dimensions (experts) are batches.
+    Arrays hold elements of ``bits`` bits in row-major order; Two 4-bit elements share a byte, the even one in the low
+    nibble. So the last extent of a packed array is half that of its shape. Leading dimensions (experts) are batches.
 
     Equality compares what a transform does (modes, bits, flip and shapes), not its name.
 

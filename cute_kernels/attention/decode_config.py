@@ -168,8 +168,8 @@ class DecodeConfig:
     def filling_warps(self) -> int:
         """Producer warps that copy.
 
-        Each copies a part of every whole tile. A warp without a part would not be waited for, fall behind by a round of
-        the ring, and take one phase of a barrier for another.
+        Each copies a part of every whole tile. Nothing would wait for a warp without a part: it could fall a round of
+        the ring behind and mistake one barrier phase for another.
         """
         return min(self.producer_warps, most_filling_warps(self))
 

@@ -66,8 +66,8 @@ class DecodeSchedule:
 def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> DecodeSchedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
-    Splits are combined in an order that depends on their number alone, so with fixed splits a request's result does not
-    depend on the rest of the batch.
+    The order in which splits are combined depends on their number alone. So with fixed splits a request's result does
+    not depend on the rest of the batch.
     """
     configs = candidate_configs(problem)
     if num_splits is not None:
@@ -127,11 +127,11 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
 def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
     """(rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of :class:`DecodeSchedule`).
 
-    Where the ``places`` that SMs have for CTAs of a head block leave room for two parts of each request, lengths that
-    differ are cut for one wave of CTAs. Otherwise each request may have one part more than divides it. There are then
-    as many more CTAs as let all requests be cut into shares of what the SMs hold. These CTAs wait for places, so SMs
-    end at different times. Where lengths turn out to be alike they start only to exit, so there are few of them where
-    that would be felt.
+    ``places`` is the number of resident CTAs for a head block. If that is two parts of each request or more, requests
+    of different lengths are cut for one wave of CTAs. Otherwise each request may have one part more than divides it.
+    There are then as many more CTAs as let all requests be cut into shares of what the SMs hold. These CTAs wait for
+    places, so SMs end at different times. Where lengths turn out to be alike they start only to exit, so there are
+    few of them where that would be felt.
     """
     batch = problem.batch
     if batch * FEW_ROWS <= places:

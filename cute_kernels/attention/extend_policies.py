@@ -161,8 +161,8 @@ TWO_STAGES = ProducerPipeline()
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """K and V are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) certainly lie together; with 0,
-    one request's tokens lie one after the other.
+    """K and V are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) are always contiguous; with 0,
+    all tokens of a request are.
 
     mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie;
     without, these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.

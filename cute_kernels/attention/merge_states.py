@@ -42,13 +42,13 @@ def merge_states(
         out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim], of one
             shape and dtype; rows a multiple of 16 bytes.
         lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
-            ``decode_attention(..., return_lse=True)`` gives it. -inf, or +inf as ``mla_decode`` gives it, for a part
-            without keys: such a part does not count, whatever its out holds.
+            ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys, or +inf, as FlashMLA
+            has it. Such a part is ignored, and its out may hold anything.
 
     Returns:
         (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The
-        arithmetic is fp32. More parts are merged one after the other. Sinks do not merge: leave them out of the parts,
-        and multiply what comes out by sigmoid(lse - sinks).
+        arithmetic is fp32. Merge more parts one after the other. Sinks do not merge: leave them out of the parts, and
+        multiply the merged out by sigmoid(lse - sinks).
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

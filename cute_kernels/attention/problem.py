@@ -12,7 +12,7 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything about a call that its schedule depends on; lengths are on the device and not part of it.
+    """Everything about a call that its schedule depends on; lengths are not part of it, since they are on the device.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.

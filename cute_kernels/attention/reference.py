@@ -164,8 +164,8 @@ def merge_states_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
-    out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. Where an lse is -inf, that
-    part does not count, whatever its out holds; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
+    out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. A part with lse -inf is
+    ignored, and its out may hold anything; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
     gives it for a query without keys. Returns both in `compute_dtype`.
     """
     lse_a, lse_b = (lse.to(compute_dtype).masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))

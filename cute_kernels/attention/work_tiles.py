@@ -63,8 +63,8 @@ class Work:
         num_rows: of the request.
         q_start: the request's first query.
         before: its position: so many tokens come before it; negative if there are more queries than tokens.
-        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop, of which the first lies kv_start tokens after
-            the beginning of the caches if these are ragged.
+        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop. In ragged caches the first one lies kv_start
+            tokens after their beginning.
     """
 
     request: Int32

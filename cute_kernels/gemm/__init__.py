@@ -66,13 +66,13 @@ def quantized_linear(
     """Computes activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
     Accumulators are in fp32, bias, activation and residual too; the result is rounded once. Works under
-    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
-    the result does not require one, whatever its operands do.
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient: the
+    result never requires one.
 
     Args:
         x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading
-            sizes may be 0. `input_scale` and `perm` of the weight are applied to it first. Or rows of
-            `quantized_linear_norm`, whose norm is taken.
+            sizes may be 0. The weight's `input_scale` and `perm` are applied to it first. Or the result of
+            `quantized_linear_norm`: x is then its normed rows.
         weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
         bias: [N] in x's dtype.
         residual: added last, of the result's shape and dtype. It may be ``out``.
@@ -80,7 +80,7 @@ def quantized_linear(
             even rows make gate and its odd rows make up, so the result has N / 2 columns; or any of
             `cute_kernels.gemm.activations`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
+        batch_invariant: True: the last bits of a row's result do not depend on the number of rows.
             On CUDA, K is then cut into parts by the weight's shape and format and the number of SMs alone, which may
             cost time. A result never depends on timing, with or without it.
         out: contiguous, written and returned; not x's memory.
@@ -130,16 +130,16 @@ def quantized_linear_norm(
     `quantized_linear` takes the result as its x; there may be several such products. No launch lies between the
     products where both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
     x's dtype. The first then also stores its rows times the norm's weight, and sums of their squares; the second
-    multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each. Either way a
-    normed row is rounded once, at another place: results differ in their last bits.
+    multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each. Both round
+    a normed row once, but at different steps: results differ in their last bits.
 
     Args:
         x, weight, bias: as in `quantized_linear`.
         residual: added last, of the result's shape, in x's dtype.
         norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
         norm_eps: a number of at least 0. norm_offset: added to the weight.
-        following: the weight of the product that takes the norm, where it is known: nothing is made for one that would
-            launch `rms_norm` anyway.
+        following: the weight of the product that reads the norm, if it is known. Nothing extra is stored for a
+            product that launches `rms_norm` anyway.
 
     Returns:
         `NormedRows`; its ``rows`` [..., N] are those of `quantized_linear` with this residual, bit for bit.
@@ -177,11 +177,11 @@ def quantized_layer(
 
     One launch serves one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order or input
     scales; N a multiple of 64 and K of 256; norms in bf16. Otherwise, and when traced, it makes the calls above.
-    The two ways add up in different orders, so their results differ in the last bits; each way repeats its own
-    results bit for bit.
+    The launch and the calls add up in different orders, so their results differ in the last bits. Each is bitwise
+    reproducible.
 
     Args:
-        x: bf16 or fp16 [..., K of o], what attention gives.
+        x: bf16 or fp16 [..., K of o], the output of attention.
         o, gate_up, down: weights [hidden, K], [2 * inner, hidden] (gate and up interleaved, as `interleave_weights` has
             them) and [hidden, inner].
         qkv: the next layer's [N, hidden], or None.

@@ -68,12 +68,12 @@ class NormedRows:
 
     Attributes:
         rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
-            16384. Nobody may write to it before the products of the norm are computed.
+            16384. Do not write to it before the products of the norm are computed.
         norm: [n], the norm's weight, in the dtype of rows or fp32.
         norm_eps: added to the mean square.
         norm_offset: added to the weight.
-        deferred: what the product that made the rows left of the norm; None where the norm takes a launch. No argument:
-            it belongs to these rows and this norm, so `dataclasses.replace` of either makes rows without it.
+        deferred: the deferred part of the norm, from the product that made the rows; None where the norm takes a
+            launch. It is no argument: `dataclasses.replace` of rows or norm drops it.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.

@@ -182,8 +182,8 @@ def quantize_experts(
     Args:
         w: floating [E, N, K], finite.
         bits, group_size, zero_point, dtype, device, format: as for `quantize_weight`.
-        halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in
-            turn.
+        halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: stacked gate and up rows become
+            interleaved ones.
 
     Raises:
         TypeError, ValueError: as `quantize_weight`, or w has no experts, or an odd number of rows to take in turn.

@@ -145,7 +145,7 @@ class PackedWeight(Packed):
     W[n, k] = (code - zero) * scale.
 
     One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`); G is
-    the number of groups along K_pad. What codes stand for is exact in fp32, and rounded once.
+    the number of groups along K_pad. A weight's number is exact in fp32, and rounded once.
 
     Args:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
@@ -158,8 +158,8 @@ class PackedWeight(Packed):
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
         input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
-        check_values: whether numbers are looked at, too: scales, zeros and perm, which waits for a GPU. False for
-            tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
+        check_values: whether the values of scales, zeros and perm are checked, which waits for a GPU. False for
+            tensors of a weight that was checked before. Values are never checked for tensors without data (meta,
             fake), nor while torch.compile traces or a CUDA graph is captured.
 
     On a GPU codes, scales and zeros start on 16 bytes, as torch allocates them; views into larger buffers may not.
@@ -310,8 +310,8 @@ class PackedWeight(Packed):
         rank's packed positions must take inputs of its own share, which act-order weights rarely do.
 
         Raises:
-            ValueError: a share of K is no multiple of 64 and of the group size, rank is not below world_size, or the
-                rank's part of perm takes other ranks' inputs.
+            ValueError: a rank's part of K is no multiple of 64 and of the group size; rank is not below world_size;
+                or the rank's part of perm has inputs of other ranks.
         """
         n, k = self.shape
         _check_rank(rank, world_size)

@@ -167,8 +167,8 @@ def quantize_kv(
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
         out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
-        transform, operand: how the cache is written, and whether x is "k" (after RoPE) or "v" of it: rows are then of
-            the transformed numbers, as `append_kv` makes them. Rotations are for head_dim 64, 128 and 256.
+        transform, operand: the transform of the cache, and whether x is "k" (after RoPE) or "v". Rows then hold the
+            transformed numbers, as those of `append_kv` do. Rotations are for head_dim 64, 128 and 256.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.

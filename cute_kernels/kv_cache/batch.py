@@ -18,10 +18,10 @@ _NOTHING = SequencePages()
 class Batch:
     """Block table and lengths of the sequences of one step, in buffers whose addresses never change.
 
-    A captured CUDA graph reads these buffers; `update` between replays gives it the next step. The host remembers what
-    the buffers hold, so an update sends the lengths and the entries of the block table that have changed, in one
-    asynchronous copy, and nothing if nothing has changed. It never waits for the device. Call it outside the capture,
-    on the stream that replays.
+    A captured CUDA graph reads these buffers; `update` between replays gives it the next step. The host remembers
+    what the buffers hold. So an update sends only lengths and entries of the block table that have changed, in one
+    asynchronous copy, or nothing. It never waits for the device. Call it outside the capture, on the stream that
+    replays.
 
     An engine keeps one for decoding and one for prefill. Made by `KVCache.make_batch`.
 

@@ -67,12 +67,12 @@ class KVCache:
     """K and V of all layers in pages, and the sequences that own them.
 
     A page number means the same page in every layer. A sequence's length counts the tokens it has pages for: it grows
-    by `allocate` and `extend`, once per step and before the layers' `append`, which writes the newest of them. `fork`
-    shares pages; a partly filled shared page is copied for whoever extends into it. Whatever takes pages either
-    succeeds or raises `OutOfPagesError` and changes nothing.
+    by `allocate` and `extend`. Call them once per step, before the layers' `append`, which writes the last tokens.
+    `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every method
+    that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
 
-    Not thread-safe; all of a cache's device work belongs on one stream, so that a page is not given away before its
-    last reader is done.
+    Not thread-safe; all of a cache's device work belongs on one stream, so that a page is not reused before its last
+    reader is done.
 
     Args:
         num_layers, num_pages: pages per layer.
@@ -86,10 +86,10 @@ class KVCache:
         dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
         device: where the pages lie. On a CPU the reference implementations run.
         max_seq_len: tokens that a sequence may reach, which sets the block table's width; default: all pages'.
-        max_seqs: sequences that there may be at a time: wanted for keys in blocks ("int4_channel32"), whose newest rows
-            have a place beside the pages for each.
-        transform: how K and V are written (see `CacheTransform`): one for all layers, or one, or None, for each. What
-            a calibration has found comes by `set_constants`.
+        max_seqs: the most sequences at a time. Needed for keys in blocks ("int4_channel32"), whose last rows lie
+            outside the pages.
+        transform: how K and V are written (see `CacheTransform`): one for all layers, or one, or None, for each.
+            `set_constants` sets the result of a calibration.
 
     Attributes:
         k_pages, v_pages: what `append_kv` and `decode_attention` take, by layer: [num_layers, *a layer's cache], or a
@@ -409,8 +409,8 @@ class KVCache:
                 head, [num_kv_heads, head_dim] per channel. None for a format without one.
 
         Raises:
-            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite, or the cache
-                holds sequences, whose tokens were written with other scales.
+            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite; or the cache
+                holds sequences, which were written with other scales.
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer}")
@@ -424,8 +424,8 @@ class KVCache:
 
         Raises:
             FileNotFoundError, ConstantsError: there is no such file, or it is no file of constants.
-            ValueError: they are of another number of layers or other sizes, a scale is missing or not wanted, or the
-                cache holds sequences, which were written otherwise.
+            ValueError: the number of layers or the sizes differ; a scale is missing or not wanted; or the cache holds
+                sequences, which were written with other constants.
         """
         constants = constants_of(constants)
         self._check_empty("constants: got some")

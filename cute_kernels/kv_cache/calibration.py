@@ -35,9 +35,9 @@ class Calibrator:
         kv_format: a format with a scale beside the cache: "int8_tensor", "int8_head", "int8_channel", "e4m3_tensor" or
             "e4m3_head".
         method: "absmax": the greatest magnitude seen, exact. "percentile": the least magnitude that ``percentile`` %
-            of the elements do not exceed, from a histogram of 3074 logarithmic bins per scale, whatever the number of
-            samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 what it gives is at least the
-            percentile, less than 1 + 2**-6 times it, and never above the greatest magnitude.
+            of the elements do not exceed. A histogram of 3074 logarithmic bins per scale finds it, for any number of
+            samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 the result is at least the
+            percentile, below 1 + 2**-6 times it, and never above the greatest magnitude.
         percentile: above 0, at most 100.
 
     One scale is found for all elements ("tensor"), for each head or for each head's column ("channel").

@@ -80,8 +80,8 @@ def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
 def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is written.
 
-    Nothing is written for slots below 0 or beyond the cache, negative positions, positions beyond the cache or the
-    table, and pages that the cache does not have. A contiguous cache has one page per request.
+    Slots, positions and pages that are negative or outside the cache or the table are not written. A contiguous cache
+    has one page per request.
     """
     positions = torch.zeros(call.num_tokens, dtype=torch.int64, device=call.k.device)
     inside = torch.ones_like(positions, dtype=torch.bool)

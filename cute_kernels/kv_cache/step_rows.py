@@ -34,8 +34,8 @@ from cute_kernels.kv_cache.step_config import query_pitch
 
 @dataclass(frozen=True)
 class NewRowOperands:
-    """Where the newest tokens and the caches are; run-time values. Addresses; bytes from a request's row to the next
-    one's of k and v, and from a block, a token, a head to the next one of the caches."""
+    """Where the newest tokens and the caches are; run-time values. Addresses; strides in bytes: of requests in k and
+    v; of blocks, tokens and heads in the caches."""
 
     k: Int64
     v: Int64

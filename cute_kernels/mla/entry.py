@@ -26,9 +26,9 @@ class DecodeEntry:
     def launch(self, given, stream):
         """Launches the kernel; ``given`` has the arguments of :func:`.arguments.arguments_of`.
 
-        The grid is (queries x blocks of heads, parts) if tokens are chosen for each query, and (requests x blocks of
-        all their queries' heads, parts) if they are a request's. If num_parts is 0 it is work ranges of equal size over
-        all rows, see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
+        If each query has tokens of its own, the grid is (queries x blocks of heads, parts). If a request's queries
+        share them, it is (requests x blocks of all their queries' heads, parts). If num_parts is 0 it is work ranges
+        of equal size over all rows, see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
         """
         batch, q_len, num_heads = extents(given.q)[:3]
         # Who asks for the greatest scores gets running maxima that are.

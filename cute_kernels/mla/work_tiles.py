@@ -46,9 +46,9 @@ class WorkTiles:
     """The work tiles of a CTA; run-time values.
 
     A work tile is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one work
-    tile. Blocks of heads come first, so that the CTAs of a cluster, whose numbers follow each other, have work tiles of
-    the same row and part; then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the
-    ``start``-th of ``row`` on, over rows that follow each other."""
+    tile. Blocks of heads are the fastest index. So the CTAs of a cluster have work tiles of the same row and part;
+    then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the ``start``-th of ``row`` on,
+    over rows that follow each other."""
 
     shape: MlaSizes
     source: SparseSource | PagedSource

@@ -71,14 +71,16 @@ def rms_norm(
         weight_offset: added to the weight: 1 for Gemma, whose checkpoints hold weight - 1.
         out: where to write y: contiguous, as x. It may be x itself.
         residual_out: where to write s, with a residual: contiguous, as x. It may be ``residual`` itself, or x.
-        order: int32 [n], each of 0 to n - 1 once: y[..., i] is what y[..., order[i]] is without. With
-            `PackedWeight.perm` a quantised layer in act-order has nothing to put in order. Values are checked on the
-            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import; others read beside the row on a GPU.
-        input_scale: [n] in x's dtype: y, rounded, times it, rounded again. With `PackedWeight.input_scale` a layer has
-            nothing to multiply. The layer itself is then ``replace(weight, perm=None, input_scale=None)``.
+        order: int32 [n], each of 0 to n - 1 once: y[..., i] is what y[..., order[i]] is without. Pass
+            `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. Values are checked on the
+            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values read outside the
+            row on a GPU.
+        input_scale: [n] in x's dtype: multiplied with the rounded y, and rounded again. Pass
+            `PackedWeight.input_scale`, and the layer need not multiply. The layer itself is then ``replace(weight,
+            perm=None, input_scale=None)``.
 
-    weight, order and input_scale are a model's: on a GPU they are read while the kernel launched before may still run,
-    so no kernel of this library launched right before may write them.
+    A GPU reads weight, order and input_scale while the previous kernel may still run. So they must not be written by
+    a kernel of this library that is launched right before.
 
     Returns:
         y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and no row's result

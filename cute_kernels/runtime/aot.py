@@ -75,8 +75,8 @@ def mismatches(manifest: dict[str, Any]) -> list[str]:
 def open_bundle(directory: Path) -> Bundle:
     """Opens the bundle in `directory` without the compiler and without a GPU.
 
-    Raises BundleError if it is damaged, does not fit this installation (see `mismatches`), or lies where others could
-    have put it (see `trust`), and native.RuntimeLibraryError if the DSL's runtime library is missing.
+    Raises BundleError if it is damaged, does not fit this installation (see `mismatches`), or lies where other users
+    can write (see `trust`). Raises native.RuntimeLibraryError if the DSL's runtime library is missing.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)

@@ -44,8 +44,8 @@ def launches_from_json(values: list[dict[str, Any]]) -> tuple[Launch, ...]:
 def compile_artifact(spec: KernelSpec, arch: str) -> Artifact:
     """Compiles `spec` for `arch` in this process. Not thread-safe, because the DSL's compiler is not.
 
-    Raises ValueError for an architecture that the kernel is not written for, CompilerMissingError if the DSL is not
-    installed, or not the one that compiles these kernels; errors of the DSL pass through.
+    Raises ValueError for an architecture that the kernel is not written for. Raises CompilerMissingError if the DSL
+    is missing, or in another version than these kernels want; errors of the DSL pass through.
     """
     spec.check()
     spec.check_arch(arch)

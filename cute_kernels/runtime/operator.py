@@ -132,8 +132,8 @@ def launcher(
     """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call; it takes what ``key``
     takes.
 
-    What a repeated call has passed before is not checked again. A key holds all that the checks would read, or the
-    compiled function compares it (shapes, strides, dtypes, alignment, device) in native code before it launches. Where
+    What a repeated call has passed before is not checked again. A key holds everything that the checks read, except
+    what the compiled function compares itself before it launches: shapes, strides, dtypes, alignment, device. Where
     the compiled function refuses, the checks say why in the caller's terms.
 
     Args:

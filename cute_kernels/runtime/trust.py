@@ -14,9 +14,8 @@ from pathlib import Path
 def distrust(path: Path) -> str | None:
     """Why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not exist.
 
-    It belongs to the process's user, to root, or to the owner of this package. It is writable by no group but the
-    user's own, and not by everybody. Nor is any directory above it, but for those like /tmp, where everybody may write
-    and nobody may take away what is another's (the sticky bit).
+    It belongs to the process's user, to root, or to the owner of this package. Only the user and the user's own group
+    may write to it. The same holds for all directories above it, except those with the sticky bit, such as /tmp.
     """
     path = path.resolve()
     status = path.stat()

@@ -64,7 +64,7 @@ class KvRow(abc.ABC):
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] to uint8 rows [..., row_bytes].
 
-        NaN counts as 0 and what is out of range saturates, so that rows are finite whatever the input. ``scale`` is
+        NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is
         for formats whose scale lies outside the row; others refuse it (`check_no_scale`).
         """
 

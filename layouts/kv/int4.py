@@ -35,11 +35,11 @@ class Int4Row(KvRow):
 
     Quantisation, per group: ``shift = fp16(min)``, ``scale = fp16((max - min) / 15)``, both rounded *before* the codes
     ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even), so that codes are the best for the header that is
-    stored. Where the scale is 0 (constant group, or a range below about 4.5e-7, which fp16 rounds to 0) all codes are
-    0 and the group dequantises to ``shift``.
+    stored. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0. Then all
+    codes are 0 and the group dequantises to ``shift``.
 
-    Numbers outside the fp16 range saturate to +-65504 and NaN counts as 0 before anything else, so the header and the
-    dequantised row are finite whatever the input.
+    First, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the dequantised row
+    are finite for any input.
 
     Error, for x in the fp16 range, with r = max - min of its group::
 

@@ -341,8 +341,8 @@ class RowProducer:
     """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
 
     Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
-    with K's tile. Where V's rows have scales and K is not decoded, all of K's warps read them, each those of the rows
-    that one of V's warps decodes.
+    with K's tile. If V's rows have scales and K is not decoded, K's warps read these scales: each reads those of one
+    of V's warps.
     """
 
     def __init__(self, config: ExtendConfig):

@@ -124,9 +124,9 @@ class Softmax:
                             scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
-        """Words of a query's mask, shifted so that bit c % 32 of word c // 32 belongs to the lane's accumulator in
-        column c of a block. first: the block's first token, counted from the first new one; older tokens, below 0,
-        are always seen."""
+        """Returns words of a query's mask. They are shifted: bit c % 32 of word c // 32 belongs to the lane's
+        accumulator in column c of a block. first: the block's first token, counted from the first new one; older
+        tokens, below 0, are always seen."""
         whole, shift = first >> 5, Uint32(first & 31)
         words = []
         for k in range(self.tokens // 32 + 1):

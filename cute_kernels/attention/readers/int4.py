@@ -115,8 +115,9 @@ class Int4KeyReader(RowKeyReader):
         operand.
 
         Lane t's words of a row's headers are those of groups t and t + 4, scale and shift: eight columns of A each.
-        Four groups are there twice, for both parts of the sums. A block with four groups takes 33 of 605 instructions
-        less than with a conversion and a multiplication per group, row and query head, and fewer registers.
+        Four groups are there twice, for both parts of the sums. This saves 33 of 605 instructions of a block with
+        four groups, and registers. The alternative is a conversion and a multiplication per group, row and query
+        head.
         """
         if not self.multiplies_shifts:
             return super().first_scores(state, tile_address, block_offset, rows)

@@ -51,8 +51,8 @@ def grouped_linear(
     out: torch.Tensor | None = None,
     activations: Activations | None = None,
 ) -> torch.Tensor:
-    """Computes activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the
-    next.
+    """Computes activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e, expert_offsets[e] to
+    expert_offsets[e + 1] - 1.
 
     The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
     other offsets. Accumulators are in fp32, bias and activation too; the result is rounded once. Works under
@@ -66,13 +66,13 @@ def grouped_linear(
         bias: [E, N] in x's dtype.
         activation: as in `cute_kernels.quantized_linear`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
-            On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
+        batch_invariant: True: the last bits of a result do not depend on the other places. On CUDA this costs time
+            where there are few.
         out: contiguous, written and returned; not x's memory.
         activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x to E4M3.
 
-    Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
-    than said above are undefined behaviour.
+    Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set. Without the
+    check, wrong values are undefined behaviour.
 
     Returns:
         [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places after expert_offsets[E]
@@ -102,11 +102,11 @@ def fused_moe(
 ) -> torch.Tensor:
     """Computes the sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
-    Experts without a gate have the activation of one operand, of up_e(x[t]) alone.
+    Experts without a gate apply the activation to up_e(x[t]) alone.
 
-    What is between the two products is rounded to x's dtype, accumulators are in fp32 and added up in the order of j,
-    so a result does not change from run to run. Nothing waits for the device. Works under
-    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::fused_moe``. It has no gradient.
+    Hidden activations are rounded to x's dtype. Accumulators are in fp32 and added up in the order of j, so results
+    are reproducible. The host never waits for the device. Works under ``torch.compile(fullgraph=True)`` as the
+    operator ``cute_kernels::fused_moe``. It has no gradient.
 
     Args:
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
@@ -114,17 +114,16 @@ def fused_moe(
             gate.
         down: [E, N, I].
         topk_weights: floating [T, topk], used as fp32.
-        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
+        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing; other ranks have these
+            experts.
         activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's. Without a gate
             "relu2", Nemotron-H's, or another one of one operand.
         gate_up_bias, down_bias: [E, rows of gate_up], in their order, and [E, N], in x's dtype; added in fp32.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
-            on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
-            are few.
+        batch_invariant: True: the last bits of a token's result do not depend on the other tokens or their experts.
+            On CUDA this costs time for few tokens.
         out: contiguous [T, N], written and returned.
-        activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x, and what is between the products, to
-            E4M3.
+        activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x and the hidden activations to E4M3.
 
     Returns:
         [T, N] in ``out_dtype``.

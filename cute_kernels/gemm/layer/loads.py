@@ -116,8 +116,8 @@ class Loader:
         return number
 
     def window_of(self, sizes: Sizes, tile):
-        """Stages that are loaded at a time. There are more in the middle of the second product, but not for the first
-        and the last work tile of each CTA, which wait for rows or are waited for."""
+        """Stages that are loaded at a time. The window is wider in the middle of the second product, except for each
+        CTA's first work tile, which waits for rows, and its last, which others wait for."""
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 

@@ -66,8 +66,8 @@ class KBlock:
 class PingPong:
     """Two consumer warpgroups alternate: while one's MMAs run the other adds its sums.
 
-    Without an order both wait for the same stage, so their MMAs run side by side and end at the same time, and then the
-    tensor cores wait for both. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
+    Without an order both wait for the same stage. Their MMAs then end at the same time, and the tensor cores idle
+    while both wait. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
     FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 

@@ -60,8 +60,8 @@ class Mainloop(ABC):
     Attributes:
         reductions: types of reductions that it goes with.
         scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
-        limbs: whether x is two limbs of 8 bits and a scale for each row and `LIMB_GROUP` inputs, and products are those
-            of bytes, exact in int32.
+        limbs: whether x is two int8 limbs with a scale per row and `LIMB_GROUP` inputs. Products are then exact in
+            int32.
         scaled_rows: whether a launch before makes x, with fp32 scales of each row and k block.
         registers: of a consumer thread, by the number of warpgroups.
         producer_registers: of a thread that loads.

@@ -46,7 +46,7 @@ class ResidentMainloop:
         """Multiplies as `RegisterMainloop.multiply` does. The second of ``state`` is a pipeline's whose phase is that
         of the next part of x.
 
-        Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
+        If not all of x fits, the buffer is halved. One half holds a chunk of K while the other is filled with the next:
         the producer warp goes on meanwhile, and consumers catch up. The chunk before the first is empty.
         """
         here, x_next = state

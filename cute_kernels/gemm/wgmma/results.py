@@ -162,9 +162,9 @@ class RangeSplitK(Reduction):
     """Tiles are cut into work ranges (stream-K): each CTA has as many k blocks as any other. `.ranges`.
 
     Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
-    blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It begins with the last
-    tile of its range, whose accumulators it leaves in memory if the tile ends after the range, then goes on to the
-    tile before, and so ends with the first one. If that began before the range, it adds what the CTA before left of it.
+    blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It computes the tiles
+    of its range from last to first. If the last tile ends after the range, it publishes that tile's accumulators. If
+    that began before the range, it adds what the CTA before left of it.
 
     A CTA waits for the one before it alone, at its end, when all that others want of it is stored
     (docs/design/forward_progress.md). With ranges of less than a tile some have a middle part, which they leave at

@@ -243,8 +243,8 @@ def most_splits(config: WgmmaConfig) -> int:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration. None if its k blocks are not all of K, if a part of K would be empty, or
-    if nothing is left to be cut.
+    """The schedule of a given configuration. None if its k blocks do not cover K, if a part of K would be empty, or
+    if there is nothing to cut.
 
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
     """
@@ -391,8 +391,8 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
 
-    Up to 64 rows they are those of `dsmem_configs`. For more the parts of K that a CTA is sent leave room for four
-    stages, which are too few for warpgroups that interleave k blocks.
+    Up to 64 rows they are those of `dsmem_configs`. With more rows the partial sums that a CTA receives leave room
+    for four stages only, too few for intra-CTA split-K.
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []

@@ -60,8 +60,8 @@ def load_safetensors(
     """Loads the quantised layers of a checkpoint, one after the other, each read when it is requested.
 
     Formats are AWQ, GPTQ, AutoRound, compressed-tensors, ModelOpt, FP8, HQQ, torchao and state dicts of
-    `QuantizedLinear` and `QuantizedMoE`. Before the first layer is read, every file is checked to be whole and every
-    layer to have its tensors, and a layer that is quantised otherwise is an error.
+    `QuantizedLinear` and `QuantizedMoE`. Before it reads the first layer, it checks that every file is complete and
+    every layer has its tensors. A layer in another quantisation is an error.
 
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.

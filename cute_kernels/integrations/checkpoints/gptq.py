@@ -40,7 +40,7 @@ def from_gptq(
         qweight: int32 [K * bits / 32, N].
         qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). A v1 zero point 0 is refused unless it is the
             last of its word: some writers subtract one from whole words, where 0 borrows from its neighbour
-            (`words_of_v2` undoes that), others from each zero point, and nothing in the tensor says which.
+            (`words_of_v2` undoes that). Others subtract it from each zero point. The tensor does not say which.
         scales: floating [G, N].
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
             that groups lie together, and `PackedWeight.perm` says how.

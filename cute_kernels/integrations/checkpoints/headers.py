@@ -47,8 +47,8 @@ def read_headers(path: Path) -> Headers:
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.
-        ValueError: a file is no safetensors file or is cut off, a tensor is in two files, or one that the directory's
-            index promises is in none; the message names file and tensor.
+        ValueError: a file is no safetensors file or is truncated; a tensor is in two files; or a tensor of the
+            directory's index is in none; the message names file and tensor.
     """
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
     files = [path]

@@ -67,8 +67,8 @@ def computes_attention(kind: type) -> bool:
 
 @cache
 def passes_masks_on(kind: type) -> bool:
-    """Whether a class's forward hands ``attention_mask``, if it takes one, unchanged to parts of the module or to an
-    attention function, and does nothing else with it."""
+    """Whether a class's forward only passes ``attention_mask`` on, unchanged, to submodules or to an attention
+    function."""
     forward = _method(kind, "forward")
     if "attention_mask" not in _parameters(forward):
         return True
@@ -97,7 +97,7 @@ def supports_sdpa(config: type) -> bool:
 def may_add_masks(config: type) -> bool:
     """Whether a model that asks for a mask with a configuration of this class may add it to scores or change it.
 
-    It may if the model does not support SDPA, and a class in its file, or in those of the models that it can hold, does
+    It may if the model does not support SDPA, and a class in its file, or in a file of a model that it can hold, does
     more than `passes_masks_on`. It is True for a model whose parts may be of any kind.
 
     torch.compile can ask while it traces, when there is a configuration but no module: the answer is a constant.

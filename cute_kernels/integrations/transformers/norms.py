@@ -154,8 +154,8 @@ def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, resu
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """A sum and its norm by a ``module`` that `is_plain`, if the launch that made the sum deferred the norm or made a
-    product of it. None for any other sum, or if the sum was written since."""
+    """Returns a sum and its norm by a plain ``module`` (`is_plain`), if the launch that made the sum deferred the
+    norm or computed its product. None for any other sum, or if the sum was written since."""
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):
         return None

@@ -356,10 +356,11 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     """Whether decode attention in parts serves some requests sooner than extend attention.
 
-    It does where it has fewer units of work, a part for a KV head, than extend attention has work tiles, or than there
-    are SMs: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts, tiles):
-    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649. Keys as rows of products
-    make one read of few queries: on an H200 32 x 17 take 150 us so, over int4_g4 176, where 32 x 16 in parts take 374.
+    It does if its number of parts times KV heads is below the number of SMs, or below extend attention's number of
+    work tiles: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts,
+    tiles): 1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649. Keys as rows of products
+    make one read of few queries: on an H200 32 x 17 take 150 us so, over int4_g4 176, where 32 x 16 in parts take
+    374.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):

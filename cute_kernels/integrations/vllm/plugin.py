@@ -35,8 +35,8 @@ _served: set[str] = set()
 def note_served(what: str) -> None:
     """Notes which layers of a model these kernels serve: graphs that vLLM keeps depend on it.
 
-    Which kernels are asked is settled by `register`, but whether they take a layer also depends on bundles that are
-    there today and were not yesterday.
+    `register` decides which kernels are tried. Whether they support a layer also depends on the bundles that are
+    installed today.
     """
     _served.add(what)
 

@@ -27,8 +27,8 @@ class Interface:
         backend_choice: the module and function that chooses one, and keeps what it chose.
         attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
-        float_linear: modules and classes of the methods of linear layers in FP8, MXFP4 and NVFP4, the attribute that
-            multiplies, and the one that says what activations are rounded to ("" for nothing).
+        float_linear: for linear layers in FP8, MXFP4 and NVFP4: the module and the class of the method, the attribute
+            that multiplies, and the attribute with the dtype that activations are rounded to ("" for none).
         float_experts: the module and class of the method of gpt-oss's.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.

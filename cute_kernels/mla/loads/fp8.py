@@ -77,8 +77,8 @@ class SplitFp8Load:
 
     A fence stands behind each part, for the copies to the other CTA, and one would wait for tokens that have just been
     asked for; and the first use of any of them waits for all, since the compiler counts what a loop carries on one
-    scoreboard. So all of a lane's next token is asked for at one place, right after the first fence, with the second
-    part still to be decoded and sent before anyone waits. That part has registers of its own meanwhile.
+    scoreboard. So a lane loads its whole next token right after the first fence. The second part is still to be
+    decoded and sent before anything waits. That part has registers of its own meanwhile.
     """
 
     def __init__(self, config: MlaConfig):

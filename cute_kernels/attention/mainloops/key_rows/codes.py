@@ -203,9 +203,9 @@ class ByteRows:
 class ScaledByteRows(ByteRows):
     """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 bytes of global memory.
 
-    They are copied in pieces of 16 bytes, so they lie in shared memory with the bytes in front of them down to a
-    multiple of 16. That shifts a row by 0 to 12 bytes, which ldmatrix cannot read: lanes load words, 36 from a row to
-    the next one. There are no bank conflicts unless neighbouring rows are shifted differently (two ways at most).
+    They are copied in pieces of 16 bytes. So shared memory also holds the bytes before them, from a multiple of 16
+    on. That shifts a row by 0 to 12 bytes, which ldmatrix cannot read: lanes load words, 36 from a row to the next
+    one. There are no bank conflicts unless neighbouring rows are shifted differently (two ways at most).
     """
 
     row_bytes = SCALED_ROW_BYTES
