@@ -158,7 +158,7 @@ class KvFormat:
         """The row's bytes at a head_dim; ValueError where there is no such row, or where it has nothing but
         elements."""
         if self.make_row is None:
-            raise ValueError(f"{self.name}: rows are the elements themselves")
+            raise ValueError(f"kv_format: got {self.name!r}, whose rows are plain elements, want a format of codes")
         return self.make_row(head_dim)
 
     @property

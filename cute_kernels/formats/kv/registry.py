@@ -39,7 +39,7 @@ def register(form: KvFormat) -> KvFormat:
     """
     taken = FORMATS.get(form.name) or _registered.get(form.name)
     if form.name in ALIASES or (taken is not None and taken != form):
-        raise ValueError(f"name: got {form.name!r}, which is the name of another format")
+        raise ValueError(f"name: got {form.name!r}, which is the name of another format, want a new name")
     for head_dim in HEAD_DIMS if form.make_row is not None else ():
         try:
             row = form.row(head_dim)

@@ -443,7 +443,7 @@ def replace(interface: Interface) -> str:
     custom = AttentionBackendEnum.CUSTOM
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:
-        raise ImportError(f"the CUSTOM attention backend is {custom.get_path()} already")
+        raise ImportError(f"attention backend: got CUSTOM taken by {custom.get_path()}, want it free for {path}")
     own = kv_formats.described()  # a wrong name is said now
     register_backend(custom, path)
     attention_choice.replace(interface)

@@ -190,7 +190,8 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
     ) -> None:
         if apply_router_weight_on_input or not self._supports_activation(activation):
             raise NotImplementedError(
-                f"experts: got {activation}, weights on the input: {apply_router_weight_on_input}"
+                f"experts: got {activation}, router weights on the input: {apply_router_weight_on_input}, want one of "
+                f"{', '.join(ACTIVATIONS)}, and router weights on the output"
             )
         if expert_map is not None:  # other ranks' experts become -1, which add nothing
             topk_ids = expert_map[topk_ids.long()]
