@@ -2,7 +2,8 @@
 
 It owns the memory and knows which tokens lie where. When to run which sequence is the engine's business.
 
-    cache = KVCache(num_layers, num_pages, 64, num_kv_heads, head_dim, kv_format="int4_g4", device="cuda")
+    formats = ("int8_token_head", "int4_g4")  # of K and of V
+    cache = KVCache(num_layers, num_pages, 64, num_kv_heads, head_dim, kv_format=formats, device="cuda")
     batch = cache.make_batch(max_batch)
     cache.allocate("a", prompt_len)                      # pages for the prompt
     batch.update(["a"], [prompt_len])                    # prefill: append its K and V, layer by layer
