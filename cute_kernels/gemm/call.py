@@ -102,8 +102,13 @@ def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.devic
 
 
 def check_activation(activation: object, n: int) -> None:
+    """Raises ValueError unless a weight of ``n`` rows can have the activation, and that its numbers."""
     found = activation_named(activation)
-    if found is not None and found.gated and n % 2:
+    if found is None:
+        return
+    if wanted := found.wanted_numbers():
+        raise ValueError(f"activation: got {found.name!r}, want {wanted}")
+    if found.gated and n % 2:
         raise ValueError(
             f"activation: got {found.name!r} for a weight of {n} rows, want an even number: gate and up in turn"
         )

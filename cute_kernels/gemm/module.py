@@ -219,6 +219,14 @@ class QuantizedLinear(OfWeight):
         w = dense_weight(*tensors, self.weight_format.key, list(self.shape), dtype)
         return (w if self.input_scale is None else w * self.input_scale).to(dtype)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        scale = self.activation_scale
+        super()._apply(fn, recurse)
+        moved = self.activation_scale
+        if scale is not None and moved is not None and moved.dtype != scale.dtype:  # fp32, whatever it is cast to
+            self.activation_scale = scale.to(moved.device)
+        return self
+
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
         super()._take(form, tensors, copy)
         fp8.forget_row_codes(self.codes)

@@ -51,8 +51,7 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
     """A weight [N, K] whose row i is row order[i] of this one: its layer's results are permuted.
 
     A next layer in act-order then needs no permutation of its inputs: reorder_outputs(gate, down.perm), the same of up,
-    and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are moved, never changed; the
-    codes of all rows are unpacked at a time, N K bytes.
+    and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are moved, never changed.
 
     Args:
         weight: `PackedWeight`.
@@ -63,12 +62,18 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    n, k = weight.shape
+    n = weight.shape[0]
     check_tensors(order=order)
     if order.dtype not in (torch.int32, torch.int64) or shape_of(order) != [n]:
         raise ValueError(f"order: got {order.dtype} {shape_of(order)}, want int32 or int64 [{n}], a row for each")
     check_permutation("order", order)
-    rows = order.to(weight.device).long()
+    return outputs_at(weight, order.long())
+
+
+def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+    """The rows of a weight [N, K] at int64 indices ``rows``; the codes of all rows are unpacked at a time, N K
+    bytes."""
+    k, rows = weight.shape[1], rows.to(weight.device)
     groups = -(-k // weight.group_size) if weight.group_size else 1
     codes = weight.unpack_tiles(0, weight.codes.shape[0])
 
@@ -76,7 +81,8 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
         return codes[rows[first:last], :k]
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
-    packed = pack(weight.format, codes_of, scales_of(weight, slice(groups))[rows], zeros, shape=(n, k))
+    form, zeros = weight.format.simplest(zeros)
+    packed = pack(form, codes_of, scales_of(weight, slice(groups))[rows], zeros, shape=(len(rows), k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 

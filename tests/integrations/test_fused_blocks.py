@@ -275,6 +275,17 @@ def test_interleaved_layers_are_made_again_bit_for_bit(n, zeros, bits):
         part.load_state_dict(both.state_dict())
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "fp8", "fp8_block", "w8fg32", "w4g16z"])
+def test_interleaved_layers_of_other_formats_are_made_again_bit_for_bit(form):
+    torch.manual_seed(0)
+    layers = [QuantizedLinear.from_linear(nn.Linear(96, 80, dtype=torch.bfloat16), format=form) for _ in range(2)]
+    pair = interleave(layers)
+    assert pair is not None
+    for half, layer in enumerate(layers):
+        again = PartOfPair(pair, (half,)).separate()
+        assert all(torch.equal(again.state_dict()[name], own) for name, own in layer.state_dict().items())
+
+
 def _quantized(n: int, k: int, bits: int = 4, zeros: bool = False, **options: Any) -> QuantizedLinear:
     linear = nn.Linear(k, n, dtype=torch.bfloat16)
     return QuantizedLinear.from_linear(linear, bits, options.get("group_size", 32), zeros)

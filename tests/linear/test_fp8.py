@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -318,6 +319,16 @@ def test_a_layer_rounds_what_it_is_told_to(tmp_path):
     layer.activations = None
     layer.activation_scale = None
     assert torch.equal(layer(x), plain)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, lambda layer: layer.to("meta", BF16).to_empty(device="cpu")])
+def test_a_static_scale_stays_fp32_when_a_layer_is_cast(cast):
+    layer, x = QuantizedLinear.from_linear(nn.Linear(128, 64, dtype=BF16), format="fp8"), numbers(3, 128)
+    layer.activations, layer.activation_scale = "fp8", torch.tensor(0.013)
+    want, state = layer(x), layer.state_dict()
+    moved = cast(copy.deepcopy(layer))
+    moved.load_state_dict(state)
+    assert moved.activation_scale.dtype == torch.float32 and torch.equal(moved(x), want)
 
 
 def test_a_layer_refuses_formats_and_shifts():

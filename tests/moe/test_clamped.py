@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.gemm import quantized_linear
 from cute_kernels.gemm.experts import ClampedSwiglu, PackedExperts, QuantizedRoutedExperts, fused_moe, quantize_experts
 from cute_kernels.gemm.experts.blocks import experts_refusal
 
@@ -107,6 +108,18 @@ def test_biases_and_activations_are_refused_by_name():
         QuantizedRoutedExperts(gate_up, down, (biases[1], biases[1]), ClampedSwiglu())
     with pytest.raises(ValueError, match="^bias: got values that are not finite"):
         QuantizedRoutedExperts(gate_up, down, (biases[0] * torch.inf, biases[1]), ClampedSwiglu())
+
+
+@pytest.mark.parametrize("numbers", [{"limit": -1.0}, {"limit": 0}, {"limit": torch.nan}, {"alpha": torch.inf}])
+def test_numbers_that_no_clamp_has_are_refused_by_name(numbers):
+    gate_up, down, biases = layer()
+    own, wanted = ClampedSwiglu(**numbers), r"^activation: got 'clamped_swiglu\(.*\)', want (a positive|finite)"
+    with pytest.raises(ValueError, match=wanted):
+        fused_moe(tokens(2)[0], gate_up, down, *tokens(2)[1:], activation=own)
+    with pytest.raises(ValueError, match=wanted):
+        quantized_linear(tokens(2)[0], gate_up[0], activation=own)
+    with pytest.raises(ValueError, match=wanted):
+        QuantizedRoutedExperts(gate_up, down, biases, own)
 
 
 def test_a_compiled_layer_is_one_operator_whose_activation_is_named():

@@ -80,7 +80,7 @@ def test_rows_that_an_activation_has_no_use_for_are_refused():
     with pytest.raises(ValueError, match=r"^down: got shape \[96, 80\], want \[.., 40\], half of .* is 'swiglu'"):
         QuantizedRoutedExperts(up, down)
     odd = quantize_experts(torch.randn(EXPERTS, INNER + 1, HIDDEN), dtype=BF16)
-    with pytest.raises(ValueError, match="^gate_up: got 81 rows, want an even number"):
+    with pytest.raises(ValueError, match="^activation: got 'swiglu' for a weight of 81 rows, want an even"):
         fused_moe(*tokens(2)[:1], odd, down, *tokens(2)[1:])
     with pytest.raises(ValueError, match=r"^down: got shape \[96, 80\], want \[.., 81\], all of"):
         fused_moe(*tokens(2)[:1], odd, down, *tokens(2)[1:], activation=Relu2())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -52,6 +53,11 @@ class ActivationFunction(ABC):
         numbers = ",".join(repr(getattr(self, field.name)) for field in fields(self))
         object.__setattr__(self, "name", f"{self.kind}({numbers})" if numbers else self.kind)
         _BY_NAME.setdefault(self.name, self)
+
+    def wanted_numbers(self) -> str:
+        """What is wanted of its numbers, "" if they are so."""
+        finite = all(math.isfinite(getattr(self, field.name)) for field in fields(self))
+        return "" if finite else "finite numbers"
 
     @abstractmethod
     def reference(self, *values: torch.Tensor) -> torch.Tensor:

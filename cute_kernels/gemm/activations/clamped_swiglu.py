@@ -29,7 +29,7 @@ class ClampedSwiglu(ActivationFunction):
 
     Args:
         alpha: what gates are multiplied with before the sigmoid.
-        limit: of gates from above, and of ups on both sides.
+        limit: of gates from above, and of ups on both sides; positive.
         shift: what is added to ups.
     """
 
@@ -38,6 +38,9 @@ class ClampedSwiglu(ActivationFunction):
     shift: float = 1.0
     kind: ClassVar[str] = "clamped_swiglu"
     gated: ClassVar[bool] = True
+
+    def wanted_numbers(self) -> str:
+        return super().wanted_numbers() or ("" if self.limit > 0 else "a positive limit")
 
     def reference(self, *values: torch.Tensor) -> torch.Tensor:
         gate, up = values[0].clamp(max=self.limit), values[1].clamp(-self.limit, self.limit)

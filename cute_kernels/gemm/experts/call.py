@@ -209,8 +209,7 @@ def check_pair(gate_up: PackedExperts, down: PackedExperts, activation: Activati
     """Raises TypeError or ValueError unless the two are the products of one layer."""
     if len(down) != len(gate_up):
         raise ValueError(f"down: got {len(down)} experts, want {len(gate_up)}, as many as gate_up has")
-    if activation.gated and gate_up.out_features % 2:
-        raise ValueError(f"gate_up: got {gate_up.out_features} rows, want an even number: gate and up in turn")
+    check_activation(activation, gate_up.out_features)
     if down.in_features != (wanted := out_features(gate_up.out_features, activation)):
         rows = f"{'half' if activation.gated else 'all'} of gate_up's rows, as activation is {activation.name!r}"
         raise ValueError(f"down: got shape {list(down.shape)}, want [.., {wanted}], {rows}")

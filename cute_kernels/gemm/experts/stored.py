@@ -145,9 +145,9 @@ def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
 
 
 def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """The first attribute that is a finite number."""
+    """The first attribute that is a positive finite number."""
     found = (getattr(experts, name, None) for name in names)
-    return next((float(each) for each in found if isinstance(each, (int, float)) and math.isfinite(each)), None)
+    return next((float(each) for each in found if isinstance(each, (int, float)) and 0 < each < math.inf), None)
 
 
 def _is(function: object, activation: ActivationFunction) -> bool:

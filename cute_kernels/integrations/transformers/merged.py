@@ -8,15 +8,14 @@ layer can be a view of that; `PartOfPair` replaces them, and makes their tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from cute_kernels.gemm import PackedWeight, QuantizedLinear, interleave_weights, reorder_outputs, slice_outputs
-from cute_kernels.gemm.quantize import pack
-from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N, rows_of
+from cute_kernels.gemm.slices import outputs_at
+from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N
 
 _TENSORS = (*TENSOR_NAMES, "bias")
 _SHARED = ("perm", "input_scale")
@@ -194,17 +193,8 @@ class PartOfPair(QuantizedLinear):
     def separate(self) -> QuantizedLinear:
         """Makes the layer that it replaces, bit for bit."""
         (pair,) = self.pair
-        weight = pair.weight
-        k = weight.shape[1]
-        groups = -(-k // weight.group_size) if weight.group_size else 1
-        rows = self._rows(weight.device)
-        codes = weight.unpack_tiles(0, weight.codes.shape[0])
-        zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
-        form, zeros = weight.format.simplest(zeros)
-        scales = rows_of(weight.scales)[rows, :groups]
-        packed = pack(form, lambda start, stop: codes[rows[start:stop], :k], scales, zeros, shape=self.shape)
-        # The codes are in packed order already.
-        packed = replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+        rows = self._rows(pair.codes.device)
+        packed = outputs_at(pair.weight, rows)
         layer = QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows])
         layer.batch_invariant, layer.activations = self.batch_invariant, self.activations
         return layer.train(self.training)
