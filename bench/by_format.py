@@ -1,6 +1,6 @@
-"""Weight formats beside each other with activations in 16 bits: products of few rows, and gpt-oss's layer of experts.
+"""Weight formats in turn, with activations in 16 bits: products of few rows, and gpt-oss's layer of experts.
 
-All formats of a row are timed in turn, beside the streaming floor of what is packed. Bars: MXFP4 and NVFP4 1.2 of the
+All formats of a row are timed in turn, against the streaming floor of what is packed. Bars: MXFP4 and NVFP4 1.2 of the
 floor, FP8 1.15, up to 16 rows; experts 1.4 of it at one to four tokens, 1.2 from 8, MXFP4 within 5 % of INT4 in groups
 of 32 on the same layer.
 """
@@ -98,7 +98,7 @@ def run_linear(
 
     for n, k in layers:
         if bench.recorder.seconds() > seconds:
-            bench.say(f"{n} x {k} and what comes behind it are left out after {seconds:.0f} s")
+            bench.say(f"{n} x {k} and what follows are left out after {seconds:.0f} s")
             return
         bench.attempt(f"formats: {n} x {k}", partial(of_layer, n, k))
 
@@ -185,7 +185,7 @@ def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, mo
 
     for count in tokens:
         if bench.recorder.seconds() > seconds:
-            bench.say(f"{count} tokens and what comes behind are left out after {seconds:.0f} s")
+            bench.say(f"{count} tokens and what follows are left out after {seconds:.0f} s")
             return
         bench.attempt(f"formats: {model.name}, {count} tokens", partial(work, count))
 

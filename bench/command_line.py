@@ -81,7 +81,7 @@ def _add_weights(commands: Any) -> None:
     linear.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     linear.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones, torch's and DeepGEMM's")
     linear.add_argument(
-        "--by-format", action="store_true", help="MXFP4, NVFP4, FP8 and INT4 beside each other and the floor, few rows"
+        "--by-format", action="store_true", help="MXFP4, NVFP4, FP8 and INT4 in turn against the floor, few rows"
     )
     linear.add_argument("--seconds", type=_count, default=600, help="--by-format: layers not begun by then are left")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
@@ -103,9 +103,7 @@ def _add_weights(commands: Any) -> None:
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
-    moe.add_argument(
-        "--by-format", action="store_true", help="gpt-oss-120b's experts in MXFP4 beside INT4 and the floor"
-    )
+    moe.add_argument("--by-format", action="store_true", help="gpt-oss-120b, MXFP4 against INT4 and the floor")
     moe.add_argument("--seconds", type=_count, default=600, help="--by-format: rows not begun by then are left")
     moe.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones: gpt-oss-120b, DeepSeek-V3")
 

@@ -1,7 +1,7 @@
 """What pages show of the records in bench/results: `python -m bench pages` writes it, a test compares.
 
 The README has one short table for each family, between marks; docs/performance.md, docs/performance_layers.md and
-docs/performance_steps.md have all records in full.
+docs/performance_steps.md have all records in full; docs/benchmarks.md lists all records with their commands.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from bench import (
     moe,
     norm,
     perplexity,
+    record_list,
     report,
     smollm2,
     vllm_int4,
@@ -32,6 +33,7 @@ from cute_kernels.formats.kv import format_of
 
 README = ROOT / "README.md"
 PERFORMANCE, LAYERS, STEPS = (ROOT / f"docs/performance{part}.md" for part in ("", "_layers", "_steps"))
+HOW = ROOT / "docs/benchmarks.md"
 PICTURE = ROOT / "docs/figures/headline.svg"
 GREY, GREEN = "#9aa0a6", "#2e7d4f"
 PUBLISHED = ROOT / "bench/published.json"
@@ -446,6 +448,11 @@ def performance_of_steps() -> str:
     return _page("Performance of decode steps", about, WHOLE)
 
 
+def how(text: str) -> str:
+    """The page of benchmarks with the list of records."""
+    return filled(text, record_list.MARK, record_list.markdown())
+
+
 def _page(title: str, about: str, sections: Iterable[Section]) -> str:
     parts = [
         "<!-- made by `python -m bench pages` from bench/results; a test compares -->\n",
@@ -469,12 +476,9 @@ def write() -> list[str]:
     """Writes all; returns the names of files that changed."""
     changed: list[str] = []
     wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance(), PICTURE: picture()}
-    wanted |= {LAYERS: performance_of_layers(), STEPS: performance_of_steps()}
+    wanted |= {LAYERS: performance_of_layers(), STEPS: performance_of_steps(), HOW: how(HOW.read_text())}
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
             changed.append(str(path.relative_to(ROOT)))
     return changed
-
-
-__all__ = ["MARK_END", "PARTS", "performance", "performance_of_layers", "performance_of_steps", "readme", "write"]

@@ -1,4 +1,4 @@
-"""Weight formats beside each other: every row is checked first, and has its own floor."""
+"""Weight formats in turn: every row is checked first, and has its own floor."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_projections_in_4_bits_take_fewer_bytes_and_every_second_layer_has_a_win
     assert e2e_steps.largest_batch(model, CASES[0], 8192, 130e9) > 32
 
 
-def test_of_one_token_a_layer_is_seven_launches_beside_its_projections():
+def test_of_one_token_a_layer_is_seven_launches_apart_from_its_projections():
     """Of gpt-oss-20b's sizes, but for a few columns, experts and tokens."""
     model = replace(MODELS["gpt-oss-20b"], intermediate=192, experts=8, vocabulary=16)
     with recording() as cache:

@@ -9,6 +9,7 @@ import pytest
 from bench import pages, report
 from bench.environment import ROOT
 from bench.record import RESULTS
+from bench.record_list import command_of
 
 
 def test_the_readme_shows_the_records():
@@ -20,6 +21,15 @@ def test_the_pages_of_performance_show_the_records():
     assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
     assert pages.LAYERS.read_text() == pages.performance_of_layers(), "want `python -m bench pages`"
     assert pages.STEPS.read_text() == pages.performance_of_steps(), "want `python -m bench pages`"
+
+
+def test_the_page_of_benchmarks_lists_every_record_with_its_command():
+    text = pages.HOW.read_text()
+    assert pages.how(text) == text, "want `python -m bench pages`"
+    assert all(f"| `{path.stem}` |" in text for path in RESULTS.glob("*.json"))
+    given = {"command": ["linear", "--format", "a b", "--json", "/somewhere", "--rows", "1"]}
+    assert command_of(given) == "`python -m bench linear --format 'a b' --rows 1`"
+    assert command_of({"command": ["a_program.py"]}) == command_of({}) == ""
 
 
 def test_the_picture_shows_the_records():
