@@ -28,7 +28,7 @@ from bench import (
 from bench import record as records
 from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
-from bench.report import MARK_END, OURS, Record, filled, number
+from bench.report import OURS, Record, filled, number
 from cute_kernels.formats.kv import format_of
 
 README = ROOT / "README.md"

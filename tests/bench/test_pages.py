@@ -53,11 +53,11 @@ def test_every_record_is_named_by_a_page_or_a_program():
 def test_another_figure_in_the_readme_would_be_found(mark: str):
     text = pages.README.read_text()
     before, _, rest = text.partition(mark)
-    part, _, after = rest.partition(pages.MARK_END)
+    part, _, after = rest.partition(report.MARK_END)
     figure = re.search(r"\*\*(\d+)", part)
     assert figure is not None
     wrong = part[: figure.start(1)] + str(int(figure[1]) + 1) + part[figure.end(1) :]
-    edited = f"{before}{mark}{wrong}{pages.MARK_END}{after}"
+    edited = f"{before}{mark}{wrong}{report.MARK_END}{after}"
     assert pages.readme(edited) == text != edited
 
 
