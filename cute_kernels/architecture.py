@@ -16,7 +16,7 @@ class Limits:
     Attributes:
         num_sms: of the GPU that a schedule is made for where none is there.
         shared_bytes: shared memory that one CTA may use.
-        reserved_shared_bytes: what the system takes of an SM's shared memory for every resident CTA.
+        reserved_shared_bytes: shared memory of an SM that the system reserves for every resident CTA.
         threads: of a CTA.
     """
 
@@ -31,7 +31,7 @@ class Limits:
         return self.shared_bytes + self.reserved_shared_bytes
 
     def holds(self, other: Limits) -> bool:
-        """Whether what counts with the other's limits fits these."""
+        """Whether a configuration within the other's limits fits these."""
         return all(getattr(self, name) >= getattr(other, name) for name in ("shared_bytes", "threads")) and (
             self.reserved_shared_bytes <= other.reserved_shared_bytes
         )

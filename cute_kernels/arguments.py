@@ -89,7 +89,7 @@ def _reach(steps: Steps) -> int:
 
 
 def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], in_place: Container[str] = ()) -> None:
-    """Raises ValueError, naming both, if what a call writes shares memory with another of its tensors.
+    """Raises ValueError, naming both, if an output of a call shares memory with another of its tensors.
 
     in_place: names of those that it may be itself, element for element.
 
@@ -152,7 +152,8 @@ def check_floating(**tensors: object) -> None:
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``, or what 64 bits hold."""
+    """Raises TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``, or the largest of 64
+    bits."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want an int")
     greatest = MOST if most is None else most

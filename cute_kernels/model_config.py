@@ -45,7 +45,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def record_layers(model: Any) -> str | None:
-    """Puts `describe_layers` into a transformers model's configuration; what hinders that, or None.
+    """Puts `describe_layers` into a transformers model's configuration; the reason why not, or None.
 
     A model without such a configuration is left alone: its state dict says all that there is to say. A quantised
     output layer is tied to the embedding no more, and the configuration says so where nothing else is tied.
@@ -106,7 +106,7 @@ def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs
 
 def untie_quantised(model: nn.Module) -> Mapping[str, str]:
     """Makes a transformers model forget that a quantised layer's weight was tied to another one: it is a weight of its
-    own. Returns what stays tied, names by names: "tie_word_embeddings" says all or nothing, and means these, too."""
+    own. Returns the weights that stay tied: "tie_word_embeddings" says all or nothing, and means these, too."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     dense = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for names in list(tied.items()):

@@ -209,7 +209,7 @@ def check_given_scale(
 ) -> tuple[int, int] | None:
     """The strides of a scale beside the cache from head to head and from column to column, None without a scale.
 
-    Raises TypeError or ValueError unless the scale is what the format wants: fp32 [] or [1] ("tensor"), [num_kv_heads]
+    Raises TypeError or ValueError unless the scale fits the format: fp32 [] or [1] ("tensor"), [num_kv_heads]
     or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
     """
     if form.given_scale is None:

@@ -35,8 +35,8 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec(KernelSpec):
-    """One kernel of the family. The function takes what :mod:`.arguments` lists for its kind of configuration, torch
-    tensors as they are, then addresses and numbers; it runs on torch's current stream."""
+    """One kernel of the family. The function's arguments are listed in :mod:`.arguments` for its kind of
+    configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
 
     config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | MergeStatesConfig
     family: ClassVar[str] = "attention"

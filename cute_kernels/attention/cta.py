@@ -151,7 +151,7 @@ class DecodeSizes:
 
 @dataclass(frozen=True)
 class Place:
-    """Which heads and queries a CTA takes, whatever the request; run-time integers.
+    """The heads and queries of a CTA, for any request; run-time integers.
 
     The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
     """

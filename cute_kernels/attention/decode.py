@@ -239,7 +239,7 @@ def decode_attention_splits(
     num_splits: int,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes :func:`decode_attention` with fixed splits, and also returns what each split contributes.
+    """Computes :func:`decode_attention` with fixed splits, and also returns the contribution of each split.
 
     Args:
         q: [batch, 1, num_q_heads, head_dim]: one query a request.

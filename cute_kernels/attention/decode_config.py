@@ -43,7 +43,7 @@ class DecodeConfig:
         mainloop: which consumer warps multiply what.
         pipeline: what an SM has in flight.
         runs: which bytes of the caches lie together.
-        features: what of attention it computes beyond softmax(q K^T) V.
+        features: the features that it computes beyond softmax(q K^T) V.
         units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
         after_append: launched as a programmatic dependent of the kernel that appends each request's last q_len tokens
@@ -286,7 +286,7 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        """A C identifier that tells configurations apart; what K and V have in common is in it once."""
+        """A C identifier that tells configurations apart; common parts of K and V stand in it once."""
         formats, copies = joined(self.k.format, self.v.format), joined(*self.copies)
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         work = f"{self.mainloop.name}_{self.pipeline.name}"

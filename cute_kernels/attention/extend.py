@@ -31,7 +31,7 @@ __all__ = ["extend_attention", "pack_tree_mask"]
 
 
 class ExtendOptions(AppendedOptions, BlockOptions, total=False):
-    """Options of extend attention with defaults; :func:`extend_attention` says what each means."""
+    """Options of extend attention with defaults; :func:`extend_attention` documents each."""
 
     new_k: torch.Tensor | None
     new_v: torch.Tensor | None

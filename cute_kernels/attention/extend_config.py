@@ -69,7 +69,7 @@ class ExtendConfig(ReadsCache):
         head_dim: of q, K, V and out.
         pipeline: tiles, stages, warps.
         keys: where K and V lie.
-        features: what of attention it computes beyond softmax(q K^T) V.
+        features: the features that it computes beyond softmax(q K^T) V.
         merges: whether the result is merged with that of another launch over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
@@ -109,8 +109,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile. It has two with key rows, one for each warpgroup; tiles then have half as many
-        tokens."""
+        """KV heads of a work tile. Configurations with key rows have two, one for each warpgroup, and half as many
+        tokens a tile."""
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
@@ -218,8 +218,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def operand_types(self) -> tuple[str, str]:
-        """ "bf16", "fp16" or "e4m3" of K's and V's operands, and so of queries and of probabilities. Codes are exact as
-        numbers in fp16."""
+        """ "bf16", "fp16" or "e4m3" of K's and V's operands, and so of queries and of probabilities. Codes become
+        fp16, which is exact."""
         if self.fp8 is not None:
             return "e4m3", "e4m3"
         k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)

@@ -141,13 +141,13 @@ def columns_of(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class ProducerPipeline:
-    """How tiles are loaded and how consumers take turns.
+    """How tiles are loaded, and whether consumers run in ping-pong.
 
     Attributes:
         tile_tokens: keys and values of a tile.
         num_stages: tiles of K, and of V, in shared memory.
         producer_warps: 4 or 8; those that decode are half K's, half V's.
-        ping_pong: whether the consumers take turns issuing their products.
+        ping_pong: whether the consumers issue their products alternately.
     """
 
     tile_tokens: int = 128
@@ -164,8 +164,8 @@ class CachedKeys:
     """K and V are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) are always contiguous; with 0,
     all tokens of a request are.
 
-    mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie;
-    without, these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with their headers. If not, these are
+        copied in pieces of 16 bytes, or of words. Rows without headers always come by maps.
     """
 
     page_tokens: int = 0
@@ -312,7 +312,7 @@ class KeyRows:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of shared memory for what is not tiles."""
+        """Bytes of shared memory for everything but tiles."""
         places = 2 * MMA_WARPGROUPS * self.probability_bytes
         return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
 

@@ -33,7 +33,7 @@ class DecodeLaunch:
     options.
 
     Attributes:
-        send: the compiled kernel, with what stays the same; it takes the other arguments
+        send: the compiled kernel, bound to its constant arguments; it takes the other arguments
             (:mod:`cute_kernels.attention.arguments`) by name. In native code it compares the shape, strides, dtype,
             alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
             current stream of the tensors' device.
@@ -137,7 +137,7 @@ class ExtendLaunch:
     """One launch of attention and, where its keys are cut, the launch that combines the parts.
 
     Attributes:
-        send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
+        send: the compiled kernel, which compares every tensor that it is given with its compiled signature; takes the
             arguments of a launch that are not the same for all of them by name, and ``options``.
         config: what it was compiled from.
         num_sms: those that a launch may use.

@@ -98,7 +98,7 @@ def check_caches(
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """Checks what the two caches must have in common, but not their rows."""
+    """Checks the sizes that the two caches must share, but not their rows."""
     batch, num_q_heads = q.shape[0], q.shape[2]
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"

@@ -295,7 +295,7 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, N
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Whether no optional argument is a tensor of a class that only an operator can take."""
+    """Whether all optional tensors have classes that a direct call can take; others need the registered operator."""
     kinds = {*map(type, values)}
     return kinds <= _PLAIN or not any(issubclass(kind, torch.Tensor) for kind in kinds - _PLAIN)
 

@@ -45,7 +45,7 @@ NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Options that both calls have; :func:`cute_kernels.attention.decode_attention` says what each means."""
+    """Options that both calls have; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     block_table: torch.Tensor | None
     cache_layout: CacheLayout
@@ -59,7 +59,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class BlockOptions(TypedDict, total=False):
-    """Chosen blocks; :func:`cute_kernels.attention.decode_attention` says what each means."""
+    """Chosen blocks; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     block_list: torch.Tensor | None
     block_counts: torch.Tensor | None
@@ -67,8 +67,7 @@ class BlockOptions(TypedDict, total=False):
 
 
 class ScoreOptions(AttentionOptions, total=False):
-    """Options of scores that decode attention has; :func:`cute_kernels.attention.decode_attention` says what each
-    means."""
+    """Options of scores that decode attention has; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     attn_bias: torch.Tensor | None
 
@@ -83,8 +82,8 @@ class CallOptions(ScoreOptions, BlockOptions, total=False):
 
 
 class AppendedOptions(AttentionOptions, total=False):
-    """Options of extend attention except those about new tokens; :func:`cute_kernels.attention.extend_attention` says
-    what each means."""
+    """Options of extend attention except those about new tokens; :func:`cute_kernels.attention.extend_attention`
+    documents each."""
 
     softmax_scale: float | None
     transform: CacheTransform | None

@@ -59,8 +59,9 @@ class WarpMma:
     Attributes:
         num_heads: KV heads of a CTA.
         num_query_blocks: per KV head, warps that take different query heads.
-        blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4: with 4 the
-            queries of keys that are codes lie in shared memory, since registers have room for accumulators alone.
+        blocks_per_warp: blocks of 8 query heads that a warp carries; they share its decoded operands. 1, 2 or 4: with
+            4 the queries of keys that are codes lie in shared memory, since registers have room for accumulators
+            alone.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
     """
@@ -109,8 +110,8 @@ class CopyPipeline:
         producer_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of
             them lend registers to eight consumers.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
-        early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
-            nothing. 0 with ``after_append``.
+        early_tiles: tiles asked for before the request's length is known, 0 or 1; loads past the length are wasted. 0
+            with ``after_append``.
     """
 
     num_stages: int = 3
@@ -164,5 +165,5 @@ WHOLE_CACHE = TokenRuns()
 
 
 def joined(of_k: str, of_v: str) -> str:
-    """Two names joined, what K and V have in common once."""
+    """Two names joined, common parts of K and V once."""
     return of_k if of_k == of_v else f"{of_k}_{of_v}"

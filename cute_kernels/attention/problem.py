@@ -21,7 +21,7 @@ class AttentionProblem:
         k_format, v_format, q_dtype: names.
         q_len: queries of a request.
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
-        features: what the call asks for beyond softmax(q K^T) V.
+        features: the features of the call beyond softmax(q K^T) V.
         aligned: whether what a bulk copy takes of caches of rows with headers begins and ends on 16 bytes.
         tokens_touch: whether their tokens lie one after the other, so that a copy may take several.
         heads_touch: whether the rows of a token do; not asked for of head-major caches.

@@ -194,7 +194,7 @@ def decode_attention_splits_reference(
     split_tokens: SplitTokens | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one query with each request cut into `num_splits` parts, and what each part contributes.
+    """Attention of one query with each request cut into `num_splits` parts, and the contribution of each part.
 
     split_tokens: rule (int64 seq_lens [batch], num_splits) -> tokens per split, int64 [batch]; split s of request b
     covers [s * n, (s + 1) * n) below the length. Default: an even share, rounded up (`even_split_tokens(1)`).
@@ -305,7 +305,7 @@ def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, ke
 def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Tokens `keys_at` [tokens] of every request, dequantised: [batch, tokens, num_kv_heads, head_dim].
 
-    Positions in pages that nobody sees come from some page of the cache.
+    Positions in pages that no query sees come from some page of the cache.
     """
     if operand.form.in_blocks:
         return _fetch_blocks(call, keys_at, dtype)

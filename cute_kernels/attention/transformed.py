@@ -20,7 +20,7 @@ from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 
 def checked_transform(transform: object) -> CacheTransform | None:
-    """The transform of a call; None for one that changes nothing. Raises TypeError for what is no transform."""
+    """The transform of a call; None for one that changes nothing. Raises TypeError for a value that is no transform."""
     check_transform("transform", transform)
     checked = cast("CacheTransform", transform)
     return None if checked.kind is None else checked

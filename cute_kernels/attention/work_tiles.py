@@ -132,8 +132,7 @@ class Span:
 
 
 def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
-    """(position of a request's first query, end of the tokens that a launch reads) for a loaded length, whatever its
-    value.
+    """Returns (position of a request's first query, end of the tokens that a launch reads) for any loaded length.
 
     prefix_only: 1 if the queries' own tokens are left to another launch, else 0: they need no room in the cache then.
     """
@@ -219,7 +218,7 @@ class Worker:
         return Span(first_position, last_position, begin + before, begin + after)
 
     def is_masked(self, work: Work, span: Span, block):
-        """Whether some query may not see some key of a block, whatever score options hide."""
+        """Whether causality or lengths hide some key of a block from some query; score options are not considered."""
         stop = work.kv_stop
         if self.features.causal:
             stop = cutlass.min(span.first_position + 1, stop)

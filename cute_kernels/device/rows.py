@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Elements:
-    """Rows of bf16, fp16 or fp32 numbers as they are, which kernels take and return.
+    """Rows of plain bf16, fp16 or fp32 numbers.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".

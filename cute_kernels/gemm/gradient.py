@@ -42,7 +42,7 @@ def differentiable(
 ) -> torch.Tensor:
     """Makes forward(*tensors), called without grad mode, a function with a backward pass for the tensors.
 
-    gradients: of the result's gradient, one for each tensor.
+    gradients: maps the result's gradient to one for each tensor.
     """
     return cast(torch.Tensor, _Function.apply(forward, gradients, *tensors))
 

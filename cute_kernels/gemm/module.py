@@ -28,7 +28,8 @@ ModelProgress = Callable[[str, int, int], None]
 
 
 class OfWeight(OfFormat, nn.Module):
-    """A module of a packed weight, whose state dict is the weight's: its tensors and "format", and the module's own."""
+    """A module that holds a packed weight. Its state dict has the weight's tensors and "format", and the module's own
+    entries."""
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -218,7 +218,7 @@ def pack(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs codes of any format, with zeros exactly where it has some; every way to make a weight ends here."""
+    """Packs codes of any format, with zeros exactly where it has some; all constructors of weights end here."""
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1

@@ -427,7 +427,7 @@ def format_of_numbers(
 
 
 def check_weight_format(weight_format: object) -> None:
-    """Raises TypeError unless it is the object of a format."""
+    """Raises TypeError unless the value is a weight format."""
     if not isinstance(weight_format, WeightFormat):
         raise TypeError(
             f"format: got {weight_format!r}, want a WeightFormat, such as "

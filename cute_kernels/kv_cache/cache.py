@@ -306,9 +306,9 @@ class KVCache:
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
             q_transformed: wanted for a layer with a transform: True for q as `append` returns it, False for q after
                 RoPE alone, which is transformed here by a few launches more. Nothing for other layers.
-            options: what `decode_attention` takes besides: ``softmax_scale``, ``window_size``, ``return_lse``, ``out``
-                and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks, ``score_options`` or the
-                log-sum-exp of queries that are transformed.
+            options: further arguments of `decode_attention`: ``softmax_scale``, ``window_size``, ``return_lse``,
+                ``out`` and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks, ``score_options``
+                or the log-sum-exp of queries that are transformed.
 
         Returns:
             As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
@@ -382,8 +382,8 @@ class KVCache:
             batch: as updated for this step, with q_len new tokens of every sequence.
             q: [batch.size, q_len, num_q_heads, head_dim], before RoPE if ``rope`` is given.
             k, v: [batch.size, q_len, num_kv_heads, head_dim] of the new tokens, sequence by sequence.
-            options: what `append_and_decode` takes besides: ``rope``, ``qkv_bias``, ``window_size``, ``return_lse`` and
-                so on.
+            options: further arguments of `append_and_decode`: ``rope``, ``qkv_bias``, ``window_size``, ``return_lse``
+                and so on.
 
         Returns:
             As `append_and_decode`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
@@ -440,7 +440,7 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """A key for each layer of what its rows are written with. Layers with equal keys read each other's rows. Waits
+        """Returns a key for each layer. Layers with equal keys can read each other's rows. Waits
         for the device."""
         return self._constants.keys
 

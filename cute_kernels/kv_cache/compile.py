@@ -38,7 +38,7 @@ class _RowSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class AppendSpec(_RowSpec):
-    """One append kernel; the function takes what :mod:`cute_kernels.kv_cache.arguments` lists."""
+    """One append kernel; the function's arguments are listed in :mod:`cute_kernels.kv_cache.arguments`."""
 
     config: AppendConfig
 
@@ -79,7 +79,7 @@ class FillSpec(_RowSpec):
 
 @dataclass(frozen=True, eq=False)
 class BulkSpec(_RowSpec):
-    """One bulk kernel; the function takes what :mod:`cute_kernels.kv_cache.arguments` lists."""
+    """One bulk kernel; the function's arguments are listed in :mod:`cute_kernels.kv_cache.arguments`."""
 
     config: BulkConfig
 

@@ -204,7 +204,7 @@ class AppendConfig:
             early, on SMs whose shared memory it leaves alone.
         decode: every token is its request's only one, at the end of its length: no slots, position ids or bounds of
             requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
-        transform: what happens to rows between RoPE and quantisation; None for nothing.
+        transform: the steps on rows between RoPE and quantisation; None for nothing.
     """
 
     k: WrittenRows
@@ -328,7 +328,7 @@ class BulkConfig:
         num_warps: warps of a CTA.
         rows_in_flight: rows that a team loads before it works on the first.
         strided: whether rows lie in blocks with gaps between them; so they are always taken with a transform.
-        transform: what happens to numbers before they are quantised, as to those of K; None for nothing.
+        transform: the steps on numbers before they are quantised, as for K; None for nothing.
     """
 
     direction: str

@@ -28,7 +28,7 @@ Scales: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class ConstantsError(ValueError):
-    """A file of constants is not what it should be; the message names the file and what is wrong with it."""
+    """A file of constants is not valid; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def layer_key(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     transform: CacheTransform | None,
 ) -> str:
-    """A key of what a layer's rows are written with. Two keys are equal exactly where one cache reads the other's
-    rows."""
+    """Returns a key of the format, scales and transform that a layer's rows are written with. Two keys are equal
+    exactly where one cache reads the other's rows."""
     parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
     parts.append(f"{num_kv_heads} heads")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):

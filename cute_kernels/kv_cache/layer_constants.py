@@ -54,7 +54,7 @@ class LayerConstants:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """A key for each layer of what its rows are written with, see `KVCache.keys`. Waits for the device."""
+        """Returns a key for each layer: equal keys, equal rows, see `KVCache.keys`. Waits for the device."""
         return tuple(
             layer_key(formats, self._head_dims, self._num_kv_heads, scales, transform)
             for formats, scales, transform in zip(self._formats, self._scales, self.transforms, strict=True)

@@ -82,8 +82,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Addresses of a transform's constants, 0 where there is none, and of the shifts: what the transform takes off the
-    scores of q's rows.
+    """Addresses of a transform's constants, 0 where there is none, and of the shifts: the shift of the scores of q's
+    rows by the transform.
 
     Constants are fp32 [num_kv_heads, head_dim]; q_shift fp32 [tokens, num_q_heads]. ``group_reciprocal`` finds a q
     head's KV head, see `GROUP_BITS`.

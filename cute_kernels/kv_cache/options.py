@@ -11,7 +11,7 @@ from cute_kernels.names import QkvBias, WindowSize
 
 
 class NewTokenOptions(TypedDict, total=False):
-    """Options of new tokens before they are written; :func:`cute_kernels.append_kv` says what each means."""
+    """Options of new tokens before they are written; :func:`cute_kernels.append_kv` documents each."""
 
     qkv_bias: QkvBias | None
     rope: Rope | None
@@ -22,7 +22,7 @@ class NewTokenOptions(TypedDict, total=False):
 
 
 class AppendOptions(NewTokenOptions, total=False):
-    """Further options of `KVCache.append`; :func:`cute_kernels.append_kv` says what each means."""
+    """Further options of `KVCache.append`; :func:`cute_kernels.append_kv` documents each."""
 
     q: torch.Tensor | None
     q_out: torch.Tensor | None
@@ -44,10 +44,10 @@ class _BothOptions(TypedDict, total=False):
 
 
 class AttendOptions(_BothOptions, total=False):
-    """Further options of `KVCache.attend`; :func:`cute_kernels.decode_attention` says what each means."""
+    """Further options of `KVCache.attend`; :func:`cute_kernels.decode_attention` documents each."""
 
     q_shift: torch.Tensor | None
 
 
 class StepAttendOptions(_BothOptions, NewTokenOptions, total=False):
-    """Further options of `KVCache.append_and_attend`; :func:`cute_kernels.append_and_decode` says what each means."""
+    """Further options of `KVCache.append_and_attend`; :func:`cute_kernels.append_and_decode` documents each."""

@@ -253,7 +253,7 @@ def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> 
 
 
 def check_name(name: str, seq_id: object) -> None:
-    """Raises TypeError for what cannot be a sequence's name."""
+    """Raises TypeError for values that cannot be a sequence's name."""
     try:
         hash(seq_id)
     except TypeError:
@@ -261,7 +261,7 @@ def check_name(name: str, seq_id: object) -> None:
 
 
 def check_distinct(seq_ids: Sequence[SeqId]) -> None:
-    """Raises TypeError for what cannot be sequences' names, ValueError if a sequence is named twice."""
+    """Raises TypeError for values that cannot be sequences' names, ValueError if a sequence is named twice."""
     if not isinstance(seq_ids, Sequence):
         raise TypeError(f"seq_ids: got {seq_ids!r}, want a sequence of those that the cache holds")
     for seq_id in seq_ids:

@@ -40,7 +40,7 @@ class AppendPlan:
     """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
-        send: the compiled kernel, with what stays the same; it takes the other arguments
+        send: the compiled kernel, bound to its constant arguments; it takes the other arguments
             (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
             alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
             current stream of the tensors' device.

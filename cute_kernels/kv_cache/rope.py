@@ -118,7 +118,7 @@ class YarnScaling:
         original_max_position: positions that the model was trained for.
         beta_fast, beta_slow: turns within the trained context above which a frequency is kept, and below which it is
             divided by ``factor``.
-        attention_factor: what cosines and sines are multiplied by. Default: from ``mscale`` and ``mscale_all_dim``
+        attention_factor: the factor of cosines and sines. Default: from ``mscale`` and ``mscale_all_dim``
             (DeepSeek), or 0.1 ln(factor) + 1.
         truncate: whether the range of blended dimensions is rounded outwards to whole dimensions.
     """

@@ -93,8 +93,8 @@ class CodedRow:
     """The common part of rows of small codes, which may have a word with the scale in front for each group.
 
     Quantising goes in parts, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
-    if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group, go
-    another way round: `find_steps`, and if these or what they divide are `awkward`, `tame` both.
+    if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group,
+    follow other steps: `find_steps`, and if these or what they divide are `awkward`, `tame` both.
 
     Args:
         kv_format: name of the format.
@@ -351,7 +351,8 @@ class ScaledRow(CodedRow):
 
 @dataclass(frozen=True)
 class ByteRow(ScaledRow):
-    """:class:`layouts.kv.scaled.ScaledRow` and :class:`layouts.kv.e5m2.Fp8E5M2`: four codes to a word."""
+    """Writes the rows of :class:`layouts.kv.scaled.ScaledRow` and :class:`layouts.kv.e5m2.Fp8E5M2`, four codes to a
+    word."""
 
     @property
     def limit(self) -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StepOptions(ScoreOptions, NewTokenOptions, total=False):
-    """Further options of a step, besides `ScoreOptions`; :func:`append_and_decode` says what each means."""
+    """Further options of a step, besides `ScoreOptions`; :func:`append_and_decode` documents each."""
 
     softmax_scale: float | None
     num_splits: int | None

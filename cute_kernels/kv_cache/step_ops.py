@@ -110,7 +110,7 @@ class StepPlan:
         token_shapes: of q, k and v as the append gets them.
         cu_seqlens: where each request's new tokens begin; None if it has one.
         has_extras: whether the append gets more than most do.
-        q_shift: what the queries' shifts are written to, None where nobody looks at them.
+        q_shift: the tensor for the queries' shifts, None where they are not needed.
         restores: whether attention brings its output back from V's transform.
     """
 

@@ -79,7 +79,7 @@ def lie_well(q: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The kernel of a step, and its part of attention."""
+    """The kernel chosen for a step, with its attention plan."""
 
     config: StepConfig
     problem: AttentionProblem

@@ -103,8 +103,8 @@ def dense_plan(problem: DenseProblem) -> MlaPlan:
 
 
 def sparse_plan(problem: SparseProblem) -> MlaPlan:
-    """The plan of a sparse problem, as :func:`dense_plan` makes it; :func:`chosen` has the addresses of what is
-    chosen."""
+    """The plan of a sparse problem, as :func:`dense_plan` makes it; :func:`chosen` returns the addresses of the
+    indices."""
     known, extra = _pages(problem.cache) | {"num_tokens": _num_tokens(problem.cache), "topk": problem.topk}, NO_CACHE
     if problem.extra is not None:
         own = _pages(problem.extra) | {"num_tokens": _num_tokens(problem.extra), "topk": problem.extra_topk}

@@ -138,7 +138,7 @@ class TmaTiles:
     pair: whether two CTAs with different heads ask for half each, and every copy goes to both (TMA multicast).
     prefetch: whether the next block is brought into L2 ahead of its turn, 0 or 1.
     eager: whether the right half of a block is added as soon as the left one is, which gives its part of a tile back
-        early: where tiles are what is waited for, and not the tensor cores.
+        early: where tiles are the bottleneck, not the tensor cores.
     """
 
     pair: bool = False

@@ -86,7 +86,7 @@ class DenseProblem(Queries):
 
 
 class SparseExtras(NamedTuple):
-    """The optional tensors of a sparse call; :func:`cute_kernels.mla.sparse_mla_decode` says what each means."""
+    """The optional tensors of a sparse call; :func:`cute_kernels.mla.sparse_mla_decode` documents each."""
 
     topk_length: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

@@ -182,7 +182,8 @@ def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: flo
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """out * exp(lse) / (exp(lse) + exp(sink)): [..., num_heads, 512] with lse [..., num_heads], +inf where out is 0."""
+    """Returns out * exp(lse) / (exp(lse) + exp(sink)): [..., num_heads, 512] with lse [..., num_heads], +inf where
+    out is 0."""
     kept = torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == torch.inf, 0)  # inf - inf would be NaN
     return out * kept.unsqueeze(-1)
 

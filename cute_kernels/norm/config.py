@@ -39,7 +39,7 @@ class NormConfig:
 
     @property
     def fp32_weight(self) -> bool:
-        """Whether weight and bias are fp32, whatever x is."""
+        """Whether weight and bias are fp32; x may have another dtype."""
         return self.weight_dtype == "fp32"
 
     @property
@@ -53,7 +53,7 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are loaded before the wait for the kernel before: where they fit beside a row."""
+        """Whether weights are loaded before the wait for the previous kernel: if registers hold them and a row."""
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property

@@ -305,7 +305,7 @@ def _module(name: str, packages: set[str]) -> Module | None:
 
 
 def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> SourceState:
-    """The state of files, and of folders' files with such endings, whatever lies below them and whatever they say.
+    """Returns the state of files, and of all files with such endings below folders.
 
     Raises FileNotFoundError for one that is not there.
     """

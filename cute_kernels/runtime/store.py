@@ -190,7 +190,7 @@ class DiskStore:
         (folder / "entry.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
     def quarantine(self, key: Key, reason: str) -> None:
-        """Moves an entry out of the way and warns. An entry that cannot be moved is left: it will be overwritten."""
+        """Sets an entry aside and warns. An entry that cannot be moved is left: it will be overwritten."""
         folder = self.folder(key)
         target = self.root / "quarantine" / f"{key.name}-{time.time_ns()}-{os.getpid()}"
         try:

@@ -134,7 +134,7 @@ class WorkspacePool:
         self._lock = threading.Lock()
 
     def share_among_captures(self) -> None:
-        """Lets launches captured on one stream share one buffer from now on, whatever graph they are in.
+        """Lets launches captured on one stream share one buffer from now on, also across graphs.
 
         For a program that never replays two of its graphs at the same time, as engines do whose graphs share one pool
         of memory. An engine has thousands of graphs; a buffer for each would take gigabytes.

@@ -317,7 +317,7 @@ def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Rea
 
 
 def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
-    """The tiles in the token order, one for both, and with the copies under which a block's loads are cheapest.
+    """Chooses one token order for both tiles, and their copies, so that a block's loads are cheapest.
 
     Fewest wavefronts first, then fewest copies, then least memory. Raises ValueError if a tile has rows that lanes
     cannot read.

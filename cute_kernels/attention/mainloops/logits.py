@@ -84,7 +84,7 @@ class Logits:
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
     def ask(self, state, tokens):
-        """Starts loading what options want of a block's keys at positions ``tokens``."""
+        """Starts loading the options' inputs for a block's keys at positions ``tokens``."""
         self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):

@@ -110,7 +110,7 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for what this thread has loaded; its warpgroup has to meet before MMAs read it.
+        """Waits for the loads of this thread; its warpgroup has to meet before MMAs read it.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
         rows.

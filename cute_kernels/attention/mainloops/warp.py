@@ -41,7 +41,7 @@ class WarpMainloop:
         self.key_reader, self.value_reader = key_reader, value_reader
 
     def open_state(self, cta, work, query):
-        """Makes what a warp keeps of a unit from tile to tile."""
+        """Makes the state that a warp keeps between the tiles of a unit."""
         roles = cta.roles
         keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
         if const_expr(self.config.features.tail):
@@ -128,8 +128,8 @@ class WarpMainloop:
 
     @cute.jit
     def ask(self, state, first_token):
-        """Starts loading what options want of the next block, which begins with ``first_token``, and its keys that are
-        not quantised yet."""
+        """Starts loading the options' inputs for the next block, which begins with ``first_token``, and its keys that
+        are not quantised yet."""
         if const_expr(self.config.features.tail):
             self.key_reader.ask_tail(state.keys, first_token)
         if const_expr(self.logits.asks):
@@ -196,7 +196,7 @@ class WarpMainloop:
             self.raise_maximum(state, block_max)
 
     def raise_maximum(self, state, block_max):
-        """Makes the warp's new maxima the reference and rescales what was accumulated under the old ones."""
+        """Makes the warp's new maxima the reference and rescales the sums made under the old ones."""
         softmax, columns = state.softmax, range(self.config.columns)
         factors = [softmax.raise_to(column, lane_max(block_max[column], COLUMN_LANES)) for column in columns]
         self.value_reader.rescale(state.values, factors)

@@ -224,7 +224,7 @@ class ValueReader:
         headers."""
 
     def log_scale(self, headers, j: int):
-        """log2 of the largest scale of a row: what its probabilities are multiplied by on their way through the MMA.
+        """log2 of the largest scale of a row: the factor of its probabilities in the MMA.
 
         None without headers.
         """
@@ -240,7 +240,7 @@ def query_vectors(state: State) -> list[list[Any]]:
 
 
 def store_vectors(address: Int32, vectors):
-    """Stores what :func:`query_vectors` returns.
+    """Stores the result of :func:`query_vectors`.
 
     address: of the lane's first vector. Vectors of a warp's lanes are neighbours, so that no access has bank conflicts.
     """

@@ -38,7 +38,8 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """A lane's ldmatrix address for each load of a panel; the swizzle makes it more than a sum."""
+        """Returns a lane's ldmatrix address for each load of a panel. Because of the swizzle it is not linear in the
+        load."""
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)

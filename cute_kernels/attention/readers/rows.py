@@ -163,7 +163,7 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds what a token contributes to the outputs besides its codes."""
+        """Adds the part of a token's header to the outputs."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens' codes."""

@@ -79,24 +79,24 @@ class KvFormat:
 
     Args:
         name: a C identifier, unique.
-        codes: what stands for an element: "bf16", "fp16" (the element itself), "u4", "int8", "e4m3", "e5m2" ...
+        codes: the stored type of an element: "bf16", "fp16" (the element itself), "u4", "int8", "e4m3", "e5m2" ...
         code_bits: bits of it.
         cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
-        make_row: head_dim to the row's bytes as an object of :mod:`layouts.kv`: what quantises, dequantises and packs,
+        make_row: head_dim to the row's bytes as an object of :mod:`layouts.kv`: it quantises, dequantises and packs,
             proves its layout and bounds its error. None where rows are the elements themselves.
         num_groups: groups of columns that have scales of their own in the row.
         header_bytes: bytes of scales in front of a row's codes: 4 for each group, or none.
         given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
         code_max: the largest code, which a scale maps the largest magnitude to; None without scales of that kind.
-        writer: place of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
+        writer: import path of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
         decode: of decode attention; None: it cannot read such caches.
         extend: of extend attention; None: it cannot read such caches, unless they are of 16 bits.
         read_as: the format whose kernels read such caches, default this one.
         block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales, one for each
             column. Such rows are written when the last of them is there; until then they wait in 16 bits
             (`layouts.kv.channel_blocks`). A row has a header word for so many columns. For keys alone.
-        by_token: whether `append_kv` writes a token's row where the token is in the call, not where its position is in
-            the cache: keys on their way to their block.
+        by_token: whether `append_kv` writes rows in the order of the call's tokens instead of by position, as keys do
+            before their block is full.
     """
 
     name: str

@@ -37,7 +37,7 @@ class CacheTransform:
     """How one layer's K and V are written, and q is read; see the module's text. Never changed once made.
 
     Args:
-        k_center: fp32 [num_kv_heads, head_dim], finite: what is subtracted from K after RoPE; None: nothing.
+        k_center: fp32 [num_kv_heads, head_dim], finite: the vector subtracted from K after RoPE; None: nothing.
         k_factor: fp32 [num_kv_heads, head_dim], magnitudes from 2**-14 to 2**14, any signs; None: 1.
         k_rotation: columns of K's and q's Hadamard blocks: 1 (no rotation) or a power of two that divides head_dim.
         v_factor: as k_factor, fp32 [num_kv_heads, v_head_dim].

@@ -43,7 +43,7 @@ class OptionTensor:
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:
-        """Raises TypeError or ValueError unless ``tensor`` is what a call of ``sizes`` wants; names what came."""
+        """Raises TypeError or ValueError unless ``tensor`` fits a call of ``sizes``; names what came."""
         check_tensors(**{self.name: tensor})
         check_place(self.name, tensor, q.device)
         wanted = self.shape_of(sizes)

@@ -80,8 +80,8 @@ class ScoreTerm:
         return x
 
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
-        """Starts loading what `change` wants of the keys at ``tokens``; ``kept`` by column. Decode attention calls it a
-        block ahead, extend attention before the block's first `change`."""
+        """Starts loading the inputs of `change` for the keys at ``tokens``; ``kept`` by column. Decode attention
+        calls it a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
         """The number of tokens, counted back from a query, that it and the ``queries`` - 1 before it see at most; None
@@ -241,7 +241,7 @@ class ScoreTerms:
         return x
 
     def ask(self, state: ScoreState, tokens: list[Int32]) -> None:
-        """Starts loading what they want of keys at positions ``tokens``."""
+        """Starts loading their inputs for keys at positions ``tokens``."""
         for name, term in self.terms.items():
             term.ask(state, state.kept[name], tokens)
 

@@ -45,8 +45,8 @@ class WeightFormat(ABC):
         codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
         nan_codes: codes that are NaN; kernels see those of which `with_nan_codes` has told the scales.
         code_dtypes, given_scale_dtypes: of bytes of codes, and of scales of one byte, as checkpoints have them.
-        pad_code: what fills rows and columns after a weight's own.
-        decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
+        pad_code: the padding of rows and columns.
+        decode_cost: the time of decoding, as a multiple of that of integers of as many bits.
         key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
     """
 
@@ -143,7 +143,8 @@ class WeightFormat(ABC):
 
     @property
     def sums_inputs(self) -> bool:
-        """Whether products of bytes of its codes lack sums of x over groups, times zero points or shifts."""
+        """Whether int8 products of its codes need a correction by sums of x over groups, because of zero points or
+        shifts."""
         return bool(self.has_zeros)
 
     @property

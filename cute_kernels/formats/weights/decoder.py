@@ -60,7 +60,7 @@ class E4m3Decoder(ABC):
 
     Attributes:
         slots: issue slots of a warp that decoding 64 codes a thread takes.
-        unit: what 1 in a decoded weight counts.
+        unit: the value of a decoded 1.
         folds: whether `fold` multiplies scales of a k block's groups into the numbers.
     """
 
@@ -96,7 +96,7 @@ class CodeDecoder(ABC):
         words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
         steps: k16 steps of 16 bytes.
         scales_weights: whether `fragment` scales what it decodes.
-        unit: what 1 in a decoded weight counts.
+        unit: the value of a decoded 1.
         symmetric_zero: the zero point of formats that store none.
     """
 

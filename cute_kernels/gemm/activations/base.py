@@ -34,8 +34,9 @@ class ActivationFunction(ABC):
     Attributes:
         kind: a C identifier, by which the class is registered.
         gated: whether it makes one result of two rows of the weight, gate and up interleaved.
-        number: of the standard ones, what a launch gives for it; 0: a configuration has it, for a kernel of its own.
-        name: what operators and messages have: the kind, and numbers in parentheses where there are some.
+        number: of a standard activation, its launch argument; 0: the activation is part of a configuration, with a
+            kernel of its own.
+        name: the name in operators and messages: the kind, and numbers in parentheses where there are some.
     """
 
     kind: ClassVar[str]

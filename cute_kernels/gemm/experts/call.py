@@ -74,7 +74,7 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
 def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
     """Raises TypeError or ValueError, which name the argument, unless a product can be computed.
 
-    places: whether tensors have addresses and, with `cute_kernels.arguments.DEBUG`, values to check.
+    places: whether to check addresses and, with `cute_kernels.arguments.DEBUG`, values.
     """
     x, weight = call.x, call.weight
     check_experts("weight", weight)

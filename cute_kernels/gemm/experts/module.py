@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 class QuantizedExperts(OfWeight):
     """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
 
-    Loading changes the number of bits, group size and zero points to those of what is loaded; the number of experts, N
-    and K must be the layer's. Tensors are copied into existing ones where they fit, so that captured graphs see them.
+    Loading changes the number of bits, group size and zero points to those of the loaded weights; the number of
+    experts, N and K must be the layer's. Tensors are copied into existing ones where they fit, so that captured
+    graphs see them.
 
     Args:
         weight: [E, N, K].
@@ -195,9 +196,9 @@ class OfBlock(OfExperts):
 
         The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
         router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
-        [E, hidden, I], and possibly shared experts. Its code, and tokens of several sizes through it, tell whether it
-        means what this layer computes (:mod:`.blocks`). Router and shared experts become this layer's; they
-        stay as and where they are.
+        [E, hidden, I], and possibly shared experts. Its code, and trial tokens of several sizes, decide whether it
+        computes the same as this layer (:mod:`.blocks`). Router and shared experts become this layer's; they stay as
+        and where they are.
 
         Raises:
             TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument

@@ -269,7 +269,7 @@ def sorting(
     wants them so (gathered: in which dtype).
 
     It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
-    product, address of what results are found by to be added up).
+    product, the address of the indices by which results are added up).
     """
     index, num_experts = form.device_index, form.num_experts
     vector = ALIGNMENT // form.dtype.itemsize

@@ -154,8 +154,8 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 
 
 def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
-    """The configurations for so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room
-    for more inputs."""
+    """Returns the configurations for a number of rows of up to ``most_k`` inputs, the best one first. The
+    configuration in bundles supports more inputs."""
     found = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 

@@ -69,8 +69,8 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
 def x_group(form: WeightFormat) -> int:
     """The inputs of a row of x that share a scale, for weights of a format; 0 for all of K.
 
-    Codes of 8 bits in groups are of checkpoints that were made with such scales, DeepSeek's. With one scale a row a sum
-    takes one instruction instead of two.
+    Only 8-bit codes in groups have them, as DeepSeek's checkpoints were calibrated with such scales. With one scale a
+    row a sum takes one instruction instead of two.
     """
     return X_GROUP if form.group_size and form.bits == 8 else 0
 

@@ -115,7 +115,7 @@ def make_schedule(problem: LinearProblem) -> StreamSchedule:
 
 
 def schedules(problem: LinearProblem, config: StreamConfig) -> Iterator[StreamSchedule]:
-    """All ways to cut K for which the activations fit."""
+    """Returns all cuts of K for which the activations fit."""
     k_blocks = problem.k_pad // config.block_k
     for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
         slice_k_blocks = -(-k_blocks // num_slices)

@@ -79,7 +79,7 @@ class ResidualChunks:
         cute.arch.cp_async_wait_group(1 if chunk + 1 < len(self.config.chunks) else 0)
 
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
-        """Stores the rounded sums of accumulators[first:] and a chunk's residual in the residual's place.
+        """Adds accumulators[first:] to a chunk's residual and stores the rounded sums over it.
 
         Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
         chunk has no more than eight, both are the same.

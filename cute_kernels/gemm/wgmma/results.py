@@ -164,9 +164,9 @@ class RangeSplitK(Reduction):
     Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
     blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It computes the tiles
     of its range from last to first. If the last tile ends after the range, it publishes that tile's accumulators. If
-    that began before the range, it adds what the CTA before left of it.
+    the first tile began before the range, it adds the previous CTA's partials.
 
-    A CTA waits for the one before it alone, at its end, when all that others want of it is stored
+    A CTA waits only for the previous one, at its end, when it has stored all parts that others need
     (docs/design/forward_progress.md). With ranges of less than a tile some have a middle part, which they leave at
     their end: others would wait for them, 4 us on an H200. So there are none.
 

@@ -439,7 +439,7 @@ def is_short(problem: LinearProblem) -> bool:
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Tiles of 64 features and rows by one warpgroup, where they are one round in which most SMs have a tile."""
+    """Returns tiles of 64 features for one warpgroup, if they are one round that occupies most SMs."""
     one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
     return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 

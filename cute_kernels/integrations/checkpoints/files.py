@@ -73,7 +73,8 @@ def load_safetensors(
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
         activations: "fp8" sets that of each `QuantizedLinear` whose format allows it, and takes on the static scale of
-            a checkpoint that declares FP8 activations with one. None: products are in 16 bits, whatever it declares.
+            a checkpoint that declares FP8 activations with one. None: products are in 16 bits, also if it declares
+            others.
 
     Yields:
         (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
@@ -101,7 +102,7 @@ def load_quantized_linears(
     """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
     The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
-    stands in several places of the model is swapped in all of them, whichever the checkpoint names. Experts that a
+    the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
     checkpoint has one by one are stacked, if all of a layer are quantised, alike, and gated by SiLU.
 
     Args:

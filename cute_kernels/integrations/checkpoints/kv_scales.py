@@ -22,7 +22,7 @@ _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
 
 @dataclass(frozen=True)
 class KvScale:
-    """The scales of a layer's cache: a key is k times what the cache holds of it.
+    """The scales of a layer's cache: a key is k times its cached number.
 
     Args:
         k, v: fp32, [1] or [kv heads].

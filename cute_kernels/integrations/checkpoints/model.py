@@ -91,7 +91,7 @@ def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
     """The scales of the KV cache that the checkpoint at ``path`` has, by layer; {} if it has none.
 
     Those are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one number a
-    tensor or one a head: a key is k_scale times what the cache holds of it.
+    tensor or one a head: a key is k_scale times its cached number.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that has one of the two, or a scale that is not positive.

@@ -12,7 +12,7 @@ _GPU = "sglang.srt.hardware_backend.gpu.quantization"
 
 @dataclass(frozen=True)
 class Interface:
-    """Where a version of SGLang keeps what the plug-in hooks, each a full name.
+    """The modules and names of a version of SGLang that the plug-in replaces, each a full name.
 
     Attributes:
         tested: how this version is known to work, for people.
@@ -20,7 +20,7 @@ class Interface:
         compressed_tensors_experts, gptq_experts, awq_experts: those of layers of experts.
         attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
             line may give. page_sizes: the function that says which page size such a name wants.
-        pool_class, slot_bytes: the methods that say what makes a pool of K and V, and how many bytes a token takes.
+        pool_class, slot_bytes: the methods that choose the class of a pool of K and V, and the bytes of a token.
     """
 
     tested: str

@@ -130,7 +130,8 @@ def accelerate(
             ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
             its bytes.
         scales: for formats with a scale beside the cache, as `DecodeCache` takes them.
-        kv_transform: how K and V are written, as `DecodeCache` takes it: what `cute-kernels calibrate` has found.
+        kv_transform: how K and V are written, as `DecodeCache` takes it: the constants that `cute-kernels calibrate`
+            has found.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in

@@ -155,9 +155,9 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Says what a step makes the next one's inputs of, before it is replayed in order.
+        """Sets the inputs that a step derives the next step's from, before it is replayed in order.
 
-        A request that has ended is given the same token from there on, whatever the model says.
+        A request that has ended gets the same token from then on, not the model's.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:

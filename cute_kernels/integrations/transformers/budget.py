@@ -189,13 +189,13 @@ def choose_formats(
 
     Args:
         model: as `calibrate_cache` takes it.
-        batches: windows of text like what the model will read: ``input_ids`` [batch, columns], no padding.
+        batches: windows of text like those that the model will read: ``input_ids`` [batch, columns], no padding.
         budget: bytes of a token's K and V in all layers, as a share of their bytes in BF16: 0.42, say.
         candidates: formats, or pairs of K's and V's, that a layer may have; default: those of `candidates_for`.
         needles: prompts whose answers are looked for as well, with the formats that are chosen.
-        moments: what `gather_moments` has found on the batches already.
+        moments: the result of `gather_moments` on the batches, if there is one.
         say: called with a line after each layer.
-        calibration: what `calibrate_cache` takes besides, by name: ``center``, ``factors``, ``values`` and so on.
+        calibration: further arguments of `calibrate_cache`, by name: ``center``, ``factors``, ``values`` and so on.
 
     Returns:
         The formats, whose ``report`` has KL, agreement, needles, bytes and every layer's losses; and constants.

@@ -133,7 +133,7 @@ def calibrate(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> list[Scales]:
-    """Finds scales for `accelerate` and `DecodeCache`, by running a model over samples of what it will read.
+    """Finds scales for `accelerate` and `DecodeCache`, by running a model over samples of the texts that it will read.
 
     Args:
         model: a transformers model that generates.
@@ -160,7 +160,8 @@ class CacheMoments:
 
 
 def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMoments:
-    """Gathers what the transforms of all formats are made from, in one pass of a model over samples of its texts.
+    """Gathers the statistics that the transforms of all formats are made from, in one pass of a model over samples of
+    its texts.
 
     Args:
         model, batches: as `calibrate` takes them.
@@ -199,7 +200,7 @@ def calibrate_cache(
     about: Mapping[str, str] | None = None,
     moments: CacheMoments | None = None,
 ) -> CacheConstants:
-    """Finds constants of a model's cache, transforms and scales, from samples of what it will read.
+    """Finds constants of a model's cache, transforms and scales, from samples of the texts that it will read.
 
     Transforms are those that `cute_kernels.kv_cache.Moments` gives, with rotations as wide as the columns that share a
     scale. K in a dense format is left alone, and so is V in any that gains nothing.
@@ -212,7 +213,7 @@ def calibrate_cache(
             of. Factors gain with any groups of columns, a rotation only with one scale a row.
         seed: of the rotations' random signs.
         about: entries for `CacheConstants.about`, beside those that are found here.
-        moments: what `gather_moments` has found on the batches already; default: it is found here.
+        moments: the result of `gather_moments` on the batches, if there is one; default: it is found here.
 
     Returns:
         One transform for each layer, on the layer's device, and scales if a format has any.

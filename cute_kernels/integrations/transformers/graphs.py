@@ -325,7 +325,7 @@ class StepReplay:
 
 
 def owner_of(method: Callable[..., Any]) -> Any:
-    """The model that a method belongs to, whatever wraps it."""
+    """Returns the model that a method belongs to, through any wrappers."""
     return inspect.unwrap(method, stop=lambda inner: hasattr(inner, "__self__")).__self__
 
 

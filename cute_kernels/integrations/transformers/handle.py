@@ -44,7 +44,7 @@ class CachedTokens:
 
     Attributes:
         layer: the rows, their formats and scales.
-        columns: what all layers share.
+        columns: the state that all layers share.
         new_k, new_v: [batch, num_kv_heads, new columns, head_dim], before quantisation.
         prologue: what the new keys and the queries want first, None for nothing.
     """
@@ -173,8 +173,7 @@ def _numbers(
 
 
 def why_not() -> str:
-    """The message for code that does not understand the handle: it names the module whose code asks, and what it does
-    instead."""
+    """The message for code that does not understand the handle: it names the calling module and its remedy."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):

@@ -52,7 +52,7 @@ class StepInputs:
             moment.record(torch.cuda.current_stream(device))
 
     def wait(self, current: torch.cuda.Stream | None = None) -> None:
-        """Makes the current stream, which the caller may know, wait until the inputs have been noted."""
+        """Makes the current stream wait until the inputs are copied. The caller may pass that stream."""
         for moment, device in self._moments:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 

@@ -52,7 +52,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 @cache
 def computes_attention(kind: type) -> bool:
-    """Whether a class computes attention by operators of its own, whatever ``attn_implementation`` says. Its forward
+    """Whether a class computes attention by its own operators and ignores ``attn_implementation``. Its forward
     takes ``attention_mask``, one of its methods calls a softmax, and none calls transformers' attention functions.
 
     Some model files have both kinds (GIT: the image encoder asks, the text's layers do not), and transformers then lets
@@ -166,7 +166,7 @@ def _parameters(function: object) -> tuple[str, ...]:
 
 
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:
-    """The code of a class's methods, whatever they are called and wherever they are defined; decorators are looked
+    """Returns the code of all methods of a class, inherited ones included; decorators are looked
     through. None if it has none of them."""
     found = tuple(
         _code_of(inspect.unwrap(method)) for name in names if hasattr(method := _method(kind, name), "__code__")

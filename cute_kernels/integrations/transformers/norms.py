@@ -32,7 +32,7 @@ MAX_COLUMNS = 16384
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Gives every norm that is known, in bf16 or fp16, the kernel's ``forward``; returns how many there are now."""
+    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel's; returns their number."""
     count = 0
     for module in model.modules():
         count += _is_replaced(module)
@@ -123,13 +123,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def terms_of(module: Foreign) -> tuple[torch.Tensor, float, float]:
-    """(weight, epsilon, what is added to the weight) of a norm that `is_plain`."""
+    """Returns (weight, epsilon, offset of the weight) of a norm that `is_plain`."""
     _, eps, offset = module.forward.args
     return module.weight, eps, offset
 
 
 def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) by a norm that `is_plain`."""
+    """Returns (norm of the sum, the sum) by a norm that `is_plain`."""
     weight, eps, offset = terms_of(module)
     return rms_norm(x, weight, residual=residual, eps=eps, weight_offset=offset)
 

@@ -76,7 +76,7 @@ class Caches:
         unpacks: whether it makes rows of 16 bits of them, once for many queries.
         key_rows: its kernel of few queries a request, where it has one for them; None else.
         shared: whether some layers read another layer's cache.
-        invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
+        invariant: whether a token's result must not depend on the rest of the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
     """
@@ -392,8 +392,8 @@ def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
 
 
 def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, caches: Caches) -> int:
-    """The end of a piece that begins with a request: before the first that is served otherwise, or beyond what is
-    dequantised at a time."""
+    """The end of a piece that begins with a request: before the first request of another algorithm, or at the limit
+    of tokens that are dequantised at a time."""
     way, new, total = way_of(starts, lengths, begin, caches), starts[begin + 1] - starts[begin], lengths[begin]
     for request in range(begin + 1, end):
         other = starts[request + 1] - starts[request]

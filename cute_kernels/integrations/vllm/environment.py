@@ -3,7 +3,7 @@
 CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names, or a file
                              (.json) of formats by layer
-CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
+CUTE_KERNELS_VLLM_CONSTANTS  the constants that `cute-kernels calibrate` has found for such a cache: a file
 CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": layers of float_linear keep activations so where vLLM rounds them to FP8
 """
 
@@ -28,7 +28,7 @@ BY_NAME = ("float_linear", "float_experts")
 
 
 def switch() -> str:
-    """The switch, as it is set."""
+    """Returns the value of the switch."""
     return os.environ.get(SWITCH, "1").strip()
 
 
@@ -62,7 +62,7 @@ def wanted_kv_format() -> str | None:
 
 
 def check() -> None:
-    """Refuses what would be ignored.
+    """Refuses settings that would be ignored.
 
     Raises:
         ValueError: a switch has a value that means nothing, or none of the seams looks at it.

@@ -48,7 +48,8 @@ def fingerprint() -> str:
 
 
 def register() -> None:
-    """Replaces what the environment asks for in the vLLM of this process. Calling it again adds what it now asks for.
+    """Replaces the seams that the environment asks for in the vLLM of this process. Calling it again adds seams that
+    the environment now asks for.
 
     Beside a vLLM or on a GPU that is not supported it does nothing, and one line says so.
 

@@ -42,10 +42,11 @@ def engine_has(part: str, option: str) -> bool:
 
 
 def may_sleep() -> bool:
-    """Whether the engine of this process may be put to sleep (`--enable-sleep-mode`), which no layer here outlives.
+    """Whether the engine of this process may be put to sleep (`--enable-sleep-mode`), which these layers do not
+    survive.
 
-    What is allocated while weights and caches are made is thrown away then, the kernels' workspaces and a cache's
-    constants among it. Workspaces hold words that launches wait to see changed: other contents are wrong results.
+    Sleep frees everything that was allocated while weights and caches were made, also workspaces and a cache's
+    constants. Launches poll words of workspaces, so other contents give wrong results.
     """
     return engine_has("model_config", "enable_sleep_mode")
 

@@ -51,8 +51,8 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 class PartPlaces:
     """Where the parts of a CTA's row and block of heads lie; run-time values.
 
-    A reader has ``each`` neighbouring heads. For each reader, memory has of every part the pieces of its heads, one
-    after the other, and a flag.
+    A reader adds up ``each`` neighbouring heads. For each reader memory holds its heads of every part, one part after
+    the other, and a flag.
     """
 
     words: Int64  # addresses: of all parts
@@ -90,8 +90,8 @@ class PartPlaces:
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Publishes a warp's half of its rows for those that add them up, through the shared memory of the queries. It goes
-    in two pieces: one is copied while the other is made.
+    """Publishes a warp's half of its rows for the CTAs that add them up. They are staged in the queries' shared
+    memory in two pieces, so one piece is copied while the next is written.
 
     accumulators: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the
     right half."""

@@ -54,7 +54,7 @@ class Queries:
 
     @cute.jit
     def publish(self, blocks, memory, warp, lane):
-        """Stores what :meth:`load` has given."""
+        """Stores the result of :meth:`load`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             to_fp16, from_fp16 = self.store_latent(blocks[block], memory, block, warp, lane)
             pair = ptx.pack_bf16x2(to_fp16, to_fp16)

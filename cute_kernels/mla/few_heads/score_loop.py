@@ -222,7 +222,8 @@ class ScoreLoop:
         return found
 
     def follow(self, state: State, place) -> list[Any]:
-        """Raises a lane's maxima to what all warps have stored. Returns the factors by which earlier weights shrink."""
+        """Raises a lane's maxima to those that all warps have stored. Returns the factors by which earlier weights
+        shrink."""
         factors: list[Any] = []
         for block in range(self.config.head_blocks):
             pairs = [

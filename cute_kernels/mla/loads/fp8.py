@@ -156,6 +156,6 @@ class SplitFp8Load:
 
 
 def places_of(tiles: OwnTiles | CrossoverTiles, memory, warp, lane) -> tuple[Any, Any, Any]:
-    """(first row of a block, a lane's places, what is known of another CTA) of a warp."""
+    """Returns a warp's (first row of a block, lanes' rows and columns, link to another CTA)."""
     first_row = tiles.first_row(warp)
     return first_row, LanePlaces.of(first_row, lane), tiles.link(memory, first_row)

@@ -100,7 +100,8 @@ class CopyLoad:
             number = number + 1
 
     def copy_group(self, token: Token, tile, place: LanePlaces) -> None:
-        """Starts copying 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
+        """Starts copying 8 rows of the tile. A lane's pieces are 64 bytes apart; rows of missing tokens become
+        zeros."""
         size = token.valid * wgmma_tiles.PIECE_BYTES
         for slab in range(self.config.layout.num_slabs):
             for i in range(2):

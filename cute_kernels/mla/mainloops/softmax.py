@@ -36,7 +36,7 @@ def mask(scores, flags, lane):
 
 
 def hide(scores, flags, lane) -> None:
-    """Hides tokens as :func:`mask` does, whatever the flags."""
+    """Hides tokens as :func:`mask` does, without looking at flags."""
     for i in range(NUM_SCORES):
         column = sum_place(i)[1]
         bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))

@@ -64,7 +64,7 @@ class Stepped:
 
     @cute.jit
     def value_block(self, acc, weights, memory, warp, lane, stage, phase):
-        """The second warpgroup's part in a block."""
+        """Adds P V of a block in the second warpgroup."""
         self.pipeline.await_tile(memory, stage, phase)
         for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
             self.weights.await_part(part)

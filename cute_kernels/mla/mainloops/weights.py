@@ -36,7 +36,7 @@ class RowValues:
         ptx.store_shared(place, 32, [values[1]])
 
     def load(self, memory, warp, lane) -> list[Float32]:
-        """Loads what the other warpgroup has stored for a thread's two rows."""
+        """Loads the numbers that the other warpgroup has stored for a thread's two rows."""
         place = self.place(memory, warp, lane)
         return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
 

@@ -77,7 +77,7 @@ class Ahead:
         codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
         state: where its tiles are in the pipeline.
         missing: whether there is such a block, and its tiles had not arrived when asked.
-        source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
+        source: the stage to load from: for the last block its own number, whose codes are not used.
         start: where there the lane's keys lie.
     """
 
@@ -286,7 +286,7 @@ class KeyRowsConsumer:
             codes[index] = word
 
     def make_keys(self, place, codes) -> list[list[Uint32]]:
-        """Makes A registers of all steps from what `fetch_keys` has loaded."""
+        """Makes A registers of all steps from the words that `fetch_keys` loaded."""
         count = self.keys.key_words
         words = [codes[i] for i in range(count)]
         headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
@@ -411,7 +411,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
-        """Hides what a query does not see. token: the lane's first one; its other one is 8 further on."""
+        """Hides keys that a query does not see. token: the lane's first one; its other one is 8 further on."""
         for column in cutlass.range_constexpr(self.columns):
             row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
             _, query, _ = query_row(shape, work, row)
@@ -509,7 +509,7 @@ class KeyRowsConsumer:
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
 
     def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
-        """Makes the warpgroup's maxima the reference, and rescales what was added up under the old one."""
+        """Makes the warpgroup's maxima the reference, and rescales the sums made under the old one."""
         maxima = []
         for column in range(self.columns):
             logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]

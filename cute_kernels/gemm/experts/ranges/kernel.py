@@ -374,7 +374,7 @@ class RangeKernel:
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
 
     Named barriers: `MEETING` of the consumer warps, before an entry's limbs are written over and when they are made;
-    `CONSUMERS` and `EPILOGUE` of either role and the loading warp, which has made the mbarriers and waits for nobody.
+    `CONSUMERS` and `EPILOGUE` of either role and the loading warp, which initialises the mbarriers and does not wait.
     All warps wait for the launch before, where ids or offsets may be of it; the epilogue before it stores.
     """
 
