@@ -71,8 +71,12 @@ class Recorder:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = json.dumps(self.data, indent=1) + "\n"
+        if self.path.exists() and not self.path.is_file():  # a device or a pipe, such as /dev/null, stays what it is
+            self.path.write_text(written)
+            return
         scratch = self.path.with_suffix(".partial")
-        scratch.write_text(json.dumps(self.data, indent=1) + "\n")
+        scratch.write_text(written)
         os.replace(scratch, self.path)
 
 

@@ -1,5 +1,6 @@
 """Measuring: statistics, peers and suites, with the GPU clock replaced by a fake one."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -293,3 +294,12 @@ def test_without_triton_the_floor_says_what_it_is(monkeypatch, clock):
 
 def test_the_default_protocol_takes_at_least_fifteen_samples():
     assert timing.DEFAULT_PROTOCOL.samples >= 15
+
+
+def test_a_record_that_goes_to_a_device_leaves_it_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    records.Recorder(path, kind="decode").save()
+    assert path.is_fifo() and b'"kind": "decode"' in os.read(reader, 1 << 16)
+    os.close(reader)
