@@ -13,7 +13,7 @@ class ReportedLayer:
     """A layer that `quantize_model` came across.
 
     Args:
-        name: qualified; of a layer that stands in several places the first.
+        name: qualified; of a layer that is used several times the first.
         kind: the name of its class, before it was swapped.
         nbytes: bytes of its weights as they came.
         packed_nbytes: bytes of its packed weights, 0 if it was left.

@@ -262,7 +262,7 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
-    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its place and
+    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its address and
     strides are not checked."""
     check_result(out, q, [*q.shape[:3], v_head_dim], ": q's, with the head_dim of V")
 

@@ -262,7 +262,7 @@ class DecodeConfig:
 
     @property
     def merge_bytes(self) -> int:
-        """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
+        """Shared memory of the merge of the warps' results, which reuses the ring's memory at the end."""
         outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
         return outputs + self.num_slices * self.num_rows * PAIR_BYTES
 

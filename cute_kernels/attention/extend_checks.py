@@ -105,7 +105,7 @@ def check_new(
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its place and
+    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its address and
     strides are not checked."""
     checks.check_result(out, q, shape_of(q), ", that of q")
 

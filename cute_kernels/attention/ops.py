@@ -124,7 +124,7 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """The part of decode attention's complete options (see `NO_OPTIONS`) that decides a plan. Tensors count by
-    everything but their contents, and by the alignment of their place; other options by value.
+    everything but their contents, and by their alignment; other options by value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """

@@ -126,7 +126,8 @@ def decode_launch(
 def decode_launch_of(
     call: AttentionCall, problem: AttentionProblem, schedule: DecodeSchedule, send: Callable[..., Any]
 ) -> DecodeLaunch:
-    """The launch of a checked call with a schedule; ``send``: the compiled kernel, bound to its constant arguments."""
+    """Returns the launch of a checked call with a schedule; ``send``: the compiled kernel, bound to its constant
+    arguments."""
     return DecodeLaunch(
         send=send,
         schedule=schedule,

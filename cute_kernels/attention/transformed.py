@@ -116,7 +116,7 @@ def results_of(
     softmax_scale: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) over K and V before the transform; ``sinks``: those that the kernels were not given."""
+    """Returns (out, lse) over K and V before the transform; ``sinks``: sinks that the kernels did not apply."""
     if inputs.shift is not None:
         assert lse is not None
         scale = result.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

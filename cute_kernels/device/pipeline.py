@@ -7,7 +7,7 @@
 
 A full barrier's phase ends with ``fills`` arrivals and all bytes that were expected, an empty one's with ``releases``
 arrivals. A role keeps a `PipelineState` and carries it through its loops. A producer begins with the parity that a new
-barrier passes, so its first round waits for nobody.
+barrier passes, so its first round does not wait.
 
 With TMA multicast each CTA of a cluster fills its part of a stage in all of them. A consumer warp then releases the
 stage to each: ``multicast`` of its lanes arrive, lane i at CTA i's barrier.

@@ -162,7 +162,7 @@ def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tens
 def check_result(
     name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: object, out_dtype: torch.dtype
 ) -> None:
-    """Raises TypeError or ValueError unless ``tensor`` (residual or out) has dtype, shape and place of the result."""
+    """Raises TypeError or ValueError unless ``tensor`` (residual or out) has dtype, shape and device of the result."""
     check_tensor(name, tensor, (out_dtype,), (*x.shape[:-1], out_features(n, activation)), x.device)
 
 

@@ -43,7 +43,7 @@ class Moments:
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None) -> Moments:
         """Adds one sequence, causal: its token i attends to tokens 0 to i. Returns itself. Waits for the device.
 
-        Windows, soft caps and sinks are not looked at: they would change the attention's weights alone.
+        Windows, soft caps and sinks are ignored: they would change the attention's weights alone.
 
         Args:
             q: floating, finite [tokens, num_q_heads, head_dim], after RoPE.
@@ -158,7 +158,7 @@ def group_of(form: KvFormat, head_dim: int) -> int:
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Whether the kernels rotate rows of so many columns: powers of two."""
+    """Whether the kernels rotate rows of a number of columns: powers of two."""
     return not head_dim & (head_dim - 1)
 
 

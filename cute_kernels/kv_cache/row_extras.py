@@ -29,7 +29,7 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """Registers of loads on their way. bias: of a team's next rows; norm: a lane's weights. Each has one unused word
+    """Registers of loads in flight. bias: of a team's next rows; norm: a lane's weights. Each has one unused word
     where there is nothing to load."""
 
     bias: RegisterTensor[Uint32]

@@ -118,7 +118,7 @@ def append_and_decode(
         k, v: [batch, q_len, num_kv_heads, head_dim] in q's dtype; V may have another head_dim. q, k and v may be views
             of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
         k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as `decode_attention` has them.
-            A place that a new token goes to must belong to its request alone.
+            The slot of a new token must belong to its request alone.
         seq_lens: int32 [batch], tokens of each request after the append: the new ones take positions
             seq_lens[b] - q_len to seq_lens[b] - 1, those below 0 are not written. There is no slot_mapping: a token
             that went elsewhere than its position says could be read before it is written.
@@ -140,7 +140,7 @@ def append_and_decode(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted, and
-            nothing was appended. Lengths and pages are looked at as `append_kv` and `decode_attention` do: on the CPU,
+            nothing was appended. Lengths and pages are checked as `append_kv` and `decode_attention` do: on the CPU,
             and with CUTE_KERNELS_DEBUG=1.
         UnsupportedGPUError: the kernels are not compiled for this GPU.
 

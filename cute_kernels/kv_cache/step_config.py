@@ -86,8 +86,8 @@ def serving_config(
 ) -> StepConfig | None:
     """The configuration of `step_config` where one launch is the way to serve; else None.
 
-    What queries meet beside RoPE delays the beginning of each CTA. Where many waves of CTAs follow each other an append
-    does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).
+    Further steps on queries than RoPE delay the beginning of each CTA. Where many waves of CTAs follow each other an
+    append does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).
     """
     config = step_config(schedule.config, append, positions)
     if config is None or not config.queries_meet_more:

@@ -169,7 +169,7 @@ def sparse_mla_decode(
         As `mla_decode`.
 
     Raises:
-        As `mla_decode`. Indices are looked at with CUTE_KERNELS_DEBUG=1 alone: then one that is neither -1 nor in the
+        As `mla_decode`. Indices are checked only with CUTE_KERNELS_DEBUG=1: then one that is neither -1 nor in the
         cache is a ValueError that names request, query and position.
     """
     extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)

@@ -307,8 +307,8 @@ class CombineConfig:
 
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
-    """Whether crossover, with CTAs in pairs, may serve calls with so many heads a row. It takes chosen tokens that are
-    decoded, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
+    """Whether crossover, with CTAs in pairs, may serve calls with a number of heads a row. It takes chosen tokens
+    that are decoded, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
@@ -319,7 +319,7 @@ def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Whether the tensor cores limit calls with so many heads a row: 16-bit tokens that several CTAs read."""
+    """Whether the tensor cores limit calls with a number of heads a row: 16-bit tokens that several CTAs read."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 

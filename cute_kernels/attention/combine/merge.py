@@ -132,7 +132,7 @@ class Merger:
 
     @cute.jit
     def publish_warp(self, state, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which reuses the ring's memory."""
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.totals[column], COLUMN_LANES) for column in columns]
         values = self.value_reader.outputs(state.values)

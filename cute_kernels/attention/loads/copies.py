@@ -120,7 +120,7 @@ class TileCopier:
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """(page, place in it) of a lane's share of the tile that begins with ``token``.
+        """(page, row of it) of a lane's share of the tile that begins with ``token``.
 
         Callers ask a tile ahead, as the table is in memory.
         """
@@ -216,8 +216,8 @@ class TileCopier:
 
     @cute.jit
     def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Writes zeros over the rows before token ``end`` (at most the tile's), as :meth:`clear_rows` does over those
-        after."""
+        """Writes zeros over the rows before token ``end`` (at most the tile's), as :meth:`clear_rows` does over the
+        rows after the end."""
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))

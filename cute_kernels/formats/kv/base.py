@@ -35,10 +35,10 @@ class DecodeReader:
     """How decode attention makes MMA operands of a format's rows.
 
     Args:
-        keys, values: places of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`; None for
-            values of a format that is for keys alone.
+        keys, values: import paths of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`;
+            None for values of a format that is for keys alone.
         cost: whose measured times the schedule goes by: "dense" (16 bits), "int4" or "byte".
-        codes: place of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
+        codes: import path of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
     """
 
     keys: str
@@ -59,7 +59,7 @@ class ExtendReader:
     """How extend attention's producer warps make fp16 tiles of a format's codes.
 
     Args:
-        words: place of the class that makes numbers of a word of codes, see `cute_kernels.attention.loads.rows`.
+        words: import path of the class that makes numbers of a word of codes, see `cute_kernels.attention.loads.rows`.
         scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
             front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
             the numbers), or in "groups" (a word in front for each group, which goes into the numbers).
@@ -200,7 +200,8 @@ class KvFormat:
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self, *uses: Use) -> tuple[str, ...]:
-        """The places of the format's device code for some uses, for all if none is named, as "module:attribute"."""
+        """The import paths of the format's device code for some uses, for all if none is named, as
+        "module:attribute"."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
         by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}

@@ -1,8 +1,8 @@
 """`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
 An option has its part of a kernel's name, the tensors that a call gives it, its formula for scores in the reference,
-and the place of its device code. That is a class like those of :mod:`.terms`, named as "module:attribute" and imported
-when a kernel is compiled.
+and the import path of its device code. That is a class like those of :mod:`.terms`, named as "module:attribute" and
+imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ScoreOption(ABC):
 
     Attributes:
         name: part of kernels' names, and what it is registered by; an identifier.
-        term: place of its device code.
+        term: import path of its device code.
         tensors: those that a call gives in ``score_options``; none of options that have keywords of their own.
         fits_four_blocks: whether a warp that carries four blocks of queries has registers for it: it keeps nothing
             that depends on the query.

@@ -14,7 +14,7 @@ from cute_kernels.formats.scores.base import SIZES, Features, OptionTensor, Scor
 from cute_kernels.formats.scores.shipped import Alibi, Bias, Shift, Sinks, SoftCap, Window
 
 OPTIONS: tuple[ScoreOption, ...] = (Shift(), SoftCap(), Alibi(), Sinks(), Bias(), Window())
-"""Those that ship, in the order in which scores meet them."""
+"""Those that ship, in the order in which they act on scores."""
 
 _registered: dict[str, ScoreOption] = {}
 

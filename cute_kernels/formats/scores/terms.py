@@ -1,7 +1,7 @@
 """Device code of score options: what a lane keeps of each of its queries, and what becomes of a score.
 
 Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode and extend attention call the
-terms of a configuration in the order in which scores meet them; a lane's accumulators are keys (rows) times queries
+terms of a configuration in the order in which they act on scores; a lane's accumulators are keys (rows) times queries
 (columns) in both. ``features`` are `cute_kernels.formats.scores.features.Features`.
 """
 
@@ -212,7 +212,7 @@ def load_shift(base, row):
 
 
 class ScoreTerms:
-    """The terms of a variant, in the order in which scores meet them; arguments as `ScoreTerm` has them."""
+    """The terms of a variant, in the order in which they act on scores; arguments as `ScoreTerm` has them."""
 
     def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {

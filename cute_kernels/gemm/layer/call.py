@@ -163,8 +163,8 @@ def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The best kernel for so many rows of up to ``most_k`` inputs that is compiled or may be compiled; None if there is
-    none."""
+    """The best kernel for a number of rows of up to ``most_k`` inputs that is compiled or may be compiled; None if
+    there is none."""
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None
@@ -175,7 +175,7 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch is used for so many rows, in layers that it supports."""
+    """Whether one launch is used for a number of rows, in layers that it supports."""
     return rows in FASTER_ROWS
 
 

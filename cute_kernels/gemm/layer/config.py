@@ -126,8 +126,8 @@ class LayerProductsConfig:
 
 
 def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
-    """The configuration for so many rows of up to ``most_k`` inputs, with as many pipeline stages as there is room for.
-    None if they would be too few."""
+    """The configuration for a number of rows of up to ``most_k`` inputs, with as many pipeline stages as there is
+    room for. None if they would be too few."""
     fitting = [size for size in ROWS if size >= rows]
     if not fitting:
         return None

@@ -79,7 +79,7 @@ class StreamStore:
 
     Attributes:
         epilogue_warps: how many warps add up, store and combine results.
-        num_buffers: of results on their way to them.
+        num_buffers: of results in flight to them.
         activation: of results; None: one of the standard ones, or none, as the launch says.
     """
 

@@ -40,7 +40,7 @@ FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group tak
 
 @dataclass(frozen=True)
 class StreamLane:
-    """A thread's places; run-time integers. g, t: its row and pair of columns in MMA fragments."""
+    """A thread's offsets; run-time integers. g, t: its row and pair of columns in MMA fragments."""
 
     row_warp: Int32
     k_warp: Int32

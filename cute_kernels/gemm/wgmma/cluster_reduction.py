@@ -42,8 +42,8 @@ class Partials:
     def owner(self, tile) -> Any:
         """The CTA that stores a tile.
 
-        Of more than two CTAs the last one has the first tile. So the parts of K of a block of one tile are added in the
-        order of parts that meet in memory: the last, then the first, the second and so on.
+        Of more than two CTAs the last one has the first tile. So the parts of K of a block of one tile are added in
+        the same order as parts in memory: the last, then the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner

@@ -39,7 +39,7 @@ class Consumers:
         self.channel = Channel(config, stages, places)
 
     def lane(self, shape, warp, lane) -> Lane:
-        """A thread's places."""
+        """A thread's offsets."""
         return self.stages.lane(shape, warp, lane, self.mainloop.masks)
 
     @cute.jit

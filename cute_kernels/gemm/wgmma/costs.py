@@ -25,7 +25,8 @@ SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
 K_BLOCK_CLOCKS = 90  # of each k block that is decoded
-# What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
+# What tiles that are all cut, and whose parts are added in memory, take besides: nothing as a launch, 2.6 us as a
+# graph of
 # one. So they are left where others are expected to take this much longer.
 ALL_CUT_US = 0.6
 MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
@@ -52,7 +53,8 @@ class MainloopCost(Protocol):
         ...
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """The additional time of tiles that are all cut, and whose parts meet in memory; nothing else counts it."""
+        """The additional time of tiles that are all cut, and whose parts are added in memory; nothing else counts
+        it."""
         ...
 
 

@@ -131,7 +131,7 @@ class DeferredNorm(StagedStore):
 
 
 def norm_of(config: WgmmaConfig[Any]) -> DeferredNorm:
-    """The side of a deferred norm that a configuration's products are on."""
+    """Returns the deferred norm that is a configuration's store."""
     assert isinstance(config.store, DeferredNorm)
     return config.store
 

@@ -155,8 +155,8 @@ def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileS
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of few rows in two parts that meet in a cluster. Warpgroups have features of their own, as sums of
-    interleaved k blocks would have other bits."""
+    """Configurations of few rows in two parts that are added in a cluster. Warpgroups have features of their own, as
+    sums of interleaved k blocks would have other bits."""
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
     long = [
@@ -168,8 +168,8 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of few rows in four parts that meet in a cluster, for layers with few features. A CTA has one tile
-    of 64: only its parts are added in the order of all others."""
+    """Configurations of few rows in four parts that are added in a cluster, for layers with few features. A CTA has
+    one tile of 64: only its parts are added in the order of all others."""
     if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)

@@ -24,7 +24,7 @@ FRAGMENT_BYTES = 16  # of a thread, in a tile
 
 @dataclass(frozen=True)
 class Lane:
-    """A thread's places in a stage; run-time integers."""
+    """A thread's offsets within a stage; run-time integers."""
 
     code_offset: Int32  # of its 16 bytes in the first tile of its warpgroup
     row: Int32  # its first row in the first tile of its warpgroup, among the block's
@@ -55,7 +55,7 @@ class StageReader:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
-        """A thread's places. masks: makes a mainloop's masks from (shape, lane)."""
+        """A thread's offsets. masks: makes a mainloop's masks from (shape, lane)."""
         config = self.config
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
         first_tile = self.first_tile(group)

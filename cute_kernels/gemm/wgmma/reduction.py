@@ -237,7 +237,7 @@ class RowReduction(StoringReduction):
                 acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
 
     def load_in_order(self, place, acc, rank):
-        """Loads the parts of more than two CTAs in the order of parts that meet in memory: the last, then the first,
+        """Loads the parts of more than two CTAs in the same order as parts in memory: the last, then the first,
         the second and so on. The CTA's own part is loaded as well and ignored: it was never published."""
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):

@@ -151,7 +151,7 @@ class RowCuts(Reduction):
 
 @dataclass(frozen=True)
 class WorkspaceSplitK(Reduction):
-    """Parts of K meet in global memory: `.reduction.WorkspaceReduction`."""
+    """Parts of K are added in global memory: `.reduction.WorkspaceReduction`."""
 
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_split"

@@ -53,7 +53,7 @@ class ModelRope:
 
     @property
     def is_current(self) -> bool:
-        """Whether the module has the frequencies that it had."""
+        """Whether the module still has the frequencies that it was recognised with."""
         found = self.rotary._buffers.get(self.name)
         return found is self.frequencies and version_of(self.frequencies) == self.version
 

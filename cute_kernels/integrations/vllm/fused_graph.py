@@ -47,8 +47,8 @@ class Sums:
     Attributes:
         add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
         norm: (x, weight, eps, variance columns or None), of vLLM as well.
-        is_ready: whether this package's norm of rows of so many columns, in a dtype, with a residual or without, can
-            be launched.
+        is_ready: whether this package's norm of rows of a number of columns, in a dtype, with a residual or without,
+            can be launched.
     """
 
     add_norm: Callable[..., Any]

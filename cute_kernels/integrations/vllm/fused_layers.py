@@ -125,8 +125,8 @@ def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
 
 @functools.cache
 def settle_norms(columns: int, dtype: torch.dtype) -> None:
-    """Loads the norms of rows of so many columns, with a residual and without, which may lie beside a layer. Which are
-    there, compiled or from a bundle, decides what graphs are made of, and vLLM keeps those."""
+    """Loads the norms of rows of a number of columns, with a residual and without, which may lie beside a layer.
+    Which are there, compiled or from a bundle, decides what graphs are made of, and vLLM keeps those."""
     _norms[columns, dtype] = frozenset(
         spec.config.has_residual for spec in _load_those_there(norm_specs(columns, dtype))
     )
@@ -134,7 +134,7 @@ def settle_norms(columns: int, dtype: torch.dtype) -> None:
 
 
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Whether a norm of rows of so many columns was compiled when the layers around it were loaded."""
+    """Whether a norm of rows of a number of columns was compiled when the layers around it were loaded."""
     return with_residual in _norms.get((columns, dtype), ())
 
 

@@ -42,7 +42,7 @@ def append_mla(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Slots are
-            not looked at on a GPU (that would wait for it): a token whose slot is outside the cache is not written.
+            not checked on a GPU (that would wait for it): a token whose slot is outside the cache is not written.
             With CUTE_KERNELS_DEBUG=1 in the environment at import such slots, and slots that two tokens share, are
             errors that name the tokens; on the CPU always.
         UnsupportedGPUError: the kernels are not compiled for this GPU.

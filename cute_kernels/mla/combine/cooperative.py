@@ -149,7 +149,7 @@ class CooperativeCombine:
 
     @cute.jit
     def fetch(self, parts, memory, warp, lane):
-        """Waits for all parts of the CTA's heads and loads them into shared memory, in the place of tiles.
+        """Waits for all parts of the CTA's heads and loads them into shared memory, in the memory of tiles.
         `queries_full` counts them. Resets their flags."""
         # Nobody reads tiles any more, nor waits for queries.
         cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)

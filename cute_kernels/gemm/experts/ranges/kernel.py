@@ -71,7 +71,7 @@ class LimbPlaces:
 
 @dataclass(frozen=True)
 class LimbLane(StreamLane):
-    """A thread's places, and what it reads of limbs."""
+    """A thread's offsets, and what it reads of limbs."""
 
     x: Int32  # address of all limbs
     x_scales: Int32  # of the scales of the thread's two rows, of the first k block

@@ -98,7 +98,7 @@ class SortedRouting:
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
     def with_parts(self, shape, entries) -> Any:
-        """The number of entries, as each has all of K here."""
+        """Returns the number of entries unchanged: here each has all of K."""
         return entries
 
     def entry_of(self, shape, number) -> Any:

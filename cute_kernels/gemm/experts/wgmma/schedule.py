@@ -192,8 +192,7 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
     """The number of tiles of ``tile_m`` rows that an expert takes, by how many of their ``parts`` parts have rows.
 
-    They are means over experts whose rows are normally distributed, as they nearly are if rows are distributed at
-    random.
+    They are means over experts with normally distributed numbers of rows, close to random routing.
     """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))

@@ -135,7 +135,7 @@ def band_width(left) -> Divisor:
 
 
 def tiles_of(rows, tile_m: int):
-    """The number of tiles of ``tile_m`` places for so many rows."""
+    """The number of tiles of ``tile_m`` places for a number of rows."""
     reach = rows + (tile_m - 1)
     return reach >> (tile_m.bit_length() - 1) if tile_m.bit_count() == 1 else reach // tile_m
 
