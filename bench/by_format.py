@@ -21,7 +21,7 @@ from bench.linear import check as check_rows
 from bench.moe import Inputs, MoeModel, MoeShape
 from bench.moe import check as check_tokens
 from bench.moe_fp8 import Fp8Layer, make_experts
-from bench.report import aligned, number
+from bench.report import Record, aligned, in_markdown, number
 from bench.suites import Bench
 from bench.timing import capture, time_cold_in_turn
 from cute_kernels import PackedExperts, fused_moe, quantize_weight, quantized_linear
@@ -193,14 +193,25 @@ def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, mo
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
-def text(record: Mapping[str, Any]) -> str:
+def text(record: Record) -> str:
     """The run as an aligned table: microseconds, and in brackets how many times the floor."""
+    failed = [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
+    return "\n".join([str(record["environment"]["gpu"]), "", *aligned(_cells(record)), "", *failed])
+
+
+def markdown(record: Record) -> str:
+    """The same as a Markdown table."""
+    head, *lines = _cells(record)
+    about = f"median of {record.get('samples')} replays of a CUDA graph, each with L2 made cold by reading 256 MB."
+    return in_markdown(record, head, lines, about)
+
+
+def _cells(record: Record) -> list[list[str]]:
     rows = [*record.get("linear_formats", []), *record.get("moe_formats", [])]
     names = list(dict.fromkeys(name for row in rows for name in row["formats"]))
-    cells = [["", *names]]
+    cells = [["layer", *names]]
     for row in rows:
         found = (row["formats"].get(name) for name in names)
         times = [f"{number(one['us'], 2)} ({number(one['floor_ratio'], 2)})" if one else "-" for one in found]
         cells.append([row["name"], *times])
-    failed = [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
-    return "\n".join([str(record["environment"]["gpu"]), "", *aligned(cells), "", *failed])
+    return cells

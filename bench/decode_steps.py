@@ -14,7 +14,7 @@ import torch
 
 from bench.kernels import needed_by, needed_by_cases
 from bench.peers import relative_error
-from bench.report import closing
+from bench.report import Record, closing, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_graph_cold
 from bench.workloads import DecodeShape, make_inputs
@@ -96,9 +96,9 @@ def run(bench: Bench, chosen: Sequence[Case], seconds: float) -> None:
         bench.recorder.set("steps", rows)
         bench.say(told(rows[-1]))
 
-    for number, (shape, pair) in enumerate(chosen):
+    for done, (shape, pair) in enumerate(chosen):
         if bench.recorder.seconds() > seconds:
-            bench.say(f"step: {len(chosen) - number} rows are left out after {seconds:.0f} s")
+            bench.say(f"step: {len(chosen) - done} rows are left out after {seconds:.0f} s")
             return
         bench.attempt(f"step: {pair[0]}, {pair[1]} {shape.name}", lambda s=shape, p=pair: work(s, p))
 
@@ -142,6 +142,18 @@ def told(row: dict[str, Any]) -> str:
     return f"{head}: {us:.2f} us, floor {floor:.2f}, {us / floor:.2f} of it, {row['launches']} launches"
 
 
-def text(record: dict[str, Any]) -> str:
+def text(record: Record) -> str:
     """The run in lines."""
     return "\n".join([str(record["environment"]["gpu"]), "", *map(told, record.get("steps", [])), *closing(record)])
+
+
+def markdown(record: Record) -> str:
+    """A line for each number of requests: the time of each pair of formats, in brackets the ratio to the floor."""
+    by_batch: dict[int, dict[str, str]] = {}
+    for row in record["steps"]:
+        cell = f"**{number(row['graph_us']['median_us'])}** ({number(row['floor_ratio'], 2)})"
+        by_batch.setdefault(row["shape"]["batch"], {})[", ".join(dict.fromkeys(row["formats"]))] = cell
+    names = list(dict.fromkeys(name for cells in by_batch.values() for name in cells))
+    lines = [[str(batch), *(cells.get(name, "-") for name in names)] for batch, cells in by_batch.items()]
+    about = "us; in brackets how many times the floor of the cache's bytes."
+    return in_markdown(record, ["requests", *names], lines, about)

@@ -273,7 +273,8 @@ def markdown(record: dict[str, Any]) -> str:
         cells += [number(row["floor_ratio"], 2), number(row["tokens_per_s"], 0), gain, str(row["largest_batch"])]
         lines.append(cells)
     head = ["model", "weights, KV", "requests", "tokens each", "ms", "/ floor", "tokens/s", "times BF16", "fit"]
-    about = "CUDA graphs of bare loops, random weights, no LM head; BF16 is cuBLAS and torch's attention. "
+    about = "CUDA graphs of bare loops, random weights, no LM head unless a line says so. "
+    about += "BF16 is cuBLAS and torch's attention. "
     about += "Fit: requests that have room beside the weights."
     # A case's name is no pair of formats of K and V.
     caches = [{"kv": row["case"].partition(", ")[2]} for row in record["rows"]]

@@ -11,16 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench import (
-    e2e_steps,
-    e2e_vllm,
-    extend,
-    linear,
-    mla,
-    moe,
-    norm,
     perplexity,
     record_list,
-    report,
     smollm2,
     vllm_int4,
     vllm_rows,
@@ -29,6 +21,7 @@ from bench import record as records
 from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
 from bench.report import OURS, Record, filled, number
+from bench.sections import ATTENTION, FIGURES, MODELS, WHOLE, Section
 from cute_kernels.formats.kv import format_of
 
 README = ROOT / "README.md"
@@ -348,83 +341,6 @@ def readme(text: str) -> str:
 
 
 # -- docs/performance*.md ---------------------------------------------------------------------------------------------
-
-Section = tuple[str, str, str, Callable[[Record], str]]
-"""A title, a record, words about it, what makes its table."""
-
-ATTENTION: tuple[Section, ...] = (
-    (
-        "Decode attention",
-        "main",
-        "T = 8192 cached tokens, 8 query heads on 1 KV head, head_dim 128.",
-        report.markdown,
-    ),
-    (
-        "KV caches",
-        "cache",
-        "8-bit formats, pages, several queries, ragged batches, MHA. B requests of T cached tokens, HQ query heads on "
-        "HKV KV heads, head_dim D.",
-        lambda r: report.markdown(r, "cache"),
-    ),
-    (
-        "Other shapes",
-        "shapes",
-        "Head dimensions, contexts, grouped heads; letters as above.",
-        lambda r: report.markdown(r, "shapes"),
-    ),
-    (
-        "Extend attention",
-        "extend",
-        "Chunks of a prefill and verified drafts (requests x new tokens over all tokens), batches that also decode, "
-        "and a few queries of decode attention over INT4. 8 KV heads, head_dim 128, pages of 64.",
-        extend.markdown,
-    ),
-    ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, against FlashMLA.', mla.markdown),
-)
-MODELS: tuple[Section, ...] = (
-    (
-        "Linear layers, H200",
-        "linear",
-        "4- and 8-bit weights (w4a16, w8a16), M rows of x, against cuBLAS, Marlin and Machete.",
-        linear.markdown,
-    ),
-    ("Linear layers, H100", "linear_h100", "The same layers and peers.", linear.markdown),
-    (
-        "Mixtures of experts, H200",
-        "moe",
-        "4-bit weights, against torch and Marlin. The first product is the gate and up projections of all experts.",
-        moe.markdown,
-    ),
-    ("Mixtures of experts, H100", "moe_h100", "The same layers and peers.", moe.markdown),
-    (
-        "A served model, H100",
-        "e2e_vllm_h100",
-        "Llama-3-8B served by vLLM with and without the plug-in, one engine after the other. "
-        "[Serve with vLLM](tasks/vllm.md#what-it-brings) has the H200.",
-        e2e_vllm.markdown,
-    ),
-    ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, against torch's operators.", norm.markdown),
-)
-WHOLE: tuple[Section, ...] = (
-    (
-        "Whole models",
-        "e2e_steps_default",
-        "One token of each request through all layers, ms. `python -m bench e2e` measures it: 161 s here, with kernels "
-        "that were compiled before. Torch has no kernel of its own for latent attention: BF16 of DeepSeek-V3's layers "
-        "attends by its general one, so compare theirs with `bf16, mla_fp8`.",
-        e2e_steps.markdown,
-    ),
-)
-FIGURES = {
-    "main": {"decode_ratio": "Time over the streaming floor, by batch"},
-    "shapes": {"decode_shapes": "Time over the streaming floor, by shape"},
-    "mla": {"mla_rates": "Rates of MLA decode beside FlashMLA's"},
-    "linear": {"linear_speed": "cuBLAS's time in bf16 over a layer's, by rows of x; dashed the fastest other library"},
-    "e2e_steps_default": {
-        "step_latency": "Milliseconds per token, by requests; dotted what reading the step's bytes takes",
-        "step_throughput": "Tokens per second, by requests",
-    },
-}
 
 
 def performance() -> str:

@@ -11,6 +11,7 @@ Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
 
 OURS = "cute-kernels"
+IN_GRAPHS = ("skewed", "short", "blocks")  # suites whose tables have the time in a CUDA graph as well
 INVARIANT = "batch-invariant"  # the same with that option
 
 
@@ -146,6 +147,7 @@ def markdown(record: Record, suite: str = "main") -> str:
         ("MB", lambda row: number(row["cache_bytes"] * 1e-6, 0)),
         ("streaming floor, us", lambda row: number(row["floor"]["us"])),
         (f"{OURS}, us", lambda row: f"**{number(_own(row))}**"),
+        *([("in a graph, us", lambda row: number(_graph(row)))] if suite in IN_GRAPHS else []),
         ("GB/s", lambda row: number(row.get("gb_per_s"), 0)),
         ("ratio to floor", lambda row: number(row.get("floor_ratio"), 2)),
         *((f"{name}, us", cell) for name, cell in (_peer_column(peer) for peer in peer_names(rows))),

@@ -54,6 +54,8 @@ def test_experts_are_held_to_fp64_with_biases_and_clamps(bench):
     assert not bench.recorder.data["failures"] and rows[0]["active"] == 2
     assert list(rows[1]["formats"]) == list(by_format.EXPERT_FORMATS)
     assert "small, 3 tokens" in shown(bench)
+    environment = {"gpu": "a GPU", "commit": "0", "date": "2026-01-02", "versions": {"torch": "2.13"}}
+    assert "| small, 3 tokens | 30.00 (" in by_format.markdown({**bench.recorder.data, "environment": environment})
     layer, inputs = by_format.OssLayer.of(SMALL, "mxfp4", "cpu"), Inputs.of(MoeShape(SMALL, 3), "cpu")
     tokens = torch.tensor([0, 2])
     plain = fused_moe(inputs.x, layer.gate_up, layer.down, inputs.weights, inputs.ids)

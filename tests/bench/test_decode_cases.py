@@ -137,6 +137,9 @@ def test_a_step_is_checked_against_fp64_over_what_it_appended(formats, bench):
     assert row["cache_bytes"] == sum(shape.cache_bytes(name) // 2 for name in formats)
     shown = decode_steps.text({**bench.recorder.data, "environment": {"gpu": "a GPU"}, "failures": []})
     assert formats[0] in shown and "5.00 of it" in shown
+    environment = {"gpu": "a GPU", "commit": "0", "date": "2026-01-02", "versions": {"torch": "2.13"}}
+    table = decode_steps.markdown({**bench.recorder.data, "environment": environment})
+    assert "| 2 | **50.0** (5.00) |" in table and formats[1] in table
 
 
 def test_a_step_of_one_token_is_one_launch():

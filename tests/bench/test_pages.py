@@ -10,6 +10,7 @@ from bench import pages, report
 from bench.environment import ROOT
 from bench.record import RESULTS
 from bench.record_list import command_of
+from bench.sections import ATTENTION, MODELS, WHOLE
 
 
 def test_the_readme_shows_the_records():
@@ -21,6 +22,13 @@ def test_the_pages_of_performance_show_the_records():
     assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
     assert pages.LAYERS.read_text() == pages.performance_of_layers(), "want `python -m bench pages`"
     assert pages.STEPS.read_text() == pages.performance_of_steps(), "want `python -m bench pages`"
+
+
+def test_a_record_that_nobody_has_made_yet_has_no_section():
+    sections = (*ATTENTION, *MODELS, *WHOLE)
+    text = pages.performance() + pages.performance_of_layers() + pages.performance_of_steps()
+    for title, name, *_ in sections:
+        assert (f"## {title}\n" in text) == (RESULTS / f"{name}.json").exists()
 
 
 def test_the_page_of_benchmarks_lists_every_record_with_its_command():
