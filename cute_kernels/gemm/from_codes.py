@@ -190,7 +190,8 @@ def _second_level(
     if rows.numel() not in (1, n) or rows.dim() > 2:
         raise ValueError(f"second: got shape {list(rows.shape)}, want one number or [{n}], one for each row")
     rows = rows.float().reshape(-1)
-    rows = 1 / rows if divides else rows
-    if not bool(rows.isfinite().all()):
-        raise ValueError("second: got a scale that is infinite or NaN, want finite ones")
-    return rows.expand(n).contiguous()
+    found = 1 / rows if divides else rows
+    wrong = rows[~(rows.isfinite() & found.isfinite())]
+    if len(wrong):
+        raise ValueError(f"second: got {float(wrong[0]):g}, want a finite number{', and 1 over it' if divides else ''}")
+    return found.expand(n).contiguous()

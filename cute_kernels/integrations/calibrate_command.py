@@ -109,13 +109,13 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1 as an argument."""
+    """A number above 0, up to 1, as an argument."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, want a number from 0 to 1")
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number above 0 and at most 1")
     return value
 
 
@@ -184,6 +184,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError("--kv-format: got it with --budget, want it in a run after that, with the file of formats")
         if arguments.output.suffix != ".json":
             raise ValueError(f"--output: got {arguments.output}, want a .json file with --budget")
+    if arguments.output.is_dir() or not arguments.output.parent.is_dir():
+        raise ValueError(f"--output: got {arguments.output}, want a file in a directory that exists")
     for path in arguments.text:
         if not path.exists():
             raise ValueError(f"--text: got {path}, which does not exist, want a file of text")

@@ -123,6 +123,11 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
     [
         (["--text", "none.txt"], "--text: got none.txt, which does not exist"),
         (["--budget", "0.4"], "--output: got"),
+        (
+            ["-o", "/nowhere/constants.safetensors"],
+            "--output: got /nowhere/constants.safetensors, want a file in a dir",
+        ),
+        (["-o", "/"], "--output: got /, want a file"),
         (["--budget", "0.4", "--kv-format", "int8"], "--kv-format: got it with --budget"),
         ([], "MODEL: got /nowhere, which does not exist"),
     ],

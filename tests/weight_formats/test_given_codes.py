@@ -166,3 +166,9 @@ def test_experts_are_weights_of_their_own():
 def test_what_does_not_fit_is_refused_by_name(arguments, kind, message):
     with pytest.raises(kind, match=f"^{message}"):
         pack_weight(*arguments)
+
+
+@pytest.mark.parametrize("second", [0.0, torch.inf, torch.nan])
+def test_a_second_level_that_divides_is_a_number_and_not_0(second):
+    with pytest.raises(ValueError, match=f"^second: got {second:g}, want a finite number, and 1 over it"):
+        pack_weight("nvfp4", bytes_of(4, 8), bytes_of(4, 1, high=9), torch.tensor(second), second_divides=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_numbers, is_one_of
+from cute_kernels.formats.weights.integers import check_scales
 from cute_kernels.gemm.weight import GROUP_SIZES, SCALE_DTYPES, symmetric_zero
 from layouts import transform
 
@@ -77,8 +78,9 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
     """Converts scales to ``dtype``, bf16 or fp16. None: to their own dtype, or to bf16 if that is neither.
 
     Raises:
-        TypeError, ValueError: dtype is neither; a scale is not finite before or after rounding; or all scales are 0, as
-            in a layer that was never filled. Some scales may be 0: the weights of their groups are 0.
+        TypeError, ValueError: dtype is neither; a scale is not finite before or after rounding, or larger than kernels
+            take; or all scales are 0, as in a layer that was never filled. Some scales may be 0: the weights of their
+            groups are 0.
     """
     if dtype is None:
         dtype = scales.dtype if scales.dtype in SCALE_DTYPES else torch.bfloat16
@@ -89,6 +91,7 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
         raise ValueError(f"{name}: got values that are not finite in {dtype}, want finite ones")
     if scales.numel() and not bool(rounded.any()):
         raise ValueError(f"{name}: got 0 everywhere in {dtype}, a layer without values, want some scale that is not 0")
+    check_scales(name, rounded)
     return rounded
 
 

@@ -76,8 +76,8 @@ def from_float_codes(
         device: where the result is put, default that of the codes.
 
     Raises:
-        TypeError, ValueError: a tensor is missing or does not fit, or a scale is NaN, negative or infinite; the message
-            names it.
+        TypeError, ValueError: a tensor is missing or does not fit, or a floating scale is NaN or infinite, or one of
+            the second level not positive; the message names it.
     """
     return made_of(pack_weight, tensors, names, dtype, device)
 
@@ -104,8 +104,9 @@ def made_of(
         second = torch.ones((), dtype=torch.float32, device=scales.device)
     if second is not None:
         fields.check_tensor(names.second, second, (torch.float32,), second.dim(), "any")
-        if not bool((second > 0).all()):
-            raise ValueError(f"{names.second}: got {float(second.min()):g}, want positive numbers")
+        wrong = second[~((second > 0) & second.isfinite())]
+        if len(wrong):
+            raise ValueError(f"{names.second}: got {float(wrong[0]):g}, want positive finite numbers")
     if scales.dtype in (*_FLOATS, E4M3):  # of powers of two none is 0
         wide = scales.float()
         if not bool(wide.isfinite().all()):

@@ -53,6 +53,14 @@ AWQ: dict[str, tuple[Changes, str]] = {
 }
 
 
+def test_a_scale_that_kernels_have_no_room_for_is_named_as_the_checkpoint_names_it():
+    arguments = goldens.compressed_tensors(LAYER)
+    large = {"weight_scale": torch.full_like(arguments["weight_scale"], 2.0**30, dtype=torch.float32)}
+    refused(
+        PackedWeight.from_compressed_tensors, arguments, large, "weight_scale: got a scale of 1.07374e.09, want bf16"
+    )
+
+
 @pytest.mark.parametrize(("changes", "message"), AWQ.values(), ids=list(AWQ))
 def test_awq(changes, message):
     refused(PackedWeight.from_awq, goldens.awq(LAYER), changes, message)
