@@ -114,7 +114,7 @@ LINEAR = Figure(
         Barrier("results, full (staged)", "num_buffers", "one lane of each consumer warp", "epilogue warps", ("gemm/stream/memory.py:results",)),
         Barrier("results, empty (drained)", "num_buffers", "one lane of each epilogue warp", "consumer warps", ("gemm/stream/memory.py:drained",)),
     ),
-    "Experts have the same kernel with ExpertStream in place of DenseStream; EntryLoads gathers an entry's rows by index.",
+    "Experts have kernels of their own.",
 )
 
 LAYER = Figure(
@@ -215,7 +215,7 @@ EXPERTS = Figure(
         Barrier("MEETING (1)", "consumers", "all consumer warps: limbs are written", "consumer warps", ("gemm/experts/ranges/kernel.py:MEETING",)),
         Barrier("CONSUMERS (2), EPILOGUE (3)", "the CTA", "the weight warp (arrives only): barriers are there", "consumers; epilogue warps", ("gemm/experts/ranges/kernel.py:EPILOGUE",)),
     ),
-    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: StreamKernel with ExpertStream.",
+    "Experts with many rows: WgmmaKernel with ExpertTiles. Experts of other formats with few rows: EntryKernel.",
 )
 
 DECODE = Figure(

@@ -30,7 +30,6 @@ class LinearProblem:
     k_pad: int
     format: WeightFormat
     dtype: str
-    use_pdl: bool = False
     num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
@@ -52,7 +51,7 @@ class GroupedProblem:
     Attributes:
         places: rows of the result, at least 1.
         num_experts: 1 to `cute_kernels.gemm.experts.schedule.MAX_EXPERTS`.
-        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant, activation: as in `LinearProblem`; n
+        n, k, k_pad, format, dtype, num_sms, batch_invariant, activation: as in `LinearProblem`; n
             and k of one expert.
     """
 
@@ -63,15 +62,9 @@ class GroupedProblem:
     k_pad: int
     format: WeightFormat
     dtype: str
-    use_pdl: bool = True
     num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
-
-    def dense(self, m: int) -> LinearProblem:
-        """One expert's product with ``m`` rows."""
-        own = self.use_pdl, self.num_sms, False, self.activation
-        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, *own)
 
     def max_entries(self, capacity: int) -> int:
         """The most entries of up to ``capacity`` rows, however rows are distributed among experts."""

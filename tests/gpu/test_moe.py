@@ -23,7 +23,6 @@ from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
-from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
@@ -67,9 +66,9 @@ FEW_ROWS = (0, *range(1, 17), 0, 33, 0)  # every number of rows of a tile, a til
 SPARE = 2  # places behind those of the experts
 PAIR_TOKENS = 20
 EARLY_TOKENS = (1, 3)
-# Entries of the products' memory-bound kernel, or another kernel.
+# Kernels of the two products of a layer.
 RANGES, TILES = "ranges", "tiles"
-PAIRS = [(8, TILES), (TILES, 8), (8, 8), (TILES, TILES), (RANGES, RANGES), (RANGES, 8), (8, RANGES), (TILES, RANGES)]
+PAIRS = [(TILES, TILES), (RANGES, RANGES), (RANGES, TILES), (TILES, RANGES)]
 MARGIN = 3  # rows before and behind a result, which nobody writes
 EXACT = 1e-4  # of the largest result, of x in limbs and accumulators in fp32
 DISTINCT = 4  # experts with a weight of their own; others have one of theirs
@@ -110,8 +109,8 @@ def specs() -> list[KernelSpec]:
         places = sum(counts) + SPARE
         found += [ExpertSpec(chosen(problem(places, len(counts), *SHAPES[0], *form)).config) for form in formats]
         found += [ExpertSpec(chosen(problem(places, len(counts), n, k)).config) for n, k in SHAPES]
-    for tokens, zero in (*((tokens, False) for tokens in TOKENS), *itertools.product(EARLY_TOKENS, (False, True))):
-        products = layer_problems(tokens, zero)
+    for tokens in (*TOKENS, *EARLY_TOKENS):
+        products = layer_problems(tokens)
         found += layer_specs(2 * tokens, products, [chosen(product) for product in products])
     found += [ExpertSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
@@ -123,10 +122,10 @@ def specs() -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-def layer_problems(tokens: int, zero: bool) -> list[GroupedProblem]:
+def layer_problems(tokens: int) -> list[GroupedProblem]:
     """The products of LAYER."""
     experts, hidden, inner = LAYER
-    return [problem(2 * tokens, experts, n, k, zero=zero) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    return [problem(2 * tokens, experts, n, k) for n, k in ((2 * inner, hidden), (hidden, inner))]
 
 
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
@@ -148,14 +147,12 @@ def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> 
     return found
 
 
-def kind_of(layout: GroupedLayout) -> int | str:
+def kind_of(layout: GroupedLayout) -> str:
     """What of PAIRS a candidate is."""
-    if isinstance(layout, GroupedSchedule):
-        return layout.config.tile_m
     return RANGES if isinstance(layout, RangeLayout) else TILES
 
 
-def products_of(pair: tuple[int | str, int | str]) -> list[GroupedLayout]:
+def products_of(pair: tuple[str, str]) -> list[GroupedLayout]:
     """For each product of LAYER a candidate of the given kind."""
     experts, hidden, inner = LAYER
     sizes = zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True)
@@ -281,11 +278,11 @@ def test_tiles_of_every_number_of_few_rows(swiglu, bits, dtype, group, zero):
         assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
 
 
-def layer(zero: bool = False) -> tuple[PackedExperts, PackedExperts]:
+def layer() -> tuple[PackedExperts, PackedExperts]:
     experts, hidden, inner = LAYER
-    gate = experts_of(experts, inner, hidden, zero=zero)
+    gate = experts_of(experts, inner, hidden)
     up = stack_experts([*gate][::-1])
-    return interleave_experts(gate, up), experts_of(experts, hidden, inner, zero=zero)
+    return interleave_experts(gate, up), experts_of(experts, hidden, inner)
 
 
 def assignments(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,16 +348,16 @@ def test_each_product_may_be_any_kernels(pair):
 
 
 @pytest.mark.parametrize("tokens", EARLY_TOKENS)
-@pytest.mark.parametrize("kind", ["as they are", "ranges", "few rows"])
+@pytest.mark.parametrize("kind", ["as they are", "ranges"])
 def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, kind):
     """Of layers behind each other with new routing each: offsets, limbs, partial results of one are no other's."""
-    gate_up, down = (weight.to(CUDA) for weight in layer(zero=kind == "few rows"))
+    gate_up, down = (weight.to(CUDA) for weight in layer())
     forms = gate_up.form, down.form
     few = kind == "as they are"
     products = assigned_products(tokens, 2, 32, *forms) if few else sorted_products(2 * tokens, *forms)
     assert products is not None
     first, second = products
-    assert isinstance(second.schedule, GroupedSchedule if kind == "few rows" else RangeLayout)
+    assert isinstance(second.schedule, RangeLayout)
     assert second.finds_ids == few and second.waits is False
     both = (first, second), (first, replace(second, waits=True))
     early, late = (make_moe_plan(each, tokens, 2, 32, *forms, torch.float32) for each in both)

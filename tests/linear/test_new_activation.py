@@ -34,7 +34,6 @@ from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
 from cute_kernels.gemm.experts import fused_moe, grouped_linear, quantize_experts
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.choice import chosen as chosen_of_experts
-from cute_kernels.gemm.experts.schedule import make_schedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
 from cute_kernels.gemm.layer.config import config_for
@@ -102,7 +101,7 @@ def kernels(own: ActivationFunction | None) -> Iterator[GemmSpec | ExpertSpec]:
     found = assigned(16, problems, layouts)
     assert found is not None
     rows = (replace(problems[0], places=places) for places in (512, 2048, 65536))
-    more = (*layouts, *found, *map(chosen_of_experts, rows), make_schedule(replace(problems[0], places=256)))
+    more = (*layouts, *found, *map(chosen_of_experts, rows))
     yield from (ExpertSpec(layout.config) for layout in more)
     entries = entry_tiles(replace(problems[0], batch_invariant=True), 2)
     assert entries is not None
@@ -123,7 +122,7 @@ def held(value: object, seen: set[int]) -> Iterator[Activate]:
 
 
 FAMILIES = {
-    "StreamKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "grouped_kernel", "grouped_tiles_kernel",
+    "StreamKernel", "WgmmaKernel", "ResidentKernel", "deferred_kernel", "grouped_tiles_kernel",
     "RangeKernel", "EntryKernel", "LayerProductsKernel",
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ MIXTRAL, QWEN3, DEEPSEEK_V3 = (8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8,
 
 MICROSECONDS = facts.table("moe", "MICROSECONDS")
 FEW_ROWS = facts.table("moe", "FEW_ROWS")
-MEMORY_BOUND = facts.table("moe", "MEMORY_BOUND")
 SYMMETRIC = facts.table("moe", "SYMMETRIC")
 RANGES = facts.table("moe", "RANGES")
 SIZES = facts.table("moe", "SIZES")

@@ -176,11 +176,10 @@ def test_sums_by_ids_are_those_by_places(bits, run_on):
     assert torch.equal(run(CombineConfig("fp32", id_bits=bits), results, chosen, weights, run_on), by_places)
 
 
-@pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("bits", [0, 32, 64])
-def test_what_the_products_write_is_read_when_they_have_ended(bits, use_pdl, run_on):
+def test_what_the_products_write_is_read_when_they_have_ended(bits, run_on):
     """Ids and weights may be read before: they are older than the products."""
-    config = CombineConfig("fp32", id_bits=bits, use_pdl=use_pdl)
+    config = CombineConfig("fp32", id_bits=bits)
     loads = []
     wait, load = combine.CombineKernel.wait, combine.CombineKernel.load_vector
 

@@ -22,7 +22,6 @@ from cute_kernels.gemm.experts import product as products_of
 from cute_kernels.gemm.experts.choice import candidates, chosen
 from cute_kernels.gemm.experts.plan import Scratch
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
-from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.product import OUT_KINDS
 from cute_kernels.gemm.weight import padded_shape
@@ -120,9 +119,9 @@ REFUSED = {
     "rows of gates, without a gate": "down",
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
-KINDS = ("few rows", "ranges", "tiles", "limbs", "modelled")  # of kernels that the products are by
+KINDS = ("ranges", "tiles", "limbs", "modelled")  # of kernels that the products are by
 # Of a layer of few tokens: those of runs find assignments as they are.
-NUM_LAUNCHES = {"few rows": 4, "ranges": 3, "tiles": 5, "limbs": 6, "modelled": 3}
+NUM_LAUNCHES = {"ranges": 3, "tiles": 5, "limbs": 6, "modelled": 3}
 
 made = functools.cache(lambda name: CALLS[name]())
 
@@ -150,9 +149,7 @@ def launches(monkeypatch, products):
     def taken(problem: Any) -> Any:
         if products == "modelled":
             return chosen(problem)
-        kind = {"few rows": GroupedSchedule, "ranges": RangeLayout, "tiles": GroupedTiles, "limbs": GroupedTiles}[
-            products
-        ]
+        kind = {"ranges": RangeLayout, "tiles": GroupedTiles, "limbs": GroupedTiles}[products]
         for one in candidates(problem):
             limbs = bool(getattr(one.config, "limbs", False))
             if isinstance(one, kind) and limbs == (products == "limbs"):
@@ -202,7 +199,6 @@ def test_a_repeated_call_is_not_checked_again(name, launches):
 @pytest.mark.parametrize(
     "products, kernels",
     [
-        ("few rows", [ROUTING, "grouped", "grouped", COMBINE]),
         ("ranges", [ROUTING, "_ranges1", "_ranges1", COMBINE]),
         ("tiles", [ROUTING, GATHER, "grouped", "grouped", COMBINE]),
         ("limbs", [ROUTING, LIMBS, "grouped", LIMBS, "grouped", COMBINE]),
@@ -213,6 +209,17 @@ def test_one_launch_a_step(products, kernels, launches):
     fused_moe(**call(33))
     assert len(launches) == len(kernels)
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_weights_that_limbs_do_not_take_are_multiplied_by_tiles_of_entries(batch_invariant, direct, launches):
+    """Of few rows an expert, among assignments as they are: three launches."""
+    given = call(1, hidden=256)
+    given |= {"gate_up": experts(2 * INNER, 256, True), "down": experts(256, INNER, True)}
+    given |= {"batch_invariant": batch_invariant}
+    fused_moe(**given) if direct else through_operator(**given)
+    assert len(launches) == 3 and all("entries1" in launch.symbol for launch in launches[:2])
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
@@ -266,7 +273,7 @@ def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
     assert not launches
 
 
-@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     given = call(33)
     result = fused_moe(**given)
@@ -276,14 +283,10 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     assert ids is given["topk_ids"] and count == EXPERTS and sizes == [TOPK, EXPERTS, 0]
     assert out is result and places_read == places and shares == given["topk_weights"].data_ptr()
     end = offsets + 4 * EXPERTS
-    if products == "few rows":
-        first, second = between
-        assert first[0] is given["x"] and first[7:9] == (offsets, rows) and second[7:9] == (offsets, 0)
-        assert first[WAITS] and not second[WAITS]  # the second's weights are asked for while the first ends
-    elif products == "ranges":
+    if products == "ranges":
         first, second = between
         assert first[0] is given["x"] and first[5:7] == (offsets, rows) and second[5:7] == (offsets, 0)
-        assert first[WAITS] and not second[WAITS]
+        assert first[WAITS] and not second[WAITS]  # the second's weights are asked for while the first ends
         assert [product[11:13] for product in between] == [(EXPERTS, 33 * TOPK)] * 2
     elif products == "tiles":
         gather, first, second = between
@@ -308,15 +311,13 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
 
 
 def test_a_second_product_waits_behind_one_of_another_kind(launches):
-    """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
-    few, ranges = (products_of.product_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
-    assert isinstance(few.schedule, GroupedSchedule) and isinstance(ranges.schedule, RangeLayout)
-    assert few.waits and ranges.waits
-    other = replace(few, waits=None)
-    for first, waits in ((few, False), (ranges, False), (other, True)):
-        for second in (few, ranges):
-            _, found = plan.behind_each_other(first, second)
-            assert found == replace(second, waits=waits)
+    """Only work ranges are known to wait for the routing before they let the next launch begin."""
+    tiles, ranges = (products_of.product_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
+    assert isinstance(tiles.schedule, GroupedTiles) and isinstance(ranges.schedule, RangeLayout)
+    assert tiles.waits is None and ranges.waits
+    for first, waits in ((ranges, False), (tiles, True)):
+        _, found = plan.behind_each_other(first, ranges)
+        assert found == replace(ranges, waits=waits)
 
 
 # -- assignments as they are -------------------------------------------------------------------------------------------
@@ -577,7 +578,7 @@ def test_the_products_operator_launches_what_the_call_does(name, products, launc
     assert run(launches, product_made(name), through_operator) == want and want
 
 
-@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
 def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(products, launches):
     given = product(rows=ROWS)
     out = grouped_linear(**given)
@@ -585,8 +586,8 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
     offsets, rows = OFFSETS.data_ptr(), ROWS.data_ptr()
     *before, last = (launch.arguments for launch in launches)
     assert last[4 if products == "ranges" else 5] == out.data_ptr() and offsets in last[1:]
-    if products in ("few rows", "ranges"):
-        assert not before and last[0] is given["x"] and last[8 if products == "few rows" else 6] == rows
+    if products == "ranges":
+        assert not before and last[0] is given["x"] and last[6] == rows
     elif products == "tiles":
         ((source, *others),) = before
         assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]
@@ -595,11 +596,11 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
         assert source is given["x"] and others[:3] == [offsets + 4 * EXPERTS, rows, last[0].data_ptr()]
 
 
-@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
 @pytest.mark.parametrize("num_bytes", [4, 8, 12])
 def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, launches):
     """All launches of the product see the same copy, which has what was given."""
-    place = {"few rows": 7, "ranges": 5, "tiles": 6, "limbs": 6}[products]
+    place = {"ranges": 5, "tiles": 6, "limbs": 6}[products]
     seen: list[tuple[int, bytes]] = []
 
     def reading(spec: Any) -> Any:

@@ -36,7 +36,7 @@ from tests.linear.cases import known
 from tests.moe.machine import Machine
 from tests.moe.range_configs import range_config
 
-CONFIG = range_config(integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, epilogue_warps=1, use_pdl=True)
+CONFIG = range_config(integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, epilogue_warps=1)
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
 HALF = np.float32(0.5)
 

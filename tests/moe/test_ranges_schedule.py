@@ -13,9 +13,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers, weight_format
 from cute_kernels.gemm.experts import choice
-from cute_kernels.gemm.experts import work as moe_work
 from cute_kernels.gemm.experts.ranges import schedule
-from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS, ROWS
+from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS, MOST_DIVIDED, ROWS
 from cute_kernels.gemm.experts.ranges.schedule import (
     LEAST_STAGES_BYTES,
     PARTS,
@@ -32,8 +31,9 @@ from cute_kernels.gemm.experts.ranges.schedule import (
     make_parts,
     make_ranges,
 )
-from cute_kernels.gemm.experts.ranges.work import BlockRange
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedSchedule
+from cute_kernels.gemm.experts.ranges.work import BlockRange, quotient, reciprocal
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.runtime.composed import changed
 from tests.moe import measured
@@ -48,7 +48,7 @@ def problem(places=8, experts=128, n=1536, k=2048, bits=4, group=128, zero=False
 
 
 def shape_of(num_blocks: int, num_ctas: int) -> Any:
-    of = moe_work.reciprocal
+    of = reciprocal
     return SimpleNamespace(
         num_blocks=num_blocks, block_reciprocal=of(num_blocks), num_ctas=num_ctas, cta_reciprocal=of(num_ctas)
     )
@@ -208,7 +208,7 @@ def test_products_of_few_rows_an_expert_are_served_by_runs():
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 6, 33, 126, 129, 130, 255, 511])
 def test_experts_that_lanes_have_no_whole_share_of_are_served_by_another_kernel(experts):
     grouped, more = problem(8, experts), problem(8, -(-experts // LANE_EXPERTS) * LANE_EXPERTS)
-    assert isinstance(choice.chosen(grouped), GroupedSchedule) and isinstance(choice.chosen(more), RangeLayout)
+    assert isinstance(choice.chosen(grouped), GroupedTiles) and isinstance(choice.chosen(more), RangeLayout)
     kinds, of_more = ({type(layout) for layout in choice.candidates(one)} for one in (grouped, more))
     assert RangeLayout in of_more and kinds == of_more - {RangeLayout}
 
@@ -323,3 +323,12 @@ def test_the_chosen_layout_is_nearly_the_fastest_measured(case):
     found = modelled_layouts(grouped)
     assert times[found.index(make_ranges(grouped))] <= 1.025 * min(times)
     assert choice.chosen(grouped) == make_ranges(grouped) and has_few_rows(grouped)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 12, 14, 32, 56, 66, 131, 132, 224, 448, 4097, 46340])
+def test_quotients_are_exact(divisor, run_on):
+    run_on(Machine())
+    of, most = reciprocal(divisor), MOST_DIVIDED // divisor
+    counts = {0, 1, most} | {i * divisor + j for i in (1, 2, 7, most // divisor) for j in (-1, 0, 1)}
+    for count in filter(range(most + 1).__contains__, counts):
+        assert quotient(count, of) == count // divisor

@@ -14,14 +14,13 @@ pytest.importorskip("cutlass")
 from cute_kernels.architecture import HOPPER
 from cute_kernels.device.division import Divisor
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, usual_rows
 from cute_kernels.gemm.experts.wgmma import schedule, tiles
 from cute_kernels.gemm.experts.wgmma.schedule import (
     ENTRY_BYTES,
     TABLE_BYTES,
     TABLE_WARPS,
     estimate_clocks,
-    has_many_rows,
     layouts,
     make_tiles,
     usual_tiles,
@@ -30,7 +29,7 @@ from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.consumers import in_loop_of
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
-from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from simulator import stand_in
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -152,8 +151,6 @@ def test_the_usual_number_of_tiles_is_that_of_random_routing():
 
 
 def test_more_rows_an_expert_mean_wider_tiles():
-    assert not has_many_rows(problem(32, 8, zero=True)) and not has_many_rows(problem(512, 256, zero=True))
-    assert has_many_rows(problem(64, 8, zero=True)) and has_many_rows(problem(1024, 256, zero=True))
     widths = [make_tiles(problem(8 * rows, 8, 28672, 4096)).config.tile_m for rows in (16, 32, 128, 2048)]
     assert widths == sorted(widths) and widths[0] <= 32 and widths[-1] >= 128
 
@@ -179,7 +176,6 @@ def measured_layouts(case: measured.Case, times: Mapping[Any, float], zero: bool
 @pytest.mark.parametrize("case", measured.MICROSECONDS, ids=str)
 def test_the_chosen_tile_is_nearly_the_fastest_measured(case):
     times = measured.MICROSECONDS[case]
-    assert has_many_rows(measured_problem(case))
     _, us = min(measured_layouts(case, times))
     assert us <= 1.02 * min(times.values())
     chosen = measured.tile_of(make_tiles(measured_problem(case)).config)
@@ -205,14 +201,12 @@ def test_expected_times_are_near_the_measured_ones(case):
 
 
 @pytest.mark.parametrize("case", measured.FEW_ROWS, ids=str)
-def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case):
+def test_with_few_rows_the_chosen_tile_is_nearly_the_fastest(case):
     times: Any = measured.FEW_ROWS[case]
-    grouped, memory_bound = measured_problem(case), measured.MEMORY_BOUND[case]
-    config = make_tiles(grouped).config
-    us = times[measured.tile_of(config)] if has_many_rows(grouped) else memory_bound
-    assert us <= 1.05 * min(memory_bound, *times.values())
-    if has_many_rows(grouped):
-        assert isinstance(config.mainloop, MmaSync) and us == min(times.values())
+    config = make_tiles(measured_problem(case)).config
+    us = times[measured.tile_of(config)]
+    assert isinstance(config.mainloop, MmaSync) and us <= 1.05 * min(times.values())
+    if usual_rows(measured_problem(case)) > 7:  # of fewer the model's numbers of tiles are too large
         for expected, us in measured_layouts(case, times):
             if us <= 1.1 * min(times.values()):
                 assert expected == pytest.approx(us, rel=0.1)
@@ -221,7 +215,6 @@ def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case
 @pytest.mark.parametrize("case", measured.SYMMETRIC, ids=str)
 def test_weights_without_zero_points_are_served_by_what_is_nearly_the_fastest(case):
     grouped, times = measured_problem(case, zero=False), measured.SYMMETRIC[case]
-    assert has_many_rows(grouped)
     fastest = min(times.values())
     assert times[measured.tile_of(make_tiles(grouped).config)] <= 1.09 * fastest
     for expected, us in measured_layouts(case, times, zero=False) if grouped.places >= 2 * grouped.num_experts else ():
@@ -235,9 +228,6 @@ def test_limbs_are_of_weights_without_zero_points_in_large_groups():
 
     assert tiles_of() == tiles_of(group=256) == [16, 32, 64]
     assert not tiles_of(zero=True) and not tiles_of(bits=8) and not tiles_of(group=64) and not tiles_of(group=0)
-    wide: dict[str, Any] = {"n": 28672, "k": 4096}
-    assert has_many_rows(problem(16, 8, **wide)) and not has_many_rows(problem(16, 8, **wide, zero=True))
-    assert not has_many_rows(problem(16, 8, 1024, 1024)), "tiles for a few SMs only"
 
 
 @pytest.mark.parametrize("layout", layouts(problem(1024, 8)), ids=lambda layout: layout.config.name)
@@ -253,10 +243,7 @@ def test_a_tile_is_multiplied_by_the_narrowest_loop_that_takes_its_rows(layout):
 
 def test_synchronous_tiles_are_of_few_rows_only():
     few = [layout.config for layout in layouts(problem(64, 8)) if isinstance(layout.config.mainloop, MmaSync)]
-    assert [(config.tile_m, config.warpgroups) for config in few] == [(16, 2), (16, 4)]
-    for config in few:
-        wide = replace(config, tile_m=128 // config.warpgroups)
-        assert f"more than the {64 // config.warpgroups} of" in str(wide.can_implement())
-        assert "warpgroups 3" in str(replace(config, warpgroups=3).can_implement())
-    assert "warpgroups 4" in str(replace(few[1], mainloop=RegisterWgmma()).can_implement())
+    assert [(config.tile_m, config.warpgroups) for config in few] == [(16, 2)]
+    assert "more than the 32 of" in str(replace(few[0], tile_m=64).can_implement())
+    assert "warpgroups 3" in str(replace(few[0], warpgroups=3).can_implement())
     assert not isinstance(make_tiles(problem(24 * 8, 8)).config.mainloop, MmaSync)

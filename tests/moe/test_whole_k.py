@@ -12,7 +12,6 @@ from cute_kernels.formats.weights.integers import IntegerFormat
 from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
-from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
 
@@ -40,5 +39,3 @@ def test_every_layout_has_all_of_k(form: IntegerFormat):
                 isinstance(layout, RangeLayout) and layout.config.activations.half_last
             )
             assert halves * layout.config.block_k == 2 * k_pad, (problem, layout)
-            if isinstance(layout, GroupedSchedule):
-                assert (layout.num_slices - 1) * layout.slice_k_blocks < layout.k_blocks

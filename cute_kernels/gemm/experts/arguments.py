@@ -5,10 +5,6 @@ What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all expe
     offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
     waits              0 if offsets and rows, or ids, are older than the kernel before this one, which has waited for
                        them before it let this one begin; else 1
-    of `GROUPED`       workspace of num_groups parts, or with slices max_entries * blocks * max_parts. Entries, of up to
-                       1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
-                       are. slack: k blocks that a group may have beyond its share so that blocks stay whole; -1:
-                       they are cut
     of `RANGES`        k_blocks: a multiple of the k blocks of a chunk, of which there is room for x_slots times as
                        many; places: rows of the result, at least 1
     of `ASSIGNED`      ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0
@@ -36,13 +32,6 @@ from __future__ import annotations
 
 from cute_kernels.gemm.arguments import RESULT, matrix_arguments
 
-GROUPED = matrix_arguments(
-    ("codes", "scales", "zeros", "bias", "out", "workspace", "offsets", "rows"),
-    (
-        "n", "num_tiles", "k_blocks", "num_slices", "num_groups", "num_experts", "entry_shift", "x_slots",
-        "first_entry", "max_entries", "max_parts", "slack", "waits", *RESULT,
-    ),
-)  # fmt: skip
 RANGES = matrix_arguments(
     ("codes", "scales", "bias", "out", "offsets", "rows"),
     ("n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "places", "x_slots", "waits", *RESULT),

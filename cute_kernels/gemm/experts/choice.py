@@ -1,4 +1,4 @@
-"""Chooses the layout of a grouped product: the fastest by the models of time, over all kernels.
+"""Chooses the layout of a grouped product by the models of time.
 
 How many rows each expert has is known on the device only. So a problem is its number of places, and the models assume
 rows that are distributed at random. Plain Python, no GPU.
@@ -8,34 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cute_kernels.gemm.experts import schedule as stream
 from cute_kernels.gemm.experts.ranges import schedule as ranges
+from cute_kernels.gemm.experts.ranges.config import ROWS
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, among_assignments
-from cute_kernels.gemm.experts.schedule import CAPACITY, GroupedSchedule, usual_rows
+from cute_kernels.gemm.experts.schedule import usual_rows
 from cute_kernels.gemm.experts.wgmma import schedule as tiles
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.problem import GroupedProblem
 
-MOST_ENTRIES = 2  # that experts may usually take of the memory-bound kernel, which reads a weight for each of them
+MOST_ENTRIES = 2  # that experts may usually take of work ranges, which read a weight for each of them
 
-GroupedLayout = GroupedSchedule | RangeLayout | GroupedTiles
+GroupedLayout = RangeLayout | GroupedTiles
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedLayout]:
     """Every layout of any kernel that is worth considering."""
-    if usual_rows(problem) <= MOST_ENTRIES * CAPACITY:
-        yield from stream.schedules(problem)
+    if usual_rows(problem) <= MOST_ENTRIES * ROWS:
         yield from ranges.layouts(problem)
     yield from tiles.layouts(problem)
 
 
 def chosen(problem: GroupedProblem) -> GroupedLayout:
     """The layout that is expected to be the fastest."""
-    if problem.batch_invariant:
-        return tiles.make_tiles(problem)
-    if ranges.has_few_rows(problem):
+    if not problem.batch_invariant and ranges.has_few_rows(problem):
         return ranges.make_ranges(problem)
-    return tiles.make_tiles(problem) if tiles.has_many_rows(problem) else stream.make_schedule(problem)
+    return tiles.make_tiles(problem)
 
 
 def assigned(

@@ -42,7 +42,7 @@ class CombineKernel:
         self.kernel(*addresses, n, topk, given.num_experts, terms).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
-            use_pdl=self.config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -61,8 +61,7 @@ class CombineKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, token, _ = cute.arch.block_idx()
         column = (block * COMBINE_THREADS + thread) * COMBINE_VECTOR
-        if const_expr(self.config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         sums = cute.make_rmem_tensor(COMBINE_VECTOR, Float32)
         sums.fill(0.0)
         chosen = cute.make_rmem_tensor(COMBINE_BATCH, Int32)
@@ -83,8 +82,7 @@ class CombineKernel:
 
     def wait(self) -> None:
         """Waits for the products' launch."""
-        if self.config.use_pdl:
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):

@@ -57,14 +57,12 @@ class CombineConfig:
         dtype: of the output, "bf16", "fp16" or "fp32".
         source: of the results that are added up.
         id_bits: of an expert's id, 32 or 64, where results lie in the order of assignments; 0 where places say how.
-        use_pdl: programmatic dependent launch.
         shares: dtype of the weights that results are multiplied with.
     """
 
     dtype: str = "bf16"
     source: str = "fp32"
     id_bits: int = 0
-    use_pdl: bool = True
     shares: str = "fp32"
     num_threads: ClassVar[int] = COMBINE_THREADS
 
@@ -80,7 +78,7 @@ class CombineConfig:
         source = "" if self.source == "fp32" else f"_of_{self.source}"
         ids = f"_i{self.id_bits}" if self.id_bits else ""
         shares = "" if self.shares == "fp32" else f"_by_{self.shares}"
-        return f"moe_combine_{self.dtype}{source}{ids}{shares}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_combine_{self.dtype}{source}{ids}{shares}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

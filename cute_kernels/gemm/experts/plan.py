@@ -182,8 +182,8 @@ def moe_plan_of(
     whether no token's result may depend on the other tokens."""
     few = None
     if gate_up.activations is None:
-        find = entry_products if batch_invariant else assigned_products
-        few = find(tokens, topk, id_bits, gate_up, down, activation)
+        given = tokens, topk, id_bits, gate_up, down, activation
+        few = (None if batch_invariant else assigned_products(*given)) or entry_products(*given)
     products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant, activation)
     return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype, activation)
 

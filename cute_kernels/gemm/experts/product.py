@@ -16,7 +16,6 @@ from cute_kernels.gemm.experts.arguments import (
     COMBINE,
     ENTRIES,
     GATHER,
-    GROUPED,
     LIMB_TILES,
     RANGES,
     ROUTING,
@@ -25,7 +24,6 @@ from cute_kernels.gemm.experts.arguments import (
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
-from cute_kernels.gemm.experts.schedule import GroupedSchedule
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
@@ -120,17 +118,12 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     """The product of a given layout, of few rows an expert or of many."""
     arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
 
-    def one(function: Callable[..., Any], declared: LaunchArguments, words: int = 0, **more: int) -> Bind:
-        return of_kernel(function, declared, sizes | more, SORTED, device_index, words)
+    def one(function: Callable[..., Any], declared: LaunchArguments, **more: int) -> Bind:
+        return of_kernel(function, declared, sizes | more, SORTED, device_index)
 
     if isinstance(layout, RangeLayout):
         bind = one(load(ExpertSpec(layout.config), arch), RANGES, places=places)
         return GroupedProduct(layout, device_index, bind, stores_fp32=places <= FEW_PLACES, waits=True)
-    if isinstance(layout, GroupedSchedule):
-        function, words = load(ExpertSpec(layout.config), arch), layout.workspace_words
-        firsts = (number * layout.max_entries for number in range(layout.num_launches))
-        launches = [one(function, GROUPED, words, first_entry=first) for first in firsts]
-        return GroupedProduct(layout, device_index, _in_turn(launches), waits=True)
     function = load(ExpertSpec(layout.config), arch)
     if not layout.config.mainloop.scaled_rows:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
@@ -143,23 +136,6 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
         rows = rows_for_products(places, k_pad, TORCH_DTYPES[dtype], scales, device_index)
     multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
     return GroupedProduct(layout, device_index, _of_limbs(multiply, rows, num_experts), stores_fp32=False)
-
-
-def _in_turn(launches: list[Bind]) -> Bind:
-    """A product of several launches with the same arguments."""
-    if len(launches) == 1:
-        return launches[0]
-
-    def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
-        sends = [bind_one(numbers) for bind_one in launches]
-
-        def send(**given: object) -> None:
-            for one in sends:
-                one(**given)
-
-        return send
-
-    return bind
 
 
 def _of_limbs(multiply: Bind, limbs: ScaledRows, num_experts: int) -> Bind:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.arguments import STREAM_KERNEL, TILES_KERNEL, CompiledAs, code_of, compile_kernel
-from cute_kernels.gemm.experts.arguments import GROUPED, LIMB_TILES, TILES
+from cute_kernels.gemm.arguments import TILES_KERNEL, CompiledAs, code_of, compile_kernel
+from cute_kernels.gemm.experts.arguments import LIMB_TILES, TILES
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
@@ -32,13 +32,11 @@ class ExpertSpec(KernelSpec):
     @property
     def kernel(self) -> CompiledAs:
         """The kernel that the configuration is compiled as."""
-        room, config = "cute_kernels.gemm.experts", self.config
+        config = self.config
         kernel = config.kernel()
-        if kernel == STREAM_KERNEL:
-            return CompiledAs(f"{room}.kernel:grouped_kernel", GROUPED)
         if kernel.made_by == TILES_KERNEL.made_by and isinstance(config, WgmmaConfig):
             takes = LIMB_TILES if config.mainloop.scaled_rows else TILES
-            return CompiledAs(f"{room}.wgmma.kernel:grouped_tiles_kernel", takes)
+            return CompiledAs("cute_kernels.gemm.experts.wgmma.kernel:grouped_tiles_kernel", takes)
         return kernel
 
     def policies(self) -> tuple[object, ...]:

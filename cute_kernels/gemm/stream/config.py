@@ -111,7 +111,6 @@ class StreamConfig(Generic[ActivationsT]):
         num_stages: pipeline stages; nearly all of them are in flight.
         store: how results leave.
         activations: how x reaches shared memory.
-        use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -125,7 +124,6 @@ class StreamConfig(Generic[ActivationsT]):
     num_stages: int = 6
     store: StreamStore = STREAM_STORE
     activations: ActivationsT = SLICES  # type: ignore[assignment]
-    use_pdl: bool = False
 
     @property
     def group_size(self) -> int:
@@ -263,7 +261,7 @@ class StreamConfig(Generic[ActivationsT]):
         weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
-        ends = f"{'_pdl' if self.use_pdl else ''}{self.activations.name}{symbol_of(self.store.activation)}"
+        ends = f"{self.activations.name}{symbol_of(self.store.activation)}"
         return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> CompiledAs:

@@ -80,7 +80,7 @@ class StreamEpilogue:
 
     def share(self, work, segment):
         """[first, end) of a block's vectors that a CTA finishes."""
-        vectors = work.rows(segment) * self.row_vectors
+        vectors = work.shape.m * self.row_vectors
         num_slices = work.shape.num_slices
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
 
@@ -91,19 +91,19 @@ class StreamEpilogue:
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors
         target = self.partials_of(operands, work, segment) + Int64(part * part_vectors) * VECTOR_BYTES
-        for vector in cutlass.range(tid, work.rows(segment) * self.row_vectors, self.num_threads, unroll=1):
+        for vector in cutlass.range(tid, part_vectors, self.num_threads, unroll=1):
             if (not held) | (vector < first) | (vector >= end):
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
         """(parts of a block up to those of this group, the number of this CTA's)."""
-        before = (work.group - work.group_before(segment)) * work.shape.num_slices
+        before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
     def partials_of(self, operands, work, segment):
         """Address of the first part of a block."""
         part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
-        return operands.workspace + Int64(work.first_part(segment)) * part_bytes
+        return operands.workspace + Int64(segment.block * work.shape.max_parts) * part_bytes
 
     @cute.jit
     def release(self, memory, here, lane):
@@ -166,8 +166,7 @@ class StreamEpilogue:
 
     def target_of(self, work, segment, vector):
         """Where four neighbouring results of a token are stored."""
-        token = work.output_row(segment, vector // self.row_vectors)
-        return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
+        return self.target_in(work.shape, segment.block, vector // self.row_vectors, vector, 0)
 
     def target_in(self, shape, block, token, vector, first_bias):
         """Returns the target for row ``token`` of the output. first_bias: where the first output feature's bias is."""

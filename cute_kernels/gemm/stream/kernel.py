@@ -15,11 +15,11 @@ The tensor cores are used as on sm_80: at 16 tokens and 4 bits an SM has 6.5 cyc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
@@ -51,14 +51,9 @@ class StreamLane:
     x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
 
 
-class StreamActivationLoads(Protocol):
-    """Loads a CTA's activations with the first weights that are multiplied with them; one warp."""
-
-    def copy(self, operands, memory, work, lane) -> None: ...
-
-
 class SliceLoads:
-    """Loads the slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
+    """Loads the slice of K of all rows of x, with the first weights that are multiplied with it; it stays for all
+    blocks."""
 
     def __init__(self, config: StreamConfig):
         self.config = config
@@ -100,20 +95,16 @@ class SliceLoads:
 
 
 class StreamRoles:
-    """The roles of a CTA's warps that streams weights: one loads them, one loads activations, others multiply, store.
+    """The roles of a CTA's warps: one loads weights, one loads activations, others multiply, others store."""
 
-    Args:
-        table_bytes: of shared memory for a table, which grouped products have.
-    """
-
-    def __init__(self, config: StreamConfig, activations: StreamActivationLoads, table_bytes: int = 0):
-        self.config, self.activations, self.table_bytes = config, activations, table_bytes
+    def __init__(self, config: StreamConfig):
+        self.config, self.activations = config, SliceLoads(config)
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.epilogue = StreamEpilogue(config)
 
     def allocate(self, shape) -> StreamMemory:
         pitch = shape.slice_k_blocks * (2 * self.config.block_k) + X_PAD
-        return allocate(self.config, pitch, shape.m * pitch, self.table_bytes)
+        return allocate(self.config, pitch, shape.m * pitch)
 
     @cute.jit
     def take(self, operands, memory, work, warp, lane):
@@ -123,14 +114,11 @@ class StreamRoles:
             self.multiply(operands, memory, work, warp, lane)
         elif warp == config.consumer_warps:
             self.copy_weights(operands, memory, work, lane)
+        elif warp == config.consumer_warps + 1:
+            self.activations.copy(operands, memory, work, lane)
         else:
-            if const_expr(config.use_pdl):
-                cute.arch.griddepcontrol_wait()
-            if warp == config.consumer_warps + 1:
-                self.activations.copy(operands, memory, work, lane)
-            else:
-                tid = (warp - (config.consumer_warps + 2)) * WARP_THREADS + lane
-                self.epilogue.run(operands, memory, work, tid, lane)
+            tid = (warp - (config.consumer_warps + 2)) * WARP_THREADS + lane
+            self.epilogue.run(operands, memory, work, tid, lane)
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
@@ -145,8 +133,6 @@ class StreamRoles:
                     end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
                     self.copy_chunk(operands, memory, work, segment, k_block, end - k_block, here)
                     here = pipeline.next(here)
-            if const_expr(config.use_pdl):
-                cute.arch.griddepcontrol_launch_dependents()
 
     def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
         """Starts loading ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero
@@ -201,13 +187,12 @@ class StreamRoles:
             segment = work.segment(index)
             acc.fill(0.0)
             channel = self.load_channel(operands, work, segment, place)
-            x_start = work.x_start(segment, memory.x_slot_bytes)
             for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
                 pipeline.consumer_wait(here)
                 count = cutlass.min(segment.end - k_block, config.chunk_k_blocks)
                 base = memory.stages + here.stage * config.stage_bytes
                 for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
-                    x_offset = (k_block + i) * (2 * config.block_k) + x_start
+                    x_offset = (k_block + i) * (2 * config.block_k)
                     self.multiply_k_block(acc, base, i, x_offset, place, channel)
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -334,41 +319,34 @@ def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, chan
                 ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
 
 
-class StreamScheduling(Protocol):
-    """Which blocks of weights a CTA streams, and where its rows of x are, for a dense product or for experts.
+class StreamKernel:
+    """One compiled variant of products that stream weights; :class:`StreamConfig` says which.
 
-    Attributes:
-        loads: of activations.
-        table_bytes: of shared memory for a table.
+    | role | warps | waits | arrives |
+    |---|---|---|---|
+    | consumers | 4 * k_warps | stage full | stage empty, one lane a warp |
+    | | | staging buffer empty | staging buffer full, one lane a warp |
+    | loads of weights | 1 | stage empty: all consumer warps | stage full, with the bytes of its copies |
+    | loads of activations | 1 | the same, after the launch before | the same, with bytes that may be 0 |
+    | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
+    | | | parts of other CTAs, by polling | |
+
+    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill
+    and one of each consumer warp to empty; ``num_buffers`` staging buffers of results.
     """
 
-    loads: StreamActivationLoads
-    table_bytes: int
-
-    def operands(self, given) -> Any:
-        """Addresses of a launch, on the host."""
-        ...
-
-    def sizes(self, given) -> Any:
-        """Sizes of a launch, on the host: a `StreamSizes`."""
-        ...
-
-    def begin(self, operands, shape, memory, group, slice_index, warp, lane) -> Any:
-        """Makes barriers and returns the CTA's `Work`."""
-        ...
-
-
-class DenseStream:
-    """The blocks of one product, cut before the launch: see `StreamScheduling`."""
-
-    table_bytes = 0
-
     def __init__(self, config: StreamConfig):
-        self.config = config
-        self.loads: StreamActivationLoads = SliceLoads(config)
+        self.config, self.roles = config, StreamRoles(config)
 
-    def operands(self, given) -> Operands:
-        return operands_of(Operands, given)
+    def launch(self, given, stream):
+        """Launches over (slices of K, groups), all of which must fit on the GPU together. ``given`` has the arguments
+        `STREAM` of :mod:`cute_kernels.gemm.arguments`."""
+        self.kernel(operands_of(Operands, given), self.sizes(given)).launch(
+            grid=(given.num_slices, given.num_groups, 1),
+            block=(self.config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     def sizes(self, given) -> StreamSizes:
         m, k = matrix_shape(given.x)
@@ -391,9 +369,12 @@ class DenseStream:
             out_kind=given.out_kind,
         )
 
-    @cute.jit
-    def begin(self, operands, shape, memory, group, slice_index, warp, lane):
-        """See `StreamScheduling`."""
+    @cute.kernel
+    def kernel(self, operands, shape):
+        slice_index, group, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.roles.allocate(shape)
         work = Work.of(shape, group, slice_index)
         if warp == self.config.consumer_warps:
             if lane == 0:
@@ -401,49 +382,4 @@ class DenseStream:
         else:
             clear_tail(self.config, memory, work, warp * WARP_THREADS + lane)
         cute.arch.sync_threads()
-        return work
-
-
-class StreamKernel:
-    """One compiled variant of products that stream weights, dense or of experts; :class:`StreamConfig` says which.
-
-    | role | warps | waits | arrives |
-    |---|---|---|---|
-    | consumers | 4 * k_warps | stage full | stage empty, one lane a warp |
-    | | | staging buffer empty | staging buffer full, one lane a warp |
-    | loads of weights | 1 | stage empty: all consumer warps | stage full, with the bytes of its copies |
-    | loads of activations | 1 | the same, after the launch before | the same, with bytes that may be 0 |
-    | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
-    | | | parts of other CTAs, by polling | |
-
-    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill
-    and one of each consumer warp to empty; ``num_buffers`` staging buffers of results.
-
-    Args:
-        scheduling: dense, or of experts; None: dense.
-    """
-
-    def __init__(self, config: StreamConfig, scheduling: StreamScheduling | None = None):
-        self.config = config
-        self.scheduling: StreamScheduling = DenseStream(config) if scheduling is None else scheduling
-        self.roles = StreamRoles(config, self.scheduling.loads, self.scheduling.table_bytes)
-
-    def launch(self, given, stream):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together. ``given`` has the arguments
-        `STREAM` of :mod:`.arguments`, or `GROUPED` of those of experts."""
-        self.kernel(self.scheduling.operands(given), self.scheduling.sizes(given)).launch(
-            grid=(given.num_slices, given.num_groups, 1),
-            block=(self.config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=self.config.use_pdl,
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(self, operands, shape):
-        slice_index, group, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.roles.allocate(shape)
-        work = self.scheduling.begin(operands, shape, memory, group, slice_index, warp, lane)
         self.roles.take(operands, memory, work, warp, lane)

@@ -26,21 +26,16 @@ class StreamMemory:
     pipeline: Pipeline
     results: Pipeline  # staging buffers, from consumer to epilogue warps
     x_slot_bytes: Int32  # from one set of activations to the next, where there are several
-    table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
 
 
-def allocate(config: StreamConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> StreamMemory:
-    """Shared memory of a CTA.
-
-    x_pitch: bytes from a row of activations to the next. x_slot_bytes: of a set of activations. table_bytes: for a
-    table, which grouped products have.
-    """
+def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
+    """Shared memory of a CTA. x_pitch: bytes from a row of activations to the next; x_slot_bytes: of a set of
+    activations."""
     smem = cutlass.utils.SmemAllocator()
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
     staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
     barriers = smem.allocate_array(cutlass.Int64, config.num_barriers)
-    table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
     empty, staged = barriers + config.num_stages, barriers + 2 * config.num_stages
     drained = staged + config.num_buffers
     return StreamMemory(
@@ -51,7 +46,6 @@ def allocate(config: StreamConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
         pipeline=Pipeline(barriers, empty, config.num_stages, config.producer_warps, config.stage_warps),
         results=Pipeline(staged, drained, config.num_buffers, config.consumer_warps, config.epilogue_warps),
         x_slot_bytes=x_slot_bytes,
-        table=table,
     )
 
 
@@ -69,7 +63,7 @@ def clear_tail(config: StreamConfig, memory: StreamMemory, work, tid):
     wanted = work.own_k_blocks * k_block_bytes
     present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
     if (present < wanted) & (tid < config.consumer_warps * WARP_THREADS):
-        for token in cutlass.range(work.x_rows, unroll=1):
+        for token in cutlass.range(work.shape.m, unroll=1):
             start = memory.x + token * memory.x_pitch
             step = config.consumer_warps * WARP_THREADS * 16
             for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):

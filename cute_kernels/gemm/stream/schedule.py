@@ -36,8 +36,8 @@ FEW_STAGES = 4  # enough for the memory's latency
 
 
 @dataclass(frozen=True)
-class StreamCut:
-    """How weights are cut among CTAs: ``num_groups`` groups of ``num_slices`` of them.
+class StreamSchedule:
+    """How one launch is laid out: weights are cut among ``num_groups`` groups of ``num_slices`` CTAs.
 
     Attributes:
         config: the compiled variant.
@@ -55,18 +55,13 @@ class StreamCut:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of tiles, of an expert's weight or the dense one."""
+        """Blocks of tiles."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
     def slice_k_blocks(self) -> int:
         """K blocks of a slice; the last may have fewer."""
         return -(-self.k_blocks // self.num_slices)
-
-
-@dataclass(frozen=True)
-class StreamSchedule(StreamCut):
-    """How one launch of a dense product is laid out."""
 
     @property
     def total(self) -> int:
@@ -183,7 +178,6 @@ def base_config(problem: LinearProblem) -> StreamConfig:
         store=StreamStore(activation=problem.activation),
         n_tiles=1 if problem.format.bits == 8 or problem.num_tiles == 1 else 2,
         block_k=block_k if problem.k_pad % block_k == 0 else 64,
-        use_pdl=problem.use_pdl,
     )
 
 

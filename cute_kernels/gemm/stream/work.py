@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 
@@ -20,18 +20,13 @@ class StreamSizes:
     num_tiles: Int32  # tiles of 64 output features
     k_blocks: Int32  # of the padded K
     slice_k_blocks: Int32  # of a slice of K; the last slice may have fewer
-    slice_reciprocal: Int64 | Uint32  # 2**RECIPROCAL_BITS over slice_k_blocks, rounded up
+    slice_reciprocal: Int64  # 2**RECIPROCAL_BITS over slice_k_blocks, rounded up
     num_slices: Int32  # CTAs of a group: each takes a slice of K
     base: Int32  # k blocks of a slice, over all blocks, that a group takes;
     rest: Int32  # the first ``rest`` groups take one more
     max_parts: Int32  # partial results of a block, at most
     activation: Int32
     out_kind: Int32
-
-    @property
-    def base_divisor(self):
-        """``base`` as a divisor."""
-        return self.base
 
     def range_of(self, group):
         """(first, count) of a group's k blocks, over all blocks."""
@@ -94,44 +89,13 @@ class Work:
         shape = self.shape
         start = block * shape.slice_k_blocks
         longer = shape.rest * (shape.base + 1)
-        behind = shape.rest + (start - longer) // shape.base_divisor
+        behind = shape.rest + (start - longer) // shape.base
         before = cutlass.select_(start < longer, start // (shape.base + 1), behind)
         return cutlass.select_(start < self.first, before, self.group)
-
-    # -- what a grouped product sees otherwise --------------------------------------------------------------------
-
-    @property
-    def x_rows(self):
-        """Rows of activations that shared memory holds."""
-        return self.shape.m
-
-    def x_start(self, segment, slot_bytes):
-        """The offset of a segment's activations, in bytes after the first."""
-        return 0
 
     def tile(self, segment, index: int, n_tiles: int):
         """The ``index``-th tile of a segment's block; the last block takes the last of an odd number twice."""
         return cutlass.min(segment.block * n_tiles + index, self.shape.num_tiles - 1)
-
-    def rows(self, segment):
-        """Rows of x, and of the output, that a segment computes."""
-        return self.shape.m
-
-    def output_row(self, segment, token):
-        """The row of the output of a segment's ``token``-th row."""
-        return token
-
-    def bias_place(self, segment, row):
-        """The bias of a segment's output feature ``row``."""
-        return row
-
-    def first_part(self, segment):
-        """Number of a block's first partial result among those in the workspace."""
-        return segment.block * self.shape.max_parts
-
-    def group_before(self, segment):
-        """The first of the groups that share a segment's block."""
-        return self.first_group(segment.block)
 
     # -- places ---------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
-SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
+SYNCHRONOUS_TILE_M = 32  # rows of x of the widest synchronous tile
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
 # reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
 PREFETCHED_K_BLOCKS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
@@ -214,14 +214,13 @@ class MmaSync(Mainloop):
     """Warps multiply by mma.sync, each for itself, and scale accumulators; for few rows: `.synchronous`."""
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
-    registers: ClassVar[dict[int, int]] = {2: 224, 4: 104}
+    registers: ClassVar[dict[int, int]] = {2: 224}
     producer_registers: ClassVar[int] = 56  # of which none is missed
     name: ClassVar[str] = "s2mmasync"
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        most = SYNCHRONOUS_TILE_M // config.warpgroups
-        if config.tile_m > most:
-            return f"{config.tile_m} rows are more than the {most} of {config.warpgroups} synchronous warpgroups"
+        if config.tile_m > SYNCHRONOUS_TILE_M:
+            return f"{config.tile_m} rows are more than the {SYNCHRONOUS_TILE_M} of synchronous tiles"
         return None
 
 

@@ -26,6 +26,7 @@ ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
 LANE_ASSIGNMENTS = (1, 2)  # of a lane, where they are found as they are,
 MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # and of a warp
+MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
 ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
 
 

@@ -1,7 +1,6 @@
 """Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
 
-It computes what `cute_kernels.gemm.experts.kernel` computes, with its roles: a warp copies weights into a pipeline,
-warps multiply, warps store. That kernel decodes codes to bf16 and multiplies them by mma.sync. A k block then takes as
+A warp copies weights into a pipeline, warps multiply, warps store. Where codes are decoded to bf16, a k block takes as
 long as the memory does, so the time before the first MMA is never made up for. Bytes of codes take a third of the
 instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an expert turn
 its few rows into limbs: no launch makes limbs, and no warp loads activations.
@@ -21,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -100,9 +99,8 @@ class RangeRoles:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = allocate(config, Int32(0), shape.k_blocks * config.activations.k_block_limb_bytes(config))
-        if const_expr(config.use_pdl):
-            if shape.waits != 0:
-                cute.arch.griddepcontrol_wait()
+        if shape.waits != 0:
+            cute.arch.griddepcontrol_wait()
         known = self.routing.load(operands, shape, lane)
         if warp == config.consumer_warps:
             if lane == 0:
@@ -138,8 +136,7 @@ class RangeRoles:
                 with cute.arch.elect_one():
                     self.copy_k_blocks(shape, memory, begins, k_block, here)
                 here = pipeline.next(here)
-        if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
 
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
         """Where codes and scales of each of a block's tiles begin, from a k block on."""
@@ -234,8 +231,7 @@ class RangeRoles:
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
         last, slot, start = Int32(-1), Int32(0), Int32(0)
         acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
-        if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
         for index in cutlass.range(work_range.count, unroll=1):
             number, _ = work_range.block(index)
@@ -322,8 +318,7 @@ class RangeRoles:
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
         """Stores results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
         config, shape = self.config, work_range.shape
-        if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
         staged = memory.results.consumer_state()
         acc = cute.make_rmem_tensor(4, Float32)
@@ -360,7 +355,7 @@ class RangeRoles:
 
 def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
     sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "min_blocks_per_mp": 1}
-    return sizes | {"use_pdl": config.use_pdl, "stream": stream}
+    return sizes | {"use_pdl": True, "stream": stream}
 
 
 class RangeKernel:

@@ -14,8 +14,7 @@ from cute_kernels.gemm.device_operands import operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder, load_expert
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
-from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, RangeSizes
-from cute_kernels.gemm.experts.work import reciprocal
+from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, RangeSizes, reciprocal
 
 
 def range_sizes(config: RangeConfig, given, places) -> Any:

@@ -12,6 +12,7 @@ from cute_kernels.gemm.experts.ranges.config import (
     LANE_ASSIGNMENTS,
     LANE_EXPERTS,
     MOST_ASSIGNMENTS,
+    MOST_DIVIDED,
     ROUND_EXPERTS,
     ROUNDS,
     ROW_BITS,
@@ -19,7 +20,7 @@ from cute_kernels.gemm.experts.ranges.config import (
     EntryLimbs,
     RangeConfig,
 )
-from cute_kernels.gemm.experts.schedule import MOST_DIVIDED, usual_entries, usual_rows
+from cute_kernels.gemm.experts.schedule import usual_entries, usual_rows
 from cute_kernels.gemm.problem import GroupedProblem, weight_fields
 from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.gemm.stream.schedule import MEMORY_BYTES_PER_US
@@ -148,7 +149,7 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """The largest number that `cute_kernels.gemm.experts.work.quotient` is to divide, times the divisor."""
+    """The largest number that `.work.quotient` is to divide, times the divisor."""
     blocks = problem.max_entries(layout.config.tile_m) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
@@ -180,7 +181,6 @@ def config_of(
         **weight_fields(problem),
         block_k=BLOCK_K,
         store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),
-        use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
         activations=EntryLimbs(expert_rounds=rounds, half_last=half_last),
         **shape._asdict(),

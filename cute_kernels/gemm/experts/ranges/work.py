@@ -9,8 +9,22 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint32
 
+from cute_kernels.device import numbers
 from cute_kernels.gemm.experts.ranges.config import ROW_BITS
-from cute_kernels.gemm.experts.work import quotient
+
+
+def reciprocal(divisor):
+    """The number by which `quotient` replaces a division by ``divisor``: 2**31 over it, rounded up."""
+    return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
+
+
+def quotient(count, of):
+    """A division in two instructions, of a count of at least 0 whose product with the divisor is at most
+    `MOST_DIVIDED`.
+
+    Each CTA divides on the way to its first weights: 64 bits would be seven instructions, a division itself thirty.
+    """
+    return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class RangeSizes:
     num_tiles: Int32  # of 64 output features of an expert
     k_blocks: Int32  # that a block is multiplied with: of the padded K, or of a part of it
     num_blocks: Int32  # of output features of an expert
-    block_reciprocal: Uint32  # as `cute_kernels.gemm.experts.work.reciprocal`
+    block_reciprocal: Uint32  # as `reciprocal`
     num_ctas: Int32
     cta_reciprocal: Uint32
     num_experts: Int32

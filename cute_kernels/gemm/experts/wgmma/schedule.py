@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
-from cute_kernels.gemm.experts.schedule import CAPACITY, MAX_EXPERTS, usual_rows
+from cute_kernels.gemm.experts.schedule import MAX_EXPERTS, usual_rows
 from cute_kernels.gemm.experts.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded
 from cute_kernels.gemm.experts.wgmma.entry_config import (
     BLOCK_K,
@@ -41,12 +41,6 @@ SUMS = (
     -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
 )  # where the warps' own numbers of work tiles are, after the entries,
 TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
-# Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
-# it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
-MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITY, CAPACITY - 1
-MANY_EXPERTS = 64
-MOST_SMS = 7 / 8
-LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
 WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up interleaved as well
@@ -60,7 +54,6 @@ class TileShape(NamedTuple):
     n_tiles: int
     block_k: int
     row_parts: int
-    warpgroups: int = 2
     mainloop: Mainloop = RegisterWgmma()
 
 
@@ -79,7 +72,6 @@ SHAPES = (
     TileShape(32, 2, 128, 4),
     TileShape(16, 2, 128, 2),
     TileShape(16, 2, 128, 2, mainloop=MmaSync()),
-    TileShape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
 )
 # Of products in FP8, where a k block has one group, and several.
 FP8_SHAPES = tuple(
@@ -117,16 +109,6 @@ class GroupedTiles:
     def blocks(self) -> int:
         """Blocks of output features of an expert."""
         return -(-self.num_tiles // self.config.block_tiles)
-
-
-def has_many_rows(problem: GroupedProblem) -> bool:
-    """Whether experts usually have too many rows for the memory-bound kernel, `cute_kernels.gemm.experts.schedule`."""
-    rows = usual_rows(problem)
-    if rows > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY):
-        return True
-    # Tiles of limbs are the faster ones of few rows too, where there are enough for nearly all SMs.
-    narrow = next((layout for layout in layouts(problem) if layout.config.limbs), None)
-    return rows > LIMB_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +159,6 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
         tile_m=shape.tile_m,
         row_parts=shape.row_parts,
         n_tiles=shape.n_tiles,
-        warpgroups=shape.warpgroups,
         block_k=shape.block_k if problem.k_pad % shape.block_k == 0 else 64,
         num_stages=2,
         mainloop=shape.mainloop,
