@@ -62,7 +62,7 @@ class Decodes:
 
     batches: requests of a step. q_len: most new tokens of a request, where they are speculated. max_seq_len, page_size:
     of the block table. dtype: of queries. invariant: whether extend attention serves them as well, so that a token's
-    result does not depend on the batch.
+    result does not depend on the batch. ranks: GPUs that share out a request's tokens, and have queries of all heads.
     """
 
     batches: tuple[int, ...]
@@ -71,6 +71,7 @@ class Decodes:
     page_size: int
     dtype: torch.dtype
     invariant: bool = False
+    ranks: int = 1
 
 
 def can_extend(formats: Formats, head_size: int) -> bool:
@@ -159,7 +160,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
         # What a transform does is undone after the kernel, and sinks join where shifts do.
-        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, shift=False)
+        features = replace(_features(impl, 1, pages * decodes.page_size), causal=decodes.ranks == 1, shift=False)
         features = replace(features, sinks=features.sinks and not _sees_shift(impl))
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
         # Queries are parts of a fused projection, or what a compiled graph has made of them; transformed ones are new.
@@ -174,16 +175,16 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         return
     for q_len, batches, after_append in (
         # A step has as many drafted tokens as were found, up to those that are asked for.
-        *((q_len, decodes.batches, True) for q_len in range(1, decodes.q_len + 1)),
+        *((q_len, decodes.batches, decodes.ranks == 1) for q_len in range(1, decodes.q_len + 1)),
         # What continues a prompt by few tokens: any number of them.
-        *((q_len, PART_BATCHES, False) for q_len in range(1, MAX_Q_LEN + 1)),
+        *((q_len, PART_BATCHES, False) for q_len in range(1, MAX_Q_LEN + 1) if decodes.ranks == 1),
         *((q_len, decodes.batches, False) for q_len in range(1, decodes.q_len + 1) if reads_anothers_cache(impl)),
     ):
         for batch in batches:
             problem = AttentionProblem(
                 batch=batch,
                 max_seq_len=pages * decodes.page_size,
-                num_q_heads=impl.num_heads,
+                num_q_heads=impl.num_heads * decodes.ranks,
                 num_kv_heads=impl.num_kv_heads,
                 head_dim=impl.head_size,
                 v_head_dim=impl.head_size,

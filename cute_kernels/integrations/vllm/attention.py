@@ -21,13 +21,22 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from cute_kernels import append_and_decode, append_kv, arguments, decode_attention, dequantize_kv, extend_attention
+from cute_kernels import (
+    append_and_decode,
+    append_kv,
+    arguments,
+    decode_attention,
+    dequantize_kv,
+    extend_attention,
+    merge_states,
+)
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations import attention_kernels, engine_cache
 from cute_kernels.integrations.engine_cache import Formats, rows_of
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import (
     attention_choice,
+    attention_ranks,
     environment,
     kv_constants,
     kv_formats,
@@ -50,6 +59,7 @@ from cute_kernels.integrations.vllm.attention_pages import (
     reason_of_connector,
     wrong_by_layer,
 )
+from cute_kernels.integrations.vllm.attention_ranks import Ranks
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import layer_made, say_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -115,6 +125,8 @@ class CuteKernelsAttentionBackend(Pages):
         slides = bool(named.get("has_sliding_window"))
         reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size), slides)
         reasons += ["ALiBi not supported"] if layer_made().has_alibi else []
+        if named.get("use_dcp") and named.get("has_sink"):
+            reasons += ["decode context parallelism with sinks not supported"]
         for reason in (
             engine_cache.reason_against(formats, head_size, named["dtype"]),
             kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
@@ -143,7 +155,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
     model = config.model_config
     text = getattr(model, "hf_text_config", None)
     wrong = {
-        "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+        **attention_ranks.reasons_against(config, extends, slides, is_invariant()),
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers)
         and (kv_formats.is_own(kv_cache_dtype) or not BACKENDS_PACK),
@@ -216,6 +228,8 @@ def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
 class CuteKernelsAttentionImpl(AttentionImpl):
     """A layer's attention. Arguments as vLLM passes them to every implementation."""
 
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     takes_constants: ClassVar[bool] = True
     """`kv_constants.give` gives it its layer's transform."""
 
@@ -247,6 +261,8 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.transform = kv_formats.transform_for(kv_cache_dtype, self.num_kv_heads, head_size, _device())
         note_served(f"attention {self.formats} {head_size}")
         self.invariant = is_invariant()
+        config = get_current_vllm_config_or_none()
+        self.ranks = None if config is None else attention_ranks.ranks_of(config)
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -281,15 +297,19 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         shared = attention_kernels.reads_anothers_cache(self)
         # Prompts that share a prefix share its pages from the step on that computes them: nothing is read before
         # all new tokens of the step are in the cache.
-        if pieces and not shared:
-            new = slice(first, max(piece.tokens.stop for piece in pieces))
+        if self.ranks is not None or (pieces and not shared):
+            new = slice(first if self.ranks is None else 0, max([first, *(piece.tokens.stop for piece in pieces)]))
             call.append(key[new], value[new], new)
-        if first:
+        if first and self.ranks is not None:
+            call.decode_over(self.ranks, query[:first], output[:first])
+        elif first:
             call.decode(query[:first], key, value, output[:first])
         for piece in pieces:
             tokens = piece.tokens
             if piece.way is Way.FLASH and not shared:
                 call.flash(piece, query[tokens], key[tokens], value[tokens], output[tokens], piece)
+            elif self.ranks is not None:
+                call.extend_over(self.ranks, piece, query[tokens], key[tokens], value[tokens], output[tokens])
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
         return output
@@ -363,6 +383,31 @@ class _LayerCall:
             **self._options,
         )
 
+    def decode_over(self, ranks: Ranks, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Decodes requests of one new token each over the caches of all ranks, which have the new tokens."""
+        options = {**self._options, "block_table": self.metadata.block_table[: len(query)], "return_lse": True}
+        lengths = self.metadata.seq_lens[: len(query)]
+
+        def over_own(queries: torch.Tensor) -> attention_ranks.Partial:
+            out, lse = decode_attention(queries.unsqueeze(1), self.k_cache, self.v_cache, lengths, **options)
+            return out.squeeze(1), lse.squeeze(1)
+
+        output.copy_(ranks.attend(query, over_own)[0])
+
+    def extend_over(
+        self, ranks: Ranks, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attends over what the caches of all ranks had before the step, and over the step's own tokens."""
+        lengths, options = piece.seq_lens, {**self._options, "cu_seqlens_q": piece.starts, "causal": False}
+        options |= {"block_table": piece.block_table, "max_seq_len": piece.max_seq_len, "return_lse": True}
+
+        def over_own(queries: torch.Tensor) -> attention_ranks.Partial:
+            assert lengths is not None
+            return extend_attention(queries, self.k_cache, self.v_cache, lengths, **options)
+
+        _, lse = self.flash(piece, query, key, value, out, piece)
+        out.copy_(merge_states(*ranks.attend(query, over_own), out, lse.contiguous())[0])
+
     def parts(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
@@ -401,10 +446,10 @@ class _LayerCall:
         value: torch.Tensor,
         output: torch.Tensor,
         keys: Piece | Context,
-    ) -> None:
+    ) -> attention_ranks.Partial:
         """Computes FlashAttention. keys: whose tokens K and V are, one request after the other."""
         impl = self.impl
-        fa_utils.flash_attn_varlen_func(
+        _, lse = fa_utils.flash_attn_varlen_func(
             q=query,
             k=key,
             v=value,
@@ -419,7 +464,9 @@ class _LayerCall:
             softcap=impl.soft_cap or 0.0,
             fa_version=impl.flash_version,
             s_aux=impl.flash_sinks,
+            return_softmax_lse=True,
         )
+        return output, lse.T
 
 
 WIDE = torch.complex128  # 16 bytes, whatever they mean

@@ -24,6 +24,7 @@ from cute_kernels.integrations import attention_kernels
 from cute_kernels.integrations.attention_kernels import Decodes
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, kv_constants, prepare
+from cute_kernels.integrations.vllm.attention_ranks import Ranks, ranks_of
 from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
@@ -79,6 +80,7 @@ class Caches:
         invariant: whether a token's result must not depend on the rest of the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
+        apart: whether GPUs share out a request's tokens. Prompts that go on are extend attention's then.
     """
 
     num_heads: int
@@ -89,6 +91,7 @@ class Caches:
     key_rows: ExtendConfig | None = None
     shared: bool = False
     invariant: bool = False
+    apart: bool = False
 
     @property
     def flash(self) -> bool:
@@ -106,7 +109,8 @@ class Piece:
         starts: int32 [requests + 1], of their new tokens among the piece's.
         longest: new tokens of a request.
         q_len: of PARTS, new tokens of a part, of which each is a request of its own to decode attention.
-        seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them.
+        seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them. Where GPUs share
+            out tokens, seq_lens of EXTEND are those in this GPU's cache before the step.
         max_seq_len: of FLASH and EXTEND, a bound on seq_lens; None if none is known on the host.
         context: of GATHER.
     """
@@ -130,7 +134,8 @@ class Metadata(AttentionMetadata):
     Attributes:
         num_decodes, decode_len: the first requests decode, with as many new tokens each.
         starts: int32 [requests + 1], of each request's new tokens among the step's.
-        seq_lens: int32 [requests], new tokens among them. block_table: int32 [requests, pages].
+        seq_lens: int32 [requests], new tokens among them; where GPUs share out tokens, those in this GPU's cache.
+        block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: page * page size + place of each new token, -1 for none.
         pieces: the other requests.
     """
@@ -188,6 +193,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.page_size = kv_cache_spec.block_size
+        self.ranks: Ranks | None = ranks_of(vllm_config)
         # Of a rank without requests, vLLM's drafting model runs over tables of requests that are gone, without slots.
         is_draft = getattr(kv_cache_spec, "is_draft", False)  # 0.33 on
         self.by_slots = is_draft and vllm_config.parallel_config.data_parallel_size > 1
@@ -195,7 +201,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         _note_sharing(layers)
         kv_constants.give(layers, vllm_config, device)
         impls = [layers[name].impl for name in layer_names]
-        self.caches = caches_of(impls, device)
+        self.caches = replace(caches_of(impls, device), apart=self.ranks is not None)
         assert self.reorder_batch_threshold is not None
         self.drafts = self.reorder_batch_threshold > 1
         if not self.caches.extend:  # which takes any number of queries
@@ -218,7 +224,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             num_decodes=decodes,
             decode_len=length,
             starts=common.query_start_loc,
-            seq_lens=common.seq_lens,
+            seq_lens=common.seq_lens if self.ranks is None else common.dcp_local_seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             pieces=tuple(self._pieces(common, decodes)) if others else (),
@@ -267,9 +273,12 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             longest=max(starts[i + 1] - starts[i] for i in range(begin, end)),
         )
         if way in (Way.FLASH, Way.EXTEND):
+            tokens = common.seq_lens[requests]
+            if self.ranks is not None:
+                tokens = self.ranks.own_lengths(tokens - piece.starts.diff())
             return replace(
                 piece,
-                seq_lens=common.seq_lens[requests],
+                seq_lens=tokens,
                 block_table=common.block_table_tensor[requests],
                 max_seq_len=max(lengths[begin:end]),
             )
@@ -316,6 +325,7 @@ def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
         page_size=page_size,
         dtype=vllm_config.model_config.dtype,
         invariant=is_invariant(),
+        ranks=vllm_config.parallel_config.decode_context_parallel_size,
     )
 
 
@@ -348,7 +358,7 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
         return Way.FLASH
     if caches.extend:
         rows = new * caches.num_heads // caches.num_kv_heads
-        as_it_lies = caches.unpacks or caches.invariant or rows < ROWS_TO_DEQUANTISE_FOR
+        as_it_lies = caches.unpacks or caches.invariant or caches.apart or rows < ROWS_TO_DEQUANTISE_FOR
         return Way.EXTEND if as_it_lies else Way.GATHER
     return Way.PARTS if part_of(new) * MAX_PARTS >= new else Way.GATHER
 
@@ -363,7 +373,7 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     374.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
-    if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
+    if caches.invariant or caches.apart or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
         return False
     if caches.key_rows is not None and new * caches.num_heads // caches.num_kv_heads > DECODE_ROWS:
         shape = new * requests, requests, caches.num_heads, caches.num_kv_heads, caches.num_sms

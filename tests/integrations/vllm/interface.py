@@ -24,6 +24,7 @@ from cute_kernels.integrations.vllm import environment, versions
 from tests.integrations.vllm import (
     seam_attention,
     seam_attention_choice,
+    seam_attention_ranks,
     seam_attention_steps,
     seam_float_linear,
     seam_fusion,
@@ -40,6 +41,7 @@ SEAMS = (
     seam_linear,
     seam_attention,
     seam_attention_choice,
+    seam_attention_ranks,
     seam_attention_steps,
     seam_moe,
     seam_mla,

@@ -203,7 +203,8 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
-        *({name: True} for name in ("use_adaptive_verification", "use_dcp", "use_rswa") if is_asked(name)),
+        *({name: True} for name in ("use_adaptive_verification", "use_rswa") if is_asked(name)),
+        *({name: True, "has_sink": True} for name in ("use_dcp",) if is_asked(name)),
     ):
         assert reasons_against(**changes), changes
 

@@ -139,7 +139,7 @@ def kernels_that_are_looked_for_are_those_that_are_asked_for() -> None:
         )
         engine = SimpleNamespace(
             model_config=model,
-            parallel_config=None,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             speculative_config=None,
             scheduler_config=SimpleNamespace(max_num_seqs=8),
         )

@@ -355,7 +355,12 @@ def every_kernel_of_a_step_is_listed() -> None:
     no_extend: dict[str, Any] = {"caches": {"extend": False}}
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: given["out"].zero_(), create=True),
+        mock.patch.object(
+            fa_utils,
+            "flash_attn_varlen_func",
+            lambda **given: (given["out"].zero_(), given["out"][..., 0].T),
+            create=True,
+        ),
         mock.patch.object(fa_utils, "get_flash_attn_version", lambda **_: 3),
     ):
         centred, plain = constants_file(folder), constants_file(folder, k_center=None)
@@ -405,7 +410,7 @@ def queries_are_read_where_a_fused_projection_has_them() -> None:
 
     one_sm = {"num_sms": 1}  # then hardly anything goes in parts
     with (
-        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: None, create=True),
+        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: (None, given["out"]), create=True),
         mock.patch.object(fa_utils, "get_flash_attn_version", lambda **_: 3),
     ):
         for layer in (

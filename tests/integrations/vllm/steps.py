@@ -79,8 +79,9 @@ def builder(
         return attention_metadata.MetadataBuilder(spec, [], config, torch.device(device))
 
 
-def flash_attention(**given: Any) -> None:
+def flash_attention(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands in for FlashAttention: causal attention of requests that lie one behind the other, in fp64."""
+    sums = torch.empty(given["q"].shape[1], len(given["q"]))
     q_starts, k_starts = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
     assert given["causal"] and given["max_seqlen_k"] == max(b - a for a, b in pairwise(k_starts))
     window, sinks = given["window_size"][0], given["s_aux"]
@@ -90,6 +91,9 @@ def flash_attention(**given: Any) -> None:
         scale, cap = given["softmax_scale"], given["softcap"]
         out = causal_attention(q, k, v, scale, None if window < 0 else window + 1, cap or None, sinks)
         given["out"][q_starts[request] : q_starts[request + 1]] = out
+        scores = scores_of(q, k, scale, None if window < 0 else window + 1, cap or None)
+        sums[:, q_starts[request] : q_starts[request + 1]] = scores.logsumexp(-1)
+    return given["out"], sums
 
 
 def causal_attention(
@@ -102,17 +106,23 @@ def causal_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [n, heads, dim] are the last of k, v [m, kv heads, dim]; in fp64. sinks: [heads]."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores, values = scores_of(q, k, scale, window, soft_cap), v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    if sinks is not None:  # one more logit, whose value is zero
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], values)
+
+
+def scores_of(
+    q: torch.Tensor, k: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
+    """Scores [heads, n, m] of `causal_attention`."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:  # one more logit, whose value is zero
-        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=2)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], values)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)

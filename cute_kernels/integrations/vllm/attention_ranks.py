@@ -1,0 +1,74 @@
+"""Attention of vLLM where GPUs share out the tokens of a request (decode context parallelism, DCP).
+
+Every GPU has queries and new tokens of its own heads, and in its cache every n-th token of the heads that all of them
+read. Queries of all GPUs meet the tokens of each cache; partial results are merged by vLLM's own collectives.
+A new token belongs to one cache, so decoding reads the caches after it was appended. Prompts that go on
+read what was there before, and FlashAttention has their new tokens, of which each GPU has all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from cute_kernels.integrations.objects import Foreign
+
+Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Attention over some keys [tokens, heads, head_size], and log-sum-exps fp32 [tokens, heads]."""
+
+
+def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: bool) -> dict[str, bool]:
+    """What is not supported together with DCP, and whether it is so. extends, slides: as for the layer."""
+    if config.parallel_config.decode_context_parallel_size == 1:
+        return {}
+    text = getattr(config.model_config, "hf_text_config", None)
+    wrong = {
+        "this vLLM": importlib.util.find_spec("vllm.v1.attention.ops.dcp") is None,
+        "a cache that extend attention does not read": not extends,
+        "sliding windows, which would hide other tokens than every n-th": slides,
+        "speculative decoding": config.speculative_config is not None,
+        "VLLM_BATCH_INVARIANT": invariant,
+        "layers that read another layer's cache": bool(getattr(text, "num_kv_shared_layers", 0)),
+    }
+    return {f"decode context parallelism with {what}": is_so for what, is_so in wrong.items()}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The GPUs that share out requests' tokens, of which this one is number ``rank``, ``interleave`` at a time."""
+
+    count: int
+    rank: int
+    interleave: int
+    merge: Callable[..., Partial]
+
+    def own_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The number of the first ``lengths`` tokens of requests that are in this GPU's cache."""
+        from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+        return get_dcp_local_seq_lens(lengths, self.count, self.rank, self.interleave)
+
+    def attend(self, query: torch.Tensor, over_own: Callable[[torch.Tensor], Partial]) -> Partial:
+        """Attention over all GPUs' caches of this GPU's queries [tokens, heads, head_size]. over_own: over its own
+        cache, of the queries of all heads."""
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        group = get_dcp_group()
+        return self.merge(*over_own(group.all_gather(query.contiguous(), dim=1)), group, return_lse=True)
+
+
+def ranks_of(config: Foreign) -> Ranks | None:
+    """The GPUs that share out tokens in an engine; None if none do."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return None
+    from vllm.distributed.parallel_state import get_dcp_group
+    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+
+    merge = dcp_a2a_lse_reduce if parallel.dcp_comm_backend == "a2a" else cp_lse_ag_out_rs
+    count, interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+    return Ranks(count, get_dcp_group().rank_in_group, interleave, merge)
