@@ -27,7 +27,7 @@ from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.gpu import GPU
 
-PAGE_SIZE = 64  # of FlashMLA's backends; FLASH_ATTN_MLA's have 16 unless the command line says more
+PAGE_SIZE = 64  # of FlashMLA's backends; FLASH_ATTN_MLA's would have 16
 MAX_Q_LEN = 16  # of `mla_decode`
 MAX_HEADS = 128
 EACH_ROW = 256  # up to so many new tokens of a step, neighbours may have other kernels
@@ -40,6 +40,9 @@ class Decoding:
     """Decodes over whole contexts in 16 bits, in pages of 64 tokens, in place of a backend; FP8 is left to the
     backend."""
 
+    serves_some: ClassVar[bool] = False
+    """Whether a layer of the backend is served, so that pages shall have 64 tokens."""
+
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.serves = False
@@ -49,6 +52,7 @@ class Decoding:
         if reason is None and dtype in FORMATS:
             reason = _make_ready(_dense_decodes(FORMATS[dtype], _heads_of(self)))
         self.serves = _outcome(f"mla {FORMATS.get(dtype)} {self.num_heads}", reason)
+        type(self).serves_some |= self.serves
 
     def forward_mqa(
         self,
@@ -142,10 +146,21 @@ def _heads_of(impl: Foreign) -> int:
 
 
 def _reason_of_pages() -> str | None:
-    """Why pages keep a layer with its backend; FlashMLA's are of 64 tokens in any case."""
-    config = get_current_vllm_config_or_none()
-    block = PAGE_SIZE if config is None else config.cache_config.block_size or 0
-    return None if block % PAGE_SIZE == 0 and block else f"pages of {block} tokens; --block-size 64 is supported"
+    """Why the pages that the command line asks for keep a layer with its backend. Without any, vLLM asks the backend
+    for its own once layers are made."""
+    caches = getattr(get_current_vllm_config_or_none(), "cache_config", None)
+    block = caches.block_size if caches is not None and caches.user_specified_block_size else PAGE_SIZE
+    return None if block % PAGE_SIZE == 0 else f"pages of {block} tokens; --block-size 64 is supported"
+
+
+def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
+    """Makes pages of a backend have 64 tokens where these kernels serve layers of it."""
+    original = backend.get_preferred_block_size
+
+    def preferred(default: int) -> int:
+        return max(original(default), PAGE_SIZE if made.serves_some else 0)
+
+    backend.get_preferred_block_size = staticmethod(preferred)
 
 
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
@@ -226,5 +241,6 @@ def replace(interface: Interface) -> str:
         made = CuteKernelsSparseMlaImpl
         if original is not FlashMLASparseImpl:
             made = type(f"CuteKernels{original.__name__}", (Decoding, original), {})
+            _prefer_pages(backend, made)
         backend.get_impl_cls = staticmethod(lambda implementation=made: implementation)
     return "decoding of MLA by FLASHMLA and FLASH_ATTN_MLA (16-bit caches, pages of 64), and FLASHMLA_SPARSE runs here"

@@ -155,12 +155,24 @@ def other_mla_is_left_to_vllm_with_a_reason() -> None:
     assert "256 heads" in str(reason(num_heads=256))
     assert reason(dcp_world_size=2) is None and "160 heads" in str(reason(dcp_world_size=10))
     assert "decode context parallelism" in str(mla.reason_against(of(dcp_world_size=2), "mla_bf16", cut=False))
-    for block, wanted in ((16, "pages of 16 tokens; --block-size 64 is supported"), (128, None)):
-        config = SimpleNamespace(cache_config=SimpleNamespace(block_size=block))
+    refused = "pages of 16 tokens; --block-size 64 is supported"
+    for block, is_asked, wanted in ((16, True, refused), (16, False, None), (128, True, None)):
+        caches = SimpleNamespace(block_size=block, user_specified_block_size=is_asked)
+        config = SimpleNamespace(cache_config=caches)
         with mock.patch.object(mla, "get_current_vllm_config_or_none", lambda config=config: config):
             assert mla._reason_of_pages() == wanted
     with mock.patch.object(mla, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
         assert "VLLM_BATCH_INVARIANT" in str(reason())
+
+
+@check
+def pages_have_64_tokens_where_layers_are_served() -> None:
+    from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend as Backend
+
+    made = Backend.get_impl_cls()
+    assert [Backend.get_preferred_block_size(default) for default in (16, 128)] == [16, 128]
+    with mock.patch.object(made, "serves_some", True):
+        assert [Backend.get_preferred_block_size(default) for default in (16, 128)] == [64, 128]
 
 
 @check
