@@ -124,6 +124,7 @@ def told(row: dict[str, Any]) -> str:
     """A row in a line."""
     name = f"{row['model']}: {row['case']}, B={row['batch']}"
     parts = ", ".join(f"{kind} {us:.1f}" for kind, us in row["account_us"].items())
+    name += "" if row.get("finite", True) else " (NOT FINITE)"
     return f"{name}: {row['ms']:.3f} ms, floor {row['floor_ms']:.3f}; us a layer: {parts}"
 
 
@@ -176,6 +177,7 @@ def measure(bench: Bench, point: Point) -> dict[str, Any]:
             "largest_batch": largest_batch(model, point.case, point.shape.context, memory),
             "how": asdict(point.case),
             "one_launch": step.one_launch,
+            "finite": bool(step().isfinite().all()),
         }
     finally:
         del step

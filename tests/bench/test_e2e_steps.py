@@ -202,6 +202,8 @@ def test_what_is_left_when_time_is_over_is_counted():
     e2e_steps.measure_in_time(bench, chosen, 100, lambda point: row_of(point.case.name))
     assert bench.recorder.data["rows"][len(rows()) :] == [row_of(point.case.name) for point in chosen]
     assert len(bench.said) == len(chosen) and "10.000 ms, floor 2.000" in bench.said[0]
+    assert "NOT FINITE" in e2e_steps.told({**row_of("w4, bf16"), "finite": False})
+    assert "NOT FINITE" not in "".join(bench.said)
     bench = _Bench([])
     e2e_steps.measure_in_time(bench, chosen, -1, lambda point: row_of(point.case.name))
     assert not bench.recorder.data["rows"] and f"{len(chosen)} figures are left" in bench.said[0]
