@@ -492,8 +492,46 @@ NORM = Figure(
     ),
 )
 
+ROUTER = Figure(
+    "router",
+    "Routers: RouterKernel, a CTA has 1 to 8 experts",
+    (
+        Lane("global memory", "memory", (
+            Box("router's weight", "the CTA's rows; does not depend on the launch before"),
+            Box("hidden states", "up to 64 tokens"),
+        )),
+        Lane("all 8 warps", "role", (
+            Box("sums of products", "8 elements a lane at a time, fp32; over lanes by shuffles", ("gemm/experts/router/kernel.py:RouterKernel",)),
+        )),
+        Lane("shared memory", "shared", (
+            Box("partial sums", "of each warp, added in one order", ("gemm/experts/router/kernel.py:RouterKernel",)),
+        )),
+        Lane("workspace", "shared", (
+            Box("logits", "words of all CTAs, EMPTY between launches", ("device/exchange.py:Published",)),
+        )),
+        Lane("first CTAs", "role", (
+            Box("a warp for each token", "polls logits, resets them to EMPTY, chooses: one round of redux for each expert", ("device/exchange.py:Poll", "gemm/experts/router/selection.py:Selection")),
+        )),
+        Lane("results", "result", (
+            Box("ids and weights", "of each token"),
+        )),
+    ),
+    (
+        Arrow("router's weight", "sums of products"),
+        Arrow("hidden states", "sums of products"),
+        Arrow("sums of products", "partial sums"),
+        Arrow("partial sums", "logits", "publish"),
+        Arrow("logits", "a warp for each token", "poll"),
+        Arrow("a warp for each token", "ids and weights"),
+    ),
+    (
+        Barrier("griddepcontrol_wait", "the launch", "the launch before has ended", "all threads, before hidden states", ("gemm/experts/router/kernel.py:RouterKernel",)),
+        Barrier("sync_threads", "the CTA", "all threads: the warps' sums are there", "all threads", ("gemm/experts/router/kernel.py:RouterKernel",)),
+    ),
+)
+
 # fmt: on
-FIGURES = (WGMMA, LINEAR, LAYER, EXPERTS, DECODE, EXTEND, APPEND, MLA, FEW_HEADS, NORM)
+FIGURES = (WGMMA, LINEAR, LAYER, EXPERTS, DECODE, EXTEND, APPEND, MLA, FEW_HEADS, NORM, ROUTER)
 
 
 def path_of(figure: Figure) -> Path:
