@@ -184,7 +184,7 @@ def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def planned(call: AttentionCall, plan: Plan) -> Plan:
-    """Returns the plan of a call with chosen blocks. ``plan``: the plan of `as_paged`."""
+    """Returns the plan of a call with chosen blocks, made from ``plan``, that of `as_paged`."""
     assert call.blocks is not None
     tokens, paged = call.blocks.tokens, call.block_table is not None
     page_size = call.page_size if paged else tokens

@@ -238,7 +238,7 @@ class UnpackedLaunch:
         return most if max_seq_len is None else min(most, max_seq_len)
 
     def room(self, max_seq_len: int | None) -> int:
-        """Tokens that a request has room for among the unpacked ones."""
+        """The most tokens of a request that the unpacked rows have memory for."""
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:

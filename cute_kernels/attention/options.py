@@ -134,7 +134,7 @@ def options_of(
 
 
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
-    """Complete options with ``more``: registered ones, or chosen blocks."""
+    """Adds ``more`` to complete options: registered options or chosen blocks."""
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 

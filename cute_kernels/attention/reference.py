@@ -217,7 +217,8 @@ def decode_attention_splits_reference(
 
 
 def even_split_tokens(tile_tokens: int) -> SplitTokens:
-    """Rule for `split_tokens`: an even share of the request, rounded up to a multiple of `tile_tokens`."""
+    """Returns the tokens of a split for `split_tokens`: an even share of the request, rounded up to a multiple of
+    `tile_tokens`."""
 
     def rule(seq_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
         share = (seq_lens + num_splits - 1) // num_splits

@@ -202,7 +202,7 @@ class Worker:
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
 
     def span(self, shape: ExtendSizes, work: Work) -> Span:
-        """Which keys a work tile sees."""
+        """Returns the range of keys that a work tile sees."""
         first, _ = shape.group.divide_int(work.first_row)
         last, _ = shape.group.divide_int(cutlass.min(work.first_row + self.rows, work.num_rows) - 1)
         first_position, last_position = work.before + first, work.before + last

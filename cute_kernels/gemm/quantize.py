@@ -98,7 +98,7 @@ def quantize_weight(
 def chosen_format(
     bits: int, group_size: int | None, zero_point: bool, dtype: torch.dtype | None, wanted: WeightFormat | str | None
 ) -> WeightFormat:
-    """The format that `quantize_weight`'s arguments ask for.
+    """Returns the format that the arguments of `quantize_weight` select.
 
     Raises:
         TypeError, ValueError: there is none, or they ask for two.

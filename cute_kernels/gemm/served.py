@@ -41,7 +41,7 @@ def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
 
 
 def is_noted(problem: LinearProblem) -> bool:
-    """Whether kernels of a product were made ready for some number of rows."""
+    """Whether kernels of a product have been compiled or loaded for a list of row counts."""
     return replace(problem, m=1) in _ready
 
 
@@ -55,7 +55,7 @@ def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
 
 
 def forget_ready() -> None:
-    """Forgets what was noted: each number of rows has its own kernel again."""
+    """Forgets these row counts, so each number of rows has its own kernel again."""
     _ready.clear()
 
 

@@ -79,8 +79,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Whether q of a layer with a transform is transformed already; ValueError where that, or its shift, is not
-    given."""
+    """Whether q of a layer with a transform is already transformed. Raises ValueError if the call does not say so, or
+    lacks its shift."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -96,8 +96,7 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
 
 
 def sees_shift(options: dict[str, Any]) -> bool:
-    """Whether attention with these options depends on the scores themselves, from which centred keys lack a
-    constant."""
+    """Whether attention with these options depends on absolute scores, which centred keys shift by a constant."""
     asked = options.get("return_lse") or options.get("score_options")
     return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 

@@ -358,7 +358,7 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
-        """Processes the team's q heads, which are most rows of a model with grouped queries.
+        """Processes the team's q heads.
 
         The loop is unrolled, except for decode and for transformed rows. In decode few rows take less time than
         fetching copies of the code; with a transform the code is long.
@@ -406,7 +406,7 @@ class AppendKernel:
 
     @cute.jit
     def process_k(self, raw, asked, scales, constants, source, cos, sin, heads, extras, targets, place):
-        """The team's k heads."""
+        """Processes the team's k heads."""
         target = (self.k_row, extras.k_scale, extras.k_bias, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
@@ -420,7 +420,7 @@ class AppendKernel:
 
     @cute.jit
     def process_v(self, raw, asked, scales, constants, source, heads, extras, targets, place):
-        """The team's v heads."""
+        """Processes the team's v heads."""
         target = (self.v_row, extras.v_scale, extras.v_bias, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):

@@ -41,7 +41,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all layers' pages, of scales and of keys that wait."""
+        """Bytes of all layers' pages, of scales and of keys whose block is not full."""
         return sum(self.layer_bytes) + self.scale_bytes + self.tail_bytes
 
     @property

@@ -186,7 +186,7 @@ class MlaConfig:
 
     @property
     def tile_parts(self) -> int:
-        """The number of such parts of a tile."""
+        """The number of parts of a tile that are filled and released by themselves."""
         return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Index, part: int) -> Index:
@@ -236,8 +236,8 @@ class MlaConfig:
 
     @property
     def entry_blocks(self) -> int:
-        """Blocks whose entries are in shared memory: from the next one to the one that is being loaded, a power of
-        2."""
+        """The number of blocks whose entries shared memory holds, from the next block to the one being loaded; a
+        power of 2."""
         return 1 << self.entry_lead.bit_length()
 
     @property

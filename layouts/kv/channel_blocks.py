@@ -174,7 +174,7 @@ class ChannelBlocks(KvRow):
     # -- proofs -------------------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves what `KvRow.verify` does, and that each of a block's parameters has a place."""
+        """Proves what `KvRow.verify` does, and that every parameter of a block has its own bytes."""
         return (*super().verify(), self._verify_parameters())
 
     def _verify_parameters(self) -> Proof:

@@ -156,8 +156,8 @@ class RingFiller:
     def await_append(self, work, token):
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
-        So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
-        cannot be used before it is done.
+        It waits before every tile but the unit's first. Earlier loads would delay the append's own loads, and could
+        not be used before the append is done.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

@@ -48,7 +48,7 @@ class SwizzledLoads:
         return [ptx.pinned(row + ((chunk + LOAD_CHUNKS * i) ^ tile.swizzle(token)) * CHUNK_BYTES) for i in loads]
 
     def load(self, lane_offsets, tile_address: Int32, block_offset: int, pair: int, load: int) -> list[Any]:
-        """Four 8 x 8 matrices of 16-bit units, of the 16 tokens of row halves 2 pair and 2 pair + 1."""
+        """Loads four 8 x 8 matrices of 16-bit units: 16 tokens of the row halves 2 pair and 2 pair + 1."""
         offset = block_offset + self.tile.load_offset(pair, load)
         place = load % self.panel_loads
         if place < len(lane_offsets):

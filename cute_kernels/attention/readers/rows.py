@@ -272,7 +272,7 @@ class RowValueReader(RowLoads, ValueReader):
         """The terms of :meth:`output` that many outputs share."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
-        """The output that an accumulator stands for."""
+        """Returns the output number of an accumulator."""
         return value
 
 

@@ -119,7 +119,7 @@ class CodeDecoder(ABC):
         return ()
 
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
-        """The numbers of the thread's two rows that `fragment` takes.
+        """Returns the numbers of the thread's two rows that `fragment` needs.
 
         scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the
             accumulators; points: their zero points, `symmetric_zero` where none are stored.

@@ -62,8 +62,8 @@ class QuantizedExperts(OfWeight):
     def weight(self) -> PackedExperts:
         """The weights; they share the layer's tensors.
 
-        torch.compile sees new objects, which cost a compiled call nothing. For objects that are kept it would check
-        each time whether they are the same, and what sizes their tensors have.
+        Each access makes new objects, which cost a compiled call nothing. torch.compile would guard kept objects and
+        their sizes in every call.
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
@@ -250,7 +250,7 @@ class QuantizedMoE(OfBlock):
 
 
 class QuantizedInputScaledMoE(OfBlock):
-    """Llama 4's mixture: the router's weights are put on what experts take, and its logits are returned, too.
+    """Llama 4's mixture: the router's weights scale the experts' inputs, and its logits are returned, too.
 
     Each assignment is a row of its own, already scaled, of one expert. The router is ``router``; it makes (scores
     [tokens, experts], logits), and its ``top_k`` largest scores are those of the chosen experts.

@@ -67,8 +67,8 @@ class LayerCall(NamedTuple):
 class LayerRows(NamedTuple):
     """The results of `quantized_layer`.
 
-    rows: the residual stream after the layer, and the norm that the next one takes. qkv: of the next layer; None where
-    no weight was given for it.
+    rows: the residual stream after the layer, with the next layer's norm. qkv: the next layer's q, k and v; None
+        without its weight.
     """
 
     rows: NormedRows

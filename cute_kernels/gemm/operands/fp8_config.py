@@ -52,7 +52,7 @@ def fp8_problem(form: WeightFormat) -> str | None:
 
 
 def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
-    """Whether products are in FP8. Raises ValueError unless these activations go with weights of a format."""
+    """Whether products are in FP8. Raises ValueError if the format does not support these activations."""
     if activations is None:
         if scale is not None:
             raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")

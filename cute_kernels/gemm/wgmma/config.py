@@ -216,7 +216,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def loop_parts(self) -> tuple[int, ...]:
-        """Numbers of parts that have a loop of their own; fewer parts are multiplied as if they were as many."""
+        """The numbers of parts that have a loop of their own; other numbers run the loop of the next larger one."""
         parts = range(1, self.row_parts + 1)
         if self.row_parts <= MOST_LOOPS:
             return tuple(parts)

@@ -94,7 +94,7 @@ class RowLimbs:
 
 @cute.jit
 def row_of(end, rows, place):
-    """(places that have a row, this one's row); end, rows: as for `LIMB_ROWS`, 0 where every place has its own row."""
+    """Returns (the number of places with a row, this place's row)."""
     count, row = place + 1, place
     if end != 0:
         count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

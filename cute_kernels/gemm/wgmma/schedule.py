@@ -423,8 +423,8 @@ def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int],
 
 
 def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Such shapes for 225 to 288 rows. They take 2 us less than tiles cut along K, for 1280 x 8192 with 256 rows within
-    a step."""
+    """Returns shapes for 225 to 288 rows of layers with few features. In a decode step of 256 rows, 1280 x 8192 takes
+    2 us less with them than with tiles cut along K."""
     return CROWDED_SHAPES if has_few_features(problem) and is_plain(problem) and problem.m in CROWDED_ROWS else ()
 
 
@@ -434,7 +434,7 @@ def is_plain(problem: LinearProblem) -> bool:
 
 
 def is_short(problem: LinearProblem) -> bool:
-    """The same of `ROUND_SHAPES` and `RANGE_SHAPES`."""
+    """Whether a problem is one that `ROUND_SHAPES` and `RANGE_SHAPES` were measured for."""
     return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 

@@ -47,8 +47,8 @@ def from_torchao(
 ) -> PackedWeight:
     """The weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
 
-    INT4 is W = (q - 8) * s + z with a floating z. Where z = (8 - zero) * s for integers, to the rounding of z in bf16,
-    the zero points before that rounding are taken; else z is kept as it is.
+    INT4 is W = (q - 8) * s + z with a floating z. If all z are (8 - zero) * s for integer zeros, up to the rounding
+    of z in bf16, the weight gets these zero points. Otherwise it keeps z.
 
     Args:
         packed_weight: int32 [N / 8, K / (16 I), 32, I / 2] with I = 2, 4 or 8 inner k tiles (`innerKTiles`).

@@ -153,7 +153,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CacheMoments:
-    """The result of `gather_moments`: ``layers``' moments, in their order, of ``tokens`` tokens."""
+    """The result of `gather_moments`: the moments of each of ``layers``, in their order, over ``tokens`` tokens."""
 
     layers: tuple[Moments, ...]
     tokens: int

@@ -122,7 +122,7 @@ class Sum(NamedTuple):
         return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
-        """The sum of a product of x, with its norm; None if the product does not defer the norm."""
+        """Computes the product of x, the sum and its norm; None if the product does not defer the norm."""
         if not self.takes(x, product):
             return None
         weight, eps, offset = terms_of(self.norm)

@@ -45,7 +45,7 @@ def replace_norms(model: nn.Module) -> int:
 
 
 def restore_norms(model: nn.Module) -> None:
-    """Takes them away again."""
+    """Restores the modules' own norms."""
     for module in model.modules():
         if _is_replaced(module):
             del module.forward

@@ -112,8 +112,8 @@ def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
 
 
 def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Weights that a ``forward`` of the router gives tokens of noise, sorted: rounding may change which expert is
-    last."""
+    """Returns the weights of the experts that a router's ``forward`` chooses for random tokens. They are sorted,
+    since rounding may change the last expert."""
     weight = block.module.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn((CHECKED_TOKENS, weight.shape[1]), generator=generator, device="cpu", dtype=torch.float32)

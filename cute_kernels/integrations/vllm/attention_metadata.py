@@ -242,8 +242,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Updates a drafting step's metadata, which are views of vLLM's buffers that have the next step's numbers by
-        then."""
+        """Updates a drafting step's metadata. They are views of vLLM's buffers, which already hold the next step's
+        numbers."""
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """The requests from ``first`` on, in pieces."""

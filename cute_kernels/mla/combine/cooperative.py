@@ -142,7 +142,7 @@ def stage_values(acc, scales, place) -> None:
 
 
 class CooperativeCombine:
-    """Adds up parts, by four warps that are idle then: those that gather, after their last tile."""
+    """Adds up parts by four warps that are idle after their last tile: those that gathered tokens."""
 
     def __init__(self, config: MlaConfig):
         self.numbers = of_name(config.layout.dtype)
@@ -179,7 +179,7 @@ class CooperativeCombine:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """Adds up the parts of the head whose first part has its first piece at ``left`` in shared memory. Returns fp32
+        """Adds up the parts of a head. ``left``: shared address of the first piece of its first part. Returns fp32
         [16] unnormalised columns, 4 lane onwards of every piece, and (maximum, total)."""
         stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride

@@ -111,7 +111,7 @@ class Dequantizer:
         return numbers.fma_bf16x2(placed, high, numbers.multiply_bf16x2(placed, low))
 
     def raised(self, products: list[Uint32], factors: Factors, index: int) -> list[Uint32]:
-        """Multiplies words of products with the ``index``-th scale by 2**120 where they lack it."""
+        """Multiplies products with the ``index``-th scale by 2**120, unless the scale already contains that factor."""
         word, bit = (index // 4, 8 * (index % 4) + 7) if self.exponents else (0, index)
         large = (factors.large[word] >> bit & Uint32(1)) != 0
         power = cutlass.select_(large, Uint32(TWO_POWER_120), Uint32(ONE))

@@ -29,8 +29,7 @@ class RowValues:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """Publishes by all lanes what :meth:`publish` does by one: MMAs may be in flight, which a branch might hold
-        up."""
+        """Publishes as :meth:`publish` does, but by all lanes instead of one: a branch might delay MMAs in flight."""
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])

@@ -164,7 +164,7 @@ class KeyRowsResults:
         ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
 
     def send(self, memory, sums, place, group: int) -> None:
-        """Multiplies all of a warpgroup's accumulators, and sends those of the other one's MMA to it."""
+        """Scales all accumulators of a warpgroup, and sends those of the other warpgroup's columns to it."""
         factors = self.factors(memory, 0, group) + 8 * (place.lane % 4)
         place_bytes = 16 * WARPGROUP_THREADS
         area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)

@@ -74,6 +74,6 @@ def entry_rows(config: WgmmaConfig) -> int:
 
 
 def ring_config(config: EntryConfig) -> WgmmaConfig[RegisterWgmma]:
-    """The work of one warpgroup, as a configuration of its own."""
+    """Returns the work of one warpgroup as a configuration of its own."""
     mainloop = RegisterWgmma(config.mainloop.group_steps, config.mainloop.in_flight)
     return replace(config, warpgroups=1, num_stages=config.num_stages // RINGS, mainloop=mainloop)

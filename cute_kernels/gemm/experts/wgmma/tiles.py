@@ -108,7 +108,7 @@ class GroupedTileScheduler:
         )
 
     def entry(self, expert) -> tuple[Any, Any]:
-        """(work tiles before an expert, its first place)."""
+        """Returns (work tiles before an expert, its first place)."""
         before, place = ptx.load_shared_vector(self.table + expert * ENTRY_BYTES, 0, 2)
         return Int32(before), Int32(place)
 
