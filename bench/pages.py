@@ -111,25 +111,30 @@ def _served() -> str:
         f"vLLM {load(LATEST)['rows'][0]['vllm']} is **{_gains(LATEST, llama, 'fp8')} times** as fast with the plug-in "
         "as without, by the same command (Llama-3-8B, 4-bit weights, FP8 cache, 8192 tokens, 32 and 1 requests). "
         f"With the recommended cache it is {_gains(LATEST, llama, ','.join(RECOMMENDED))} times as fast "
-        f"(`{LATEST}.json`). "
-        f"Qwen3-30B-A3B in vLLM 0.26: {_gains('e2e_vllm', experts, 'fp8')} times (`e2e_vllm.json`)."
+        f"(`{LATEST}.json`). Qwen3-30B-A3B: {_gains(LATEST, experts, 'fp8')} times; gpt-oss-20b, MXFP4 "
+        f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times."
     )
 
 
-def _gains(record: str, model: str, cache: str) -> str:
+def _gains(record: str, model: str, cache: str, weights: str = "w4") -> str:
     """The least and the most that a model gains with a cache, over vLLM with FP8."""
-    steps = _steps_of_vllm(record, model)
+    steps = _steps_of_vllm(record, model, weights)
     gains = [steps[batch, "off", "fp8"]["tpot_ms"] / steps[batch, "on", cache]["tpot_ms"] for batch in (1, 32)]
     return f"{number(min(gains))} to {number(max(gains))}"
 
 
 LATEST = "e2e_vllm33"  # of the version that is the reference
+PLUGIN = {"gpt-oss-20b": "attention,float_experts"}  # the parts that were on, of models that were not served by all
 
 
 def _steps_of_vllm(record: str, model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
     """Cases of a record's model by requests, plug-in and cache."""
-    rows = (row for row in load(record)["rows"] if (row["model"], row["weights"]) == (model, weights))
-    return {(row["batch"], row["plugin"], row["kv_format"] or row["kv"]): row for row in rows}
+    rows = [row for row in load(record)["rows"] if (row["model"], row["weights"]) == (model, weights)]
+    whole = PLUGIN.get(model, "on")
+    return {
+        (row["batch"], "on" if row["plugin"] == whole else row["plugin"], row["kv_format"] or row["kv"]): row
+        for row in rows
+    }
 
 
 SERVED = (
@@ -138,7 +143,8 @@ SERVED = (
     ("Llama-3-8B, W4, INT4 cache", "e2e_vllm", "llama3-8b", "w4", "int4_g4", (1, 32)),
     ("Llama-3-8B, 16-bit weights, INT8 cache", "e2e_vllm", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
     ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", "e2e_vllm", "llama2-70b-shard8", "w4", "int4_g4", (64,)),
-    ("Qwen3-30B-A3B, W4, the same command line", "e2e_vllm", "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
+    ("Qwen3-30B-A3B, W4, the same command line", LATEST, "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
+    ("gpt-oss-20b, MXFP4, FP8 cache", LATEST, "gpt-oss-20b", "mxfp4", "fp8", (1, 32)),
 )
 """What the README shows of vLLM: words, record, model, weights, cache with the plug-in, requests."""
 
