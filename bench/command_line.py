@@ -201,7 +201,7 @@ def _add_e2e(commands: Any) -> None:
         action="append",
         type=_e2e_case,
         metavar="CASE",
-        help="engines: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], such as llama3-8b:w4:fp8:on@1,32; repeatable",
+        help="engines: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed]; such as llama3-8b:w4:fp8:on@1,32",
     )
     e2e.add_argument(
         "--limit", type=_count, default=300, help="engines: seconds that a case, or all together, may take"

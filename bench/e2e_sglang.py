@@ -36,10 +36,10 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the case asks for what there is in vLLM alone.
     """
-    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.kernels:
+    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.kernels or case.mixed:
         raise ValueError(
             f"case: got {case.name!r}, want KV of {', '.join(KV_DTYPES)} and a plug-in of {', '.join(PLUGINS)}, "
-            "without a cache format, with SGLang"
+            "without a cache format or a mixed load, with SGLang"
         )
     return {
         "model_path": str(model_folder(case, folder)),

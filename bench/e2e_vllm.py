@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from bench import e2e_mixed
 from bench.e2e_models import MODELS
 from bench.environment import ROOT, environment
 from bench.record import Recorder
@@ -55,6 +56,7 @@ class Case:
         kernels: whether the kernels of a step are recorded, too.
         block_size: tokens of a page of the cache; 0 for what the engine chooses.
         engine: "vllm" or "sglang", a module of this folder each: `bench.e2e_sglang` says what the names mean there.
+        mixed: whether it is served `bench.e2e_mixed`'s load instead of batches, with vLLM alone.
     """
 
     model: str
@@ -68,31 +70,36 @@ class Case:
     kernels: bool = False
     block_size: int = 0
     engine: str = "vllm"
+    mixed: bool = False
 
     @property
     def name(self) -> str:
         seams = self.plugin.replace(",", "+")
         name = ":".join((self.model, self.weights, self.kv, seams, *([self.kv_format] if self.kv_format else [])))
-        return f"{name}/{self.block_size}" if self.block_size else name
+        name = f"{name}/{self.block_size}" if self.block_size else name
+        return f"{name}@mixed" if self.mixed else name
 
 
 def case_of(text: str) -> Case:
-    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B].
+    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed].
 
     Raises:
         ValueError: a part of it is unknown.
     """
     name, _, batches = text.partition("@")
+    mixed, batches = batches == "mixed", str(e2e_mixed.REQUESTS) if batches == "mixed" else batches
     name, _, page = name.partition("/")
     parts = name.split(":")
     known = len(parts) in (4, 5) and parts[0] in MODELS and parts[1] in WEIGHTS
     known = known and (parts[0] == "gpt-oss-20b" or parts[1] != "mxfp4")
     if not known or (page and not page.isdecimal()):
-        wanted = f"MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
+        wanted = "MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed]"
+        wanted += f", of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
         raise ValueError(f"case: got {text!r}, want {wanted}")
     model, weights, kv, plugin, *kv_format = parts
     counts = tuple(int(count) for count in batches.split(",")) if batches else Case.batches
-    return Case(model, weights, kv, plugin.replace("+", ","), *kv_format, batches=counts, block_size=int(page or 0))
+    seams, tokens = plugin.replace("+", ","), int(page or 0)
+    return Case(model, weights, kv, seams, *kv_format, batches=counts, block_size=tokens, mixed=mixed)
 
 
 DEFAULT_CASES = (
@@ -375,14 +382,12 @@ class Decoding:
 
     def _seconds(self, tokens: int) -> float:
         """How long the engine takes for so many tokens of each request."""
-        import vllm
-
-        sampling = vllm.SamplingParams(
-            max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0.0
-        )
-        begin = time.perf_counter()
+        sampling, begin = e2e_mixed.greedy(tokens), time.perf_counter()
         self.llm.generate(self.prompts, sampling, use_tqdm=False)
         return time.perf_counter() - begin
+
+
+Measured: TypeAlias = Decoding | e2e_mixed.MixedLoad
 
 
 def prompts_of(case: Case) -> dict[int, list[list[int]]]:
@@ -396,7 +401,7 @@ def prompts_of(case: Case) -> dict[int, list[list[int]]]:
     }
 
 
-def take_turns(case: Case, decoding: Iterable[Decoding], turn: Turn) -> None:
+def take_turns(case: Case, decoding: Iterable[Measured], turn: Turn) -> None:
     """Measures each batch, when it is the engine's turn."""
     for number in range(TURNS if case.beside else 1):
         if case.beside:
@@ -406,7 +411,7 @@ def take_turns(case: Case, decoding: Iterable[Decoding], turn: Turn) -> None:
         turn.end(number)
 
 
-def row_of(case: Case, batch: int, measured: Decoding) -> dict[str, Any]:
+def row_of(case: Case, batch: int, measured: Measured) -> dict[str, Any]:
     """What is recorded of a batch, whichever engine served it."""
     import torch
 
@@ -445,8 +450,11 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     start_s = time.perf_counter() - start
     print(f"{case.name}: started in {start_s:.1f} s", flush=True)
     cache = llm.llm_engine.vllm_config.cache_config
-    prompts = prompts_of(case)
-    decoding = {batch: Decoding(llm, [{"prompt_token_ids": each} for each in prompts[batch]]) for batch in prompts}
+    decoding: dict[int, Measured] = {}
+    for batch, prompts in ({} if case.mixed else prompts_of(case)).items():
+        decoding[batch] = Decoding(llm, [{"prompt_token_ids": each} for each in prompts])
+    if case.mixed:
+        decoding[e2e_mixed.REQUESTS] = e2e_mixed.MixedLoad(llm, e2e_mixed.arrivals(case.context))
     take_turns(case, decoding.values(), turn)
     rows = []
     for batch, each in decoding.items():
@@ -456,7 +464,11 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
                 "tokens_that_fit": None if case.beside else cache.num_gpu_blocks * cache.block_size,
                 "start_s": None if case.beside else start_s,
                 "vllm": vllm.__version__,
-                **({"step": profile_step(llm, list(each.prompts))} if case.kernels else {}),
+                **(
+                    {"step": profile_step(llm, list(each.prompts))}
+                    if case.kernels and isinstance(each, Decoding)
+                    else {}
+                ),
             }
         )
         print(line_of(rows[-1]), flush=True)

@@ -55,6 +55,12 @@ def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple
     assert e2e_vllm.case_of(case.name).name == case.name == text.partition("@")[0]
 
 
+def test_a_mixed_load_is_a_case_of_its_own():
+    case = e2e_vllm.case_of("llama3-8b:w4:fp8:on@mixed")
+    assert case.mixed and case.batches == (64,) and case.name == "llama3-8b:w4:fp8:on@mixed"
+    assert e2e_vllm.case_of(case.name) == case != e2e_vllm.case_of("llama3-8b:w4:fp8:on@64")
+
+
 @pytest.mark.parametrize(
     "text",
     [
