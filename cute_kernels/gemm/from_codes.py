@@ -10,6 +10,7 @@ import torch
 from cute_kernels.arguments import (
     check_dtype,
     check_flag,
+    check_floating,
     check_number,
     check_numbers,
     check_tensors,
@@ -172,24 +173,17 @@ def _second_level(
     """fp32 [N] of formats with scales of a second level."""
     if not form.row_scales:
         if second is not None:
-            raise ValueError(
-                f"second: got scales of a second level, want None for a weight in the format {spelling(form)}"
-            )
+            raise ValueError(f"second: got scales of a second level, want None in the format {spelling(form)}")
         return None
     if second is None:
-        raise ValueError(
-            f"second: got None, want the scale of the second level of a weight in the format {spelling(form)}"
-        )
+        raise ValueError(f"second: got None, want the scale of the second level of the format {spelling(form)}")
     if not isinstance(second, torch.Tensor):
         check_number("second", second)
         second = torch.tensor(second, dtype=torch.float32, device="cpu")
-    check_numbers(second=second)
-    rows = second
-    if not rows.is_floating_point():
-        raise TypeError(f"second: got dtype {rows.dtype}, want floating numbers")
-    if rows.numel() not in (1, n) or rows.dim() > 2:
-        raise ValueError(f"second: got shape {list(rows.shape)}, want one number or [{n}], one for each row")
-    rows = rows.float().reshape(-1)
+    check_floating(second=second)
+    if second.numel() not in (1, n) or second.dim() > 2:
+        raise ValueError(f"second: got shape {list(second.shape)}, want one number or [{n}], one for each row")
+    rows = second.float().reshape(-1)
     found = 1 / rows if divides else rows
     wrong = rows[~(rows.isfinite() & found.isfinite())]
     if len(wrong):

@@ -214,7 +214,7 @@ def check_scales(name: str, scales: torch.Tensor) -> None:
 
     Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
     """
-    if scales.dtype != torch.bfloat16 or scales.is_meta:
+    if scales.dtype != torch.bfloat16 or scales.is_meta or not scales.numel():
         return
     least, most = _range_of(scales)
     if math.isnan(most):
