@@ -28,7 +28,7 @@ def markdown(record: dict[str, Any]) -> str:
         errors = [_error(row["logits"], names) for names in COLUMNS.values()]
         lines.append([row["name"], row["beside"], ends, widest, *errors])
     steps, versions = rows[0]["steps"], record["environment"]["versions"]
-    head = ["model", "beside", f"same tokens, of {steps}", "tie", *COLUMNS]
+    head = ["model", "compared with", f"same tokens, of {steps}", "tie", *COLUMNS]
     requests = f"small random models, 16-bit weights, {len(rows[0]['same'])} requests, one of them padded"
     about = (
         f"transformers {versions['transformers']}; {requests}. tie: how far apart the two tokens were where choices "
