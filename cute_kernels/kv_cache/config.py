@@ -49,8 +49,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def other_rotation(width: int, head_dim: int) -> str | None:
-    """The rotation that is possible in place of Hadamard blocks of ``width`` in rows of ``head_dim`` columns. None if
-    these are possible: lanes own powers of two."""
+    """Returns the rotation to use if Hadamard blocks of ``width`` are impossible in rows of ``head_dim`` columns.
+    None if they are possible: lanes own powers of two."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):

@@ -139,8 +139,8 @@ def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def possible_parts(shape: Workload, rate: Rate) -> list[int]:
-    """Numbers of parts that rows may be cut into, STREAM_K among them; no part is without blocks where all tokens
-    count."""
+    """Returns the numbers of parts that rows may be cut into, STREAM_K included. If all tokens exist, every part has
+    a block."""
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)

@@ -9,7 +9,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def changed(config: ConfigT, **fields: object) -> ConfigT:
-    """The configuration with other values of its own fields, or of its policies'.
+    """Returns the configuration with other values for fields of its own or of its policies.
 
     A policy's field goes by its name; where several policies have it, by the policy's name, "_" and its own: of a
     configuration with policies ``k`` and ``v`` that both have a ``format``, ``k_format``.

@@ -20,7 +20,7 @@ def test_a_model_is_a_row_with_its_ties_and_errors():
         "date": "2026-11-26",
     }
     lines = same_tokens.markdown({"rows": rows, "environment": environment}).splitlines()
-    assert lines[0] == "| model | beside | same tokens, of 256 | tie | 16 bits | FP8 | INT8 | INT4 |"
+    assert lines[0] == "| model | compared with | same tokens, of 256 | tie | 16 bits | FP8 | INT8 | INT4 |"
     assert lines[2] == "| a | eager | 256, 256 | - | - | 0.020 | - | - |"
     assert lines[3] == "| b | sdpa | 256, 9 | 0.017 | 0.004 | 0.012 | 0.006 | 0.034 |"
 

@@ -409,7 +409,8 @@ class RowMapOperand(RowOperand):
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
     def begin(self, head):
-        """(the first of a token's words that are copied to a CTA's ring, bytes from there to its first head's row)."""
+        """Returns (the first word of a token that is copied to a CTA's ring, bytes from there to the row of its first
+        head)."""
         first = head * self.tile.row_words
         if not self.begins_before:
             return first, 0

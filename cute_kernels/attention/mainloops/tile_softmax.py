@@ -83,7 +83,7 @@ class Softmax:
         return [TileScale(key, value_log, reciprocal)]
 
     def run_of(self, index: int) -> int:
-        """The part of a tile with a scale that a thread's ``index``-th accumulator belongs to."""
+        """Returns the scale's part of the tile in which a thread's ``index``-th accumulator lies."""
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:

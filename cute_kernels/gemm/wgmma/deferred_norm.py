@@ -233,7 +233,7 @@ class TakingStore:
         return range(0, self.tiles.own_m, self.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
-        """Loads words of a row's sums, every so many vectors for each lane; zeros after the row's last one and for no
+        """Loads words of a row's sums, strided over the lanes; zeros after the row's last word and for a missing
         row."""
         start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []

@@ -387,10 +387,10 @@ def replace(interface: Interface) -> str:
 
 
 def replace_experts(module: str, name: str, source: Source) -> None:
-    """Has a method of vLLM's make these experts of the layers that are served.
+    """Makes a method of vLLM build these experts for supported layers.
 
-    With EPLB vLLM moves experts between GPUs: rows of the layer's parameters, which these experts are views of, and ids
-    are those of places already. Most of its own methods do not take part.
+    With EPLB vLLM moves experts between GPUs: it moves rows of the layer's parameters, of which these experts are
+    views, and its ids are already those of rows. Most of its own methods do not take part.
     """
     owner = getattr(importlib.import_module(module), name)
     takes_part = owner.supports_eplb.fget

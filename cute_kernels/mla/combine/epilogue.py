@@ -37,7 +37,7 @@ class Epilogue:
 
     @cute.jit
     def end_values(self, acc, work, work_tiles, results, memory, warp, lane):
-        """The second warpgroup."""
+        """Ends a work tile in the second warpgroup."""
         self.weights.await_end()
         if work.publishes:
             work_tiles.exchange.publish(work, acc, (), warp, lane, 1)

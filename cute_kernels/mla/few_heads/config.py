@@ -98,7 +98,7 @@ class FewHeadsConfig:
 
     @property
     def statistic_bytes(self) -> int:
-        """Shared memory of two numbers a head that a cluster's CTAs exchange."""
+        """Shared memory of the two numbers for each head that a cluster's CTAs exchange."""
         return 8 * self.heads if self.cluster > 1 else 0
 
     @property
@@ -118,7 +118,7 @@ class FewHeadsConfig:
 
     @property
     def factor_bytes(self) -> int:
-        """Shared memory of a number a tile and head."""
+        """Shared memory of one number for each tile and head."""
         return NUM_TILES * self.head_bytes
 
     @property

@@ -113,7 +113,7 @@ class DelayedPV:
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def score_first(self, rows, held, memory, stage, phase) -> None:
-        """A work tile's first scores."""
+        """Computes a work tile's first scores."""
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
         self.begin_scores(scores, held, memory, stage, phase)
         self.score_rest(scores, held, memory, stage, phase)

@@ -46,7 +46,8 @@ class AssignedEntry:
 
 @dataclass(frozen=True)
 class AssignmentFinder:
-    """The entries of all assignments, by the first of each. All lanes of a warp have one, and call it together.
+    """Finds the entries of all assignments; an entry is known by its first assignment. All lanes of a warp hold one
+    finder and call it together.
 
     Attributes, each for every assignment of a lane:
         experts: of it.

@@ -19,8 +19,7 @@ def reciprocal(divisor):
 
 
 def quotient(count, of):
-    """A division in two instructions, of a count of at least 0 whose product with the divisor is at most
-    `MOST_DIVIDED`.
+    """Divides in two instructions. The count is at least 0, and its product with the divisor at most `MOST_DIVIDED`.
 
     Each CTA divides on the way to its first weights: 64 bits would be seven instructions, a division itself thirty.
     """
