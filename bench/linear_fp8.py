@@ -21,7 +21,7 @@ from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.fp8 import kept_row_codes, takes_row_codes
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, PLAIN, ROUNDED, X_GROUP, Fp8RowsConfig, x_group
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, PLAIN, ROUNDED, X_GROUP, RowsConfig, x_group
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
@@ -39,8 +39,8 @@ Calls = dict[str, Callable[[], torch.Tensor]]
 def row_specs(form: WeightFormat, k_pad: int) -> list[KernelSpec]:
     """The kernels that round rows of x: for whoever asks, for products in FP8, and for those in 16 bits."""
     scales = BY_GROUP if form.group_size else BY_ROW
-    plain, tail = Fp8RowsConfig("bf16", scales, PLAIN), bool(k_pad % X_GROUP)
-    configs = plain, Fp8RowsConfig("bf16", scales, half_last=tail), Fp8RowsConfig("bf16", scales, ROUNDED)
+    plain, tail = RowsConfig("bf16", scales, PLAIN), bool(k_pad % X_GROUP)
+    configs = plain, RowsConfig("bf16", scales, half_last=tail), RowsConfig("bf16", scales, ROUNDED)
     return [GemmSpec(config) for config in configs]
 
 

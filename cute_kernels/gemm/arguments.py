@@ -15,11 +15,7 @@ bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], 
                           cuts tiles; of every tile, where its CTA has them one after the other; workspace [tiles that
                           are cut, splits - 1, block_rows * tile_m]
     num_ctas              that are launched
-    factors, eps, offset  of rows that meet factors: [k], of x's dtype, on 16 bytes; bits of fp32
-
-Limbs of rows (`LIMB_ROWS`): x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32
-that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; out int8 [places,
-groups, 2, 128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
+    factors               of inputs that are scaled: [k], of x's dtype, on 16 bytes
 
 Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
 ``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
@@ -116,7 +112,6 @@ n / 64]; offset, added to weights. Or of the other side, squares: fp32 [m, parts
 inverse_k: 1 / k."""
 
 
-LIMB_ROWS = matrix_arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
 INPUT_ROWS = joined(
     arguments("tensor", "out"),
     arguments("address", "x", "order", "factors"),

@@ -18,7 +18,7 @@ from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, result_dtype
 from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
-from cute_kernels.gemm.operands.fp8_config import FP8_TILES, ROUNDED, Fp8RowsConfig, whole_k, x_group
+from cute_kernels.gemm.operands.fp8_config import FP8_TILES, ROUNDED, RowsConfig, whole_k, x_group
 from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, without_rows
@@ -126,7 +126,7 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
     whole_k(problem.k_pad)  # what it refuses does not depend on the number of rows
     if in_16_bits:
         product, numbers = product_of(problem, index), {}
-        rows = rows_in_order(Fp8RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)
+        rows = rows_in_order(RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)
     else:
         schedule = fp8_schedule(problem)
         product = tile_product(load(GemmSpec(schedule.config), arch_of(index)), FP8_TILES, schedule, index)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from cute_kernels.gemm.arguments import CompiledAs, code_of, compile_kernel
 from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
-from cute_kernels.gemm.operands.fp8_config import Fp8RowsConfig
+from cute_kernels.gemm.operands.fp8_config import RowsConfig
 from cute_kernels.gemm.stream.config import StreamConfig
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -23,8 +23,8 @@ class GemmSpec(KernelSpec):
     """
 
     config: (
-        StreamConfig | WgmmaConfig | LayerProductsConfig | LimbRowsConfig | InputRowsConfig
-        | Fp8RowsConfig
+        StreamConfig | WgmmaConfig | LayerProductsConfig | InputRowsConfig
+        | RowsConfig
     )  # fmt: skip
     family: ClassVar[str] = "linear"
 

@@ -10,15 +10,13 @@ import torch
 from cute_kernels import fused_moe
 from cute_kernels.gemm.activations import ActivationFunction, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
-from cute_kernels.gemm.experts.choice import GroupedLayout, assigned
+from cute_kernels.gemm.experts.choice import assigned
+from cute_kernels.gemm.experts.compile import specs_of
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.gemm.experts.plan import DTYPE_NAMES
+from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
 from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
-from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
-from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32
@@ -80,13 +78,14 @@ def specs(
     activation: ActivationFunction = SWIGLU,
 ) -> list[KernelSpec]:
     """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
-    found = (spec for count in tokens for spec in _specs_of(gate_up, down, count * topk, invariant, activation))
+    found = (spec for count in tokens for spec in _specs_of(gate_up, down, count, topk, invariant, activation))
     return list(dict.fromkeys(found))
 
 
 def _specs_of(
-    gate_up: ExpertsForm, down: ExpertsForm, count: int, invariant: bool, activation: ActivationFunction
+    gate_up: ExpertsForm, down: ExpertsForm, tokens: int, topk: int, invariant: bool, activation: ActivationFunction
 ) -> Iterator[KernelSpec]:
+    count = tokens * topk
     kinds, name = ((gate_up, invariant, activation), (down, invariant)), DTYPE_NAMES[gate_up.dtype]
     layouts = [layout_of(count, *kind) for kind in kinds]
     few = None if invariant else assigned(count, [problem_of(count, *kind) for kind in kinds], layouts)
@@ -94,14 +93,12 @@ def _specs_of(
         yield from (ExpertSpec(layout.config) for layout in few)
         yield ExpertSpec(CombineConfig(name, "fp32", ID_BITS))
         return
-    for layout in layouts:
-        yield from _product_specs(layout)
+    entries = entry_layouts(tokens, topk, gate_up, down, activation) if gate_up.activations is None else None
+    if entries is not None:
+        yield from (ExpertSpec(layout.config) for layout in entries)
+        yield ExpertSpec(CombineConfig(name, name, ID_BITS))
+        return
+    yield from (spec for layout in layouts for spec in specs_of(layout.config))
     yield ExpertSpec(RoutingConfig(ID_BITS))
     yield ExpertSpec(GatherConfig(name))
     yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))
-
-
-def _product_specs(layout: GroupedLayout) -> Iterator[KernelSpec]:
-    yield ExpertSpec(layout.config)
-    if isinstance(layout, GroupedTiles) and layout.config.limbs:
-        yield GemmSpec(LimbRowsConfig(layout.config.dtype))

@@ -25,12 +25,12 @@ from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
+from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.linear.cases import known
@@ -97,7 +97,7 @@ def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = [ExpertSpec(RoutingConfig(bits)) for bits in (32, 64)]
     found += [ExpertSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")]
-    found += [GemmSpec(LimbRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [GemmSpec(RowsConfig(dtype, makes=LIMBS)) for dtype in ("bf16", "fp16")]
     found += [ExpertSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [ExpertSpec(CombineConfig("fp32", "bf16"))]
     found += [ExpertSpec(CombineConfig("bf16", id_bits=64, shares=dtype)) for dtype in ("bf16", "fp16")]

@@ -19,18 +19,20 @@ from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
     FOR_PRODUCTS,
-    FP8_ROWS,
     GIVEN,
+    LIMBS,
     PLAIN,
     ROUNDED,
-    Fp8RowsConfig,
+    ROWS,
+    RowsConfig,
 )
 from cute_kernels.gemm.operands.fp8_launch import MOST_TILE_M
-from cute_kernels.gemm.operands.fp8_rows import Fp8RowsKernel, RowCodes
 from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8_schedule
+from cute_kernels.gemm.operands.rows import RowCodes, RowsKernel
 from cute_kernels.gemm.problem import LinearProblem
 from simulator import LANES, Gpu, Uint32
 from tests.launchers import given_to, recording
+from tests.linear.limbs import limbs_of
 from tests.linear.test_fp8_mainloop import ORDER
 from tests.moe.machine import Machine, Word
 
@@ -46,11 +48,11 @@ def made(
     gpu = Gpu()
     run_on(gpu)
     scales, makes = BY_GROUP if scale is None else GIVEN, FOR_PRODUCTS if for_products else PLAIN
-    subject = RowCodes(Fp8RowsConfig(dtype, scales, makes))
+    subject = RowCodes(RowsConfig(dtype, scales, makes))
     given = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
     words = [gpu.pinned(np.ascontiguousarray(given[:, i]).view(type(LANES))) for i in range(4)]
     if scale is None:
-        factor, bits = subject.scales_of(subject.of_group(subject.largest(words)))
+        factor, bits = subject.scales_of(subject.inputs.of_group(subject.inputs.largest(words)))
     else:
         factor, bits = subject.given_scale(Uint32(np.full(32, np.float32(scale).view(np.uint32))))
     found = subject.codes(words, factor, bits, LANES % 16)
@@ -103,7 +105,7 @@ def test_a_given_scale_is_divided_by(scale: float, run_on):
 
 def test_quotients_are_rounded_to_nearest(run_on):
     run_on(Gpu())
-    subject = RowCodes(Fp8RowsConfig("bf16"))
+    subject = RowCodes(RowsConfig("bf16"))
     random = np.random.default_rng(0)
     for _ in range(64):
         by = np.exp2(random.uniform(-119, 120, 32)).astype(np.float32)
@@ -158,7 +160,7 @@ def test_few_rows_are_rounded_in_one_launch_and_multiplied_in_16_bits(name: str,
     assert y.shape == (m, 192) and weight.codes not in fp8._kept_rows
     plain, first, second = (launch for launch in cache.launches if "linear_inputs" not in launch.symbol)
     assert first.symbol.endswith("_rounded") and second.symbol == plain.symbol
-    rows = dict(zip(FP8_ROWS.names, first.arguments, strict=True))
+    rows = dict(zip(ROWS.names, first.arguments, strict=True))
     whole = -(-k // 8) * 8
     assert (rows["places"], rows["out_pieces"], rows["groups"]) == (m, whole // 8, -(-k // GROUP))
     assert (rows["given"] != 0) == (scale is not None)
@@ -275,10 +277,10 @@ def run_rows(machine: RowsMachine, kernel: Any, given: Any, *arguments: int) -> 
     def launch(grid, block, **options):
         machine.grid = grid
         for one in np.ndindex(*grid):
-            machine.run(lambda: Fp8RowsKernel.kernel(kernel, *launches[0]), [one], block[0])
+            machine.run(lambda: RowsKernel.kernel(kernel, *launches[0]), [one], block[0])
 
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)
-    Fp8RowsKernel.launch(kernel, given_to(FP8_ROWS, given, *arguments), None)
+    RowsKernel.launch(kernel, given_to(ROWS, given, *arguments), None)
 
 
 @pytest.mark.parametrize("kind", [BY_GROUP, BY_ROW, GIVEN])
@@ -297,9 +299,9 @@ def test_every_place_that_there_is_gets_its_row(kind: str, k: int, for_products:
     end, table = machine.put(torch.tensor([count], dtype=torch.int32)), machine.put(rows)
     out = machine.put(torch.full((3, 8 * pieces), 0x55, dtype=torch.uint8))
     scales = machine.put(torch.full((groups * 8 + 24,), -7.0))
-    config = Fp8RowsConfig("bf16", kind, FOR_PRODUCTS if for_products else PLAIN, half_last)
+    config = RowsConfig("bf16", kind, FOR_PRODUCTS if for_products else PLAIN, half_last)
     arguments = machine.put(scale), out, scales, 3, pieces, groups, scale_groups, *strides
-    run_rows(machine, Fp8RowsKernel(config), given, end, table, *arguments)
+    run_rows(machine, RowsKernel(config), given, end, table, *arguments)
     found = machine.get(out, (3, 8 * pieces), torch.uint8)
     codes, wanted = quantize_activations(
         x[rows[:count].long()], GROUP if kind == BY_GROUP else 0, scale=scale if kind == GIVEN else None
@@ -329,7 +331,7 @@ def test_rounded_rows_are_what_codes_and_scales_stand_for(kind: str, k: int, run
     scale, groups = torch.tensor([0.01]), -(-k // GROUP)
     given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
     out = machine.put(torch.full((4, k), -7.0).bfloat16())
-    kernel = Fp8RowsKernel(Fp8RowsConfig("bf16", kind, ROUNDED))
+    kernel = RowsKernel(RowsConfig("bf16", kind, ROUNDED))
     run_rows(machine, kernel, given, 0, 0, machine.put(scale), out, 0, 3, k // 8, groups, 0, 0, 0)
     found = machine.get(out, (4, k), torch.bfloat16)
     size = GROUP if kind == BY_GROUP else 0
@@ -337,3 +339,21 @@ def test_rounded_rows_are_what_codes_and_scales_stand_for(kind: str, k: int, run
     want = dequantize_activations(*parts, size).bfloat16()
     assert torch.equal(found[:3].nan_to_num(nan=1e6), want.nan_to_num(nan=1e6)) and (found[3] == -7).all()
     assert found[0].isfinite().all() and found[2].isnan().any()
+
+
+@pytest.mark.parametrize("k", [8, 264])
+def test_limbs_of_every_place_that_there_is_lie_where_products_read_them(k: int, run_on):
+    machine = RowsMachine()
+    run_on(machine)
+    x = torch.randn(4, k, generator=torch.Generator().manual_seed(8)).bfloat16()
+    rows, count, groups, pitch = torch.tensor([3, 0, 1 << 30], dtype=torch.int32), 2, -(-k // GROUP), 8
+    given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
+    end, table = machine.put(torch.tensor([count], dtype=torch.int32)), machine.put(rows)
+    out = machine.put(torch.full((3, groups, 2, GROUP), 0x55, dtype=torch.int8))
+    scales = machine.put(torch.full((groups, pitch), -7.0))
+    sizes = 3, 16 * groups, groups, groups, pitch, 1
+    run_rows(machine, RowsKernel(RowsConfig("bf16", makes=LIMBS)), given, end, table, 0, out, scales, *sizes)
+    found = machine.get(out, (3, groups, 2, GROUP), torch.int8).numpy()
+    wanted, wanted_scales = limbs_of(x[rows[:count].long()])
+    assert np.array_equal(found[:count], wanted) and (found[count:] == 0x55).all()
+    assert np.array_equal(machine.get(scales, (groups, pitch), torch.float32).numpy()[:, :count], wanted_scales)

@@ -18,7 +18,7 @@ from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.kernel import grouped_tiles_kernel
 from cute_kernels.gemm.experts.wgmma.schedule import FP8_SHAPES, SMALL_GROUP_FP8_SHAPES, make_fp8_tiles, tile_config
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8RowsConfig, Fp8Wgmma, x_group
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, RowsConfig, x_group
 from cute_kernels.gemm.operands.fp8_schedule import candidates, fp8_schedule
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
@@ -44,7 +44,7 @@ TILE = WgmmaConfig(
 
 
 def rows_as_they_lie(x: torch.Tensor, group_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(bytes [rows, k blocks, 128] as `.fp8_rows` leaves them, scales [k blocks, rows], the numbers [rows, K])."""
+    """(bytes [rows, k blocks, 128] as `.rows` leaves them, scales [k blocks, rows], the numbers [rows, K])."""
     k = x.shape[1]
     codes, scales = quantize_activations(x, group_size)
     k_blocks = -(-k // X_GROUP)
@@ -211,7 +211,7 @@ def grouped_specs(name: str) -> list[KernelSpec]:
     return [ExpertSpec(config) for config in tails if config is not None]
 
 
-SPECS: list[KernelSpec] = [GemmSpec(Fp8RowsConfig("bf16", half_last=True)), *dense_specs("mxfp4")]
+SPECS: list[KernelSpec] = [GemmSpec(RowsConfig("bf16", half_last=True)), *dense_specs("mxfp4")]
 SPECS += [*grouped_specs("mxfp4"), *grouped_specs("fp8"), *dense_specs("fp8")]
 
 

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
+from cute_kernels.gemm.operands.rows import LimbCodes
 from cute_kernels.gemm.wgmma import limb_rows
 from tests.attention.warp import LANES
 from tests.linear.limbs import GROUP, limbs_of
@@ -23,11 +25,11 @@ def split(dtype: str, x: torch.Tensor, run_on) -> tuple[np.ndarray, np.ndarray]:
     words = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
     subject = limb_rows.RowLimbs(dtype)
     lane = LANES % limb_rows.GROUP_LANES
-    scale, found = subject.split(
-        [gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)], lane
-    )
+    given = [gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)]
+    factor, scale = subject.scales_of(subject.of_group(subject.largest(given)))
+    found = subject.limbs(given, factor, lane)
     memory = np.zeros(2 * 2 * GROUP, np.uint8)
-    target = LANES // 16 * limb_rows.GROUP_BYTES + (lane & 1) * (limb_rows.GROUP_BYTES // 2) + (lane >> 1) * 16
+    target = 16 * LimbCodes(RowsConfig(dtype, makes=LIMBS)).target(LANES, lane)
     for i, word in enumerate(found):
         memory.view(np.uint32)[target // 4 + i] = np.asarray(word)
     return memory.view(np.int8).reshape(2, 2, GROUP), np.asarray(scale).view(np.float32)[::16]

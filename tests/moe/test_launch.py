@@ -296,8 +296,8 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         limbs, first, more_limbs, second = between
         assert limbs[:3] == (given["x"], end, rows) and more_limbs[1:3] == (end, 0)
         for made_at, product in ((limbs, first), (more_limbs, second)):
-            assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
-            assert product[0].shape[0] == made_at[5] == 33 * TOPK
+            assert (made_at[4], made_at[5]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
+            assert product[0].shape[0] == made_at[6] == 33 * TOPK
     hidden = (more_limbs if products == "limbs" else second)[0]
     out_at = 4 if products == "ranges" else 5  # which has no zero points
     assert first[out_at] == hidden.data_ptr() and hidden.shape[1] == INNER and second[out_at] == results
@@ -593,7 +593,7 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
         assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]
     else:
         ((source, *others),) = before
-        assert source is given["x"] and others[:3] == [offsets + 4 * EXPERTS, rows, last[0].data_ptr()]
+        assert source is given["x"] and others[:4] == [offsets + 4 * EXPERTS, rows, 0, last[0].data_ptr()]
 
 
 @pytest.mark.parametrize("products", KINDS[:3], indirect=True)

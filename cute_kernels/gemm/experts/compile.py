@@ -9,10 +9,11 @@ from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import candidate_configs, entry_tiles
+from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.config import StreamConfig
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
@@ -46,7 +47,7 @@ def shipped_specs() -> list[KernelSpec]:
 def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches, except the one that gathers rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
-    limbs = [GemmSpec(LimbRowsConfig(config.dtype))] if makes_limbs else []
+    limbs = [GemmSpec(RowsConfig(config.dtype, makes=LIMBS))] if makes_limbs else []
     return [*limbs, ExpertSpec(config)]
 
 

@@ -30,7 +30,7 @@ from cute_kernels.gemm.experts.product import (
     product_of,
     routing_function,
 )
-from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
+from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles
 from cute_kernels.gemm.inputs.launch import contiguous
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.plan import aligned
@@ -303,14 +303,22 @@ def assigned_products(
 def entry_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
-    """The batch-invariant products, as `assigned_products` has the others."""
+    """The products by tiles of entries, as `assigned_products` has those by work ranges."""
+    layouts = entry_layouts(tokens, topk, gate_up, down, activation)
+    return None if layouts is None else as_they_are(layouts, tokens * topk, topk, id_bits, gate_up)
+
+
+def entry_layouts(
+    tokens: int, topk: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
+) -> list[GroupedTiles] | None:
+    """The layouts of both products by tiles of entries; None if there are too many assignments, or if one cannot."""
     count, own = tokens * topk, activation_named(activation)
     first = problem_of(count, gate_up, True, activation)
     if own is not None and not own.gated:  # of those that are chosen by a number, entries' stores know the gated one
         first = replace(first, activation=own)
-    problems = first, problem_of(count, down, True)
-    layouts = [entry_tiles(problem, tokens) for problem in problems]
-    return None if None in layouts else as_they_are(layouts, count, topk, id_bits, gate_up)
+    found = [entry_tiles(problem, tokens) for problem in (first, problem_of(count, down, True))]
+    layouts = [layout for layout in found if layout is not None]
+    return layouts if len(layouts) == len(found) else None
 
 
 def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: ExpertsForm) -> Products:

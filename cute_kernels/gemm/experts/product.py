@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gemm.activations import config_of
-from cute_kernels.gemm.arguments import LIMB_ROWS
 from cute_kernels.gemm.experts.arguments import (
     ASSIGNED,
     COMBINE,
@@ -26,20 +25,16 @@ from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, Routin
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, x_group
-from cute_kernels.gemm.operands.fp8_launch import ScaledRows, pitch_of, rows_for_products, scales_of
+from cute_kernels.gemm.operands.fp8_config import BY_GROUP, FOR_PRODUCTS, LIMBS, X_GROUP, x_group
+from cute_kernels.gemm.operands.fp8_launch import ScaledRows, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, LIMB_TILE_M
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
-from cute_kernels.runtime.memory import blank
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
@@ -127,13 +122,10 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     function = load(ExpertSpec(layout.config), arch)
     if not layout.config.mainloop.scaled_rows:
         return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
-    dtype, scales = layout.config.dtype, scales_of(x_group(layout.config.format), None)
-    if layout.config.limbs:
-        rows = limb_rows(dtype, places, layout.k_blocks, arch)
-    else:
-        missing = X_GROUP // 2 if layout.config.mainloop.half_last else 0
-        k_pad = layout.k_blocks * X_GROUP - missing
-        rows = rows_for_products(places, k_pad, TORCH_DTYPES[dtype], scales, device_index)
+    config = layout.config
+    made = (BY_GROUP, LIMBS) if config.limbs else (scales_of(x_group(config.format), None), FOR_PRODUCTS)
+    k_pad = layout.k_blocks * X_GROUP - (X_GROUP // 2 if config.mainloop.half_last else 0)
+    rows = rows_for_products(places, k_pad, TORCH_DTYPES[config.dtype], made[0], device_index, made[1])
     multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
     return GroupedProduct(layout, device_index, _of_limbs(multiply, rows, num_experts), stores_fp32=False)
 
@@ -153,17 +145,6 @@ def _of_limbs(multiply: Bind, limbs: ScaledRows, num_experts: int) -> Bind:
         return send
 
     return bind
-
-
-def limb_rows(dtype: str, places: int, groups: int, arch: str) -> ScaledRows:
-    """The launch that makes limbs of so many rows of a dtype, "bf16" or "fp16", of groups of `LIMB_GROUP` inputs.
-
-    Both limbs of an input take the bytes of an element of x, and the product has as many rows as it has places.
-    """
-    pitch, function = pitch_of(places, LIMB_TILE_M), load(GemmSpec(LimbRowsConfig(dtype)), arch)
-    send = LIMB_ROWS.bound(function, {"places": places, "groups": groups, "pitch": pitch}, ignored=("given",))
-    new_limbs = blank((places, groups * LIMB_GROUP), TORCH_DTYPES[dtype])
-    return ScaledRows(send, new_limbs, blank((groups, pitch), torch.float32))
 
 
 # -- few assignments as a router leaves them ---------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, Workspac
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
-# What is made of rows: codes in the order that FP8 products take, codes in x's own, or the bf16 numbers that these and
-# their scales stand for.
-FOR_PRODUCTS, PLAIN, ROUNDED = "products", "plain", "rounded"
+# What is made of rows: codes in the order that FP8 products take, codes in x's own, the bf16 numbers that these and
+# their scales stand for, or two int8 limbs for products of bytes.
+FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS = "products", "plain", "rounded", "limbs"
 # Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
 # stand for is exact in bf16, and 16-bit products take it.
 SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
@@ -30,16 +30,16 @@ ROWS_THREADS = 256
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
-"""Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.fp8_rows`; x_scales fp32
+"""Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.rows`; x_scales fp32
 [k blocks, x_scale_pitch], on 16 bytes, a multiple of 4 and long enough for a whole last tile and 4 more."""
-FP8_ROWS = matrix_arguments(
+ROWS = matrix_arguments(
     ("end", "rows", "given", "out", "scales"),
     ("places", "out_pieces", "groups", "scale_groups", "group_stride", "place_stride"),
 )
-"""Of rows of x in E4M3: x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32 that
-says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; given: address of the
-scale of all of x; out e4m3 [places, 8 * out_pieces], zeros after k; groups: of 128 inputs of out; scales fp32, of the
-first scale_groups of them, group_stride and place_stride apart."""
+"""Of rows of x in E4M3 or in limbs: x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the
+int32 that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; given:
+address of the scale of all of x; out [places, out_pieces] of 8 inputs each, zeros after k; groups: of 128 inputs of
+out; scales fp32, of the first scale_groups of them, group_stride and place_stride apart."""
 
 
 def fp8_problem(form: WeightFormat) -> str | None:
@@ -137,13 +137,13 @@ class Fp8Wgmma(Mainloop):
 
 
 @dataclass(frozen=True)
-class Fp8RowsConfig:
-    """The kernel that makes rows of x in E4M3.
+class RowsConfig:
+    """The kernel that makes rows of x in E4M3, or in limbs.
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
         scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
-        makes: `FOR_PRODUCTS`, `PLAIN` or `ROUNDED`.
+        makes: `FOR_PRODUCTS`, `PLAIN`, `ROUNDED` or `LIMBS`, which have a scale for each group.
         half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
     """
 
@@ -155,10 +155,12 @@ class Fp8RowsConfig:
 
     def kernel(self) -> CompiledAs:
         """How it is compiled."""
-        return CompiledAs("cute_kernels.gemm.operands.fp8_rows:Fp8RowsKernel", FP8_ROWS)
+        return CompiledAs("cute_kernels.gemm.operands.rows:RowsKernel", ROWS)
 
     @property
     def name(self) -> str:
+        if self.makes == LIMBS:
+            return f"linear_limbs_{self.dtype}"
         kind = "_half" if self.half_last else "" if self.makes == FOR_PRODUCTS else f"_{self.makes}"
         return f"linear_fp8_rows_{self.dtype}_{self.scales}{kind}"
 
@@ -166,5 +168,6 @@ class Fp8RowsConfig:
         """Why this configuration cannot be compiled, or None."""
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
-        makes = (FOR_PRODUCTS, PLAIN, ROUNDED)
-        return one_of(self.scales, (BY_GROUP, BY_ROW, GIVEN), "scales") or one_of(self.makes, makes, "makes")
+        scales = (BY_GROUP,) if self.makes == LIMBS else (BY_GROUP, BY_ROW, GIVEN)
+        makes = (FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS)
+        return one_of(self.scales, scales, "scales") or one_of(self.makes, makes, "makes")

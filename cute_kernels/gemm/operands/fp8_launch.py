@@ -1,4 +1,4 @@
-"""Launches the kernel that makes rows of x in E4M3, for callers and for products; or rows rounded to E4M3, in bf16."""
+"""Launches the kernel that makes rows of x in E4M3 or in limbs, for products, and for callers of FP8 rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
-    FP8_ROWS,
+    FOR_PRODUCTS,
     GIVEN,
+    LIMBS,
     PLAIN,
     ROUNDED,
+    ROWS,
     X_GROUP,
-    Fp8RowsConfig,
     Fp8Wgmma,
+    RowsConfig,
     whole_k,
 )
 from cute_kernels.gemm.quantize import DTYPES
@@ -42,7 +44,7 @@ def pitch_of(places: int, most_tile_m: int) -> int:
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """The launch that makes rows of E4M3, kept for calls that differ in contents and addresses alone.
+    """The launch that makes rows, kept for calls that differ in contents and addresses alone.
 
     Attributes:
         send: the compiled kernel.
@@ -62,7 +64,7 @@ class ScaledRows:
         self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes (codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes. scale: of
-        all of x. end, rows: addresses, see `FP8_ROWS`."""
+        all of x. end, rows: addresses, see `ROWS`."""
         codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
         given = 0 if scale is None else scale.data_ptr()
         self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())
@@ -70,21 +72,24 @@ class ScaledRows:
 
 
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
-    """Returns the numbers that a scale covers, in the terms of `Fp8RowsConfig`."""
+    """Returns the numbers that a scale covers, in the terms of `RowsConfig`."""
     return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def rows_for_products(places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int) -> ScaledRows:
-    """The launch that makes FP8 rows of x for products. Codes come as elements of ``dtype``, two a piece, [places,
-    64 * k blocks], scales as [k blocks, pitch]."""
+def rows_for_products(
+    places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int, makes: str = FOR_PRODUCTS
+) -> ScaledRows:
+    """The launch that makes rows of x for products, in FP8 or in `LIMBS`. What is made comes as elements of ``dtype``,
+    of two bytes, [places, 64 or 128 * k blocks], scales as [k blocks, pitch]."""
     groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
     pitch = pitch_of(places, MOST_TILE_M)
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
-    config = Fp8RowsConfig(DTYPES[dtype], scales, half_last=half_last)
+    config = RowsConfig(DTYPES[dtype], scales, makes, half_last)
+    elements = groups * (X_GROUP if makes == LIMBS else X_GROUP // 2)
     send = _bound(config, index, places=places, out_pieces=groups * (X_GROUP // VECTOR), **sizes)
-    return ScaledRows(send, blank((places, groups * (X_GROUP // 2)), dtype), blank((groups, pitch), torch.float32))
+    return ScaledRows(send, blank((places, elements), dtype), blank((groups, pitch), torch.float32))
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
@@ -93,7 +98,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None
-    config = Fp8RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), PLAIN)
+    config = RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), PLAIN)
     if not is_supported(index):
         return None
     if compiler_version() is None and not default_cache().has(GemmSpec(config), arch_of(index)):
@@ -103,7 +108,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def rows_in_order(config: Fp8RowsConfig, places: int, k: int, index: int) -> ScaledRows:
+def rows_in_order(config: RowsConfig, places: int, k: int, index: int) -> ScaledRows:
     """The launch that makes rows [places, k] in their own order, k a multiple of 8; scales [places, their number]."""
     kind = torch.bfloat16 if config.makes == ROUNDED else torch.float8_e4m3fn
     groups = -(-k // X_GROUP)
@@ -113,5 +118,5 @@ def rows_in_order(config: Fp8RowsConfig, places: int, k: int, index: int) -> Sca
     return ScaledRows(send, blank((places, k), kind), blank((places, count), torch.float32))
 
 
-def _bound(config: Fp8RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
-    return FP8_ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)
+def _bound(config: RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
+    return ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)

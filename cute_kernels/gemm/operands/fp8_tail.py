@@ -1,6 +1,6 @@
 """FP8 products of K that ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
 
-The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.fp8_rows`), and the
+The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.rows`), and the
 weights add nothing: a NaN among them makes all results of its row NaN anyway. So the mainloop knows of no tail, nothing
 is read after a row's end, and weights keep the padding of 16-bit products.
 """

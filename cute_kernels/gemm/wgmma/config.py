@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import symbol_of
-from cute_kernels.gemm.arguments import LIMB_ROWS, CompiledAs
+from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.wgmma.mainloops import (
     MOST_LOOPS,
     REGISTER_WGMMA,
@@ -28,7 +28,6 @@ DTYPES = ("bf16", "fp16")
 MULTICASTS = (1, 2)
 M_TILE_BAND = 8  # token tiles that are computed side by side, see `tiles.TileScheduler`
 MOST_COMBINED = 8  # vectors of another part of K that a thread asks for at a time
-LIMB_ROWS_THREADS = 256  # of the kernel that makes limbs
 
 M = TypeVar("M", bound=Mainloop, covariant=True)
 
@@ -393,23 +392,3 @@ class WgmmaConfig(Generic[M]):
 RESIDENT_TILE_M = ResidentLimbs.tile_m_sizes
 ResidentConfig = WgmmaConfig[ResidentLimbs]
 """Tiles of few rows whose activations, as limbs, stay in shared memory."""
-
-
-@dataclass(frozen=True)
-class LimbRowsConfig:
-    """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
-
-    dtype: str = "bf16"
-    num_threads: ClassVar[int] = LIMB_ROWS_THREADS
-
-    def kernel(self) -> CompiledAs:
-        """How it is compiled."""
-        return CompiledAs("cute_kernels.gemm.wgmma.limb_rows:LimbRowsKernel", LIMB_ROWS)
-
-    @property
-    def name(self) -> str:
-        return f"linear_limbs_{self.dtype}"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"

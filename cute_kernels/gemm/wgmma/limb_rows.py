@@ -1,4 +1,4 @@
-"""Makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x in the order of their places.
+"""Makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x.
 
 Products of bytes (:mod:`.limbs`) take them. The largest of 128 inputs of a row decides the power of two of the others:
 16 bits of fixed point, as 256 times a high limb and a low one, both from -128 to 127. Inputs of at least a 64th of the
@@ -17,13 +17,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import lanes, ptx
-from cute_kernels.device.types import extents
-from cute_kernels.gemm.wgmma.config import LimbRowsConfig
+from cute_kernels.device import lanes, numbers, ptx
 
 PIECE_BYTES = 16  # of a lane: 8 inputs
 GROUP_LANES = 16
-GROUP_BYTES = GROUP_LANES * PIECE_BYTES
 FRACTION_BITS = 23  # of fp32
 ONE = 127 << FRACTION_BITS  # its exponent's offset
 INFINITY = 255 << FRACTION_BITS
@@ -52,13 +49,19 @@ class RowLimbs:
                 words[i] = loaded[i]
         return [words[i] for i in range(4)]
 
-    def split(self, words, lane) -> tuple[Any, list[Any]]:
-        """(bits of the unit of a code's byte times a limb, 16 limbs of the lane): even lanes high ones, odd low."""
+    def largest(self, words) -> Any:
+        """Bits of the largest magnitude of a lane's inputs: as integers, infinity and NaN are beyond all others."""
         values = [half for word in words for half in self.to_floats(word)]
-        largest = lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
-        largest = lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
-        factor, scale = self.scales_of(largest)
-        fixed = [ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)).bitcast(Uint32) for value in values]
+        return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
+
+    def of_group(self, largest) -> Any:
+        """The largest of the 16 lanes that have a group."""
+        return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
+
+    def limbs(self, words, factor, lane) -> list[Any]:
+        """16 limbs of the lane and its neighbour: even lanes have high ones, odd lanes low ones."""
+        values = [half for word in words for half in self.to_floats(word)]
+        fixed = [Uint32(numbers.bits(ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)))) for value in values]
         low = self.bytes_of(fixed, 0)
         high = self.bytes_of([one + Uint32(128) for one in fixed], 1)
         odd = (lane & 1) == 1
@@ -67,9 +70,7 @@ class RowLimbs:
         came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in given]
         first = [cutlass.select_(odd, b, a) for a, b in zip(own, came, strict=True)]
         second = [cutlass.select_(odd, a, b) for a, b in zip(own, came, strict=True)]
-        return scale, [
-            ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)
-        ]
+        return [ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)]
 
     def scales_of(self, largest) -> tuple[Any, Any]:
         """(the power of two that makes inputs fixed point, bits of its reciprocal over a code's unit)."""
@@ -90,64 +91,3 @@ class RowLimbs:
         if self.dtype == "bf16":
             return [ptx.bf16x2_low_to_float(word), ptx.bf16x2_high_to_float(word)]
         return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]
-
-
-@cute.jit
-def row_of(end, rows, place):
-    """Returns (the number of places with a row, this place's row)."""
-    count, row = place + 1, place
-    if end != 0:
-        count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
-    if rows != 0:
-        row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
-    return count, row
-
-
-class LimbRowsKernel:
-    """One compiled variant; :class:`LimbRowsConfig` says which."""
-
-    def __init__(self, config: LimbRowsConfig):
-        self.config, self.limbs = config, RowLimbs(config.dtype)
-
-    def launch(self, given, stream):
-        """Launches over places, and groups of 128 inputs; ``given`` has the arguments `LIMB_ROWS` of
-        :mod:`cute_kernels.gemm.arguments`."""
-        row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
-        groups_at_once = self.config.num_threads // GROUP_LANES
-        rows = ptx.address(given.x), given.end, given.rows
-        self.kernel(*rows, given.out, given.scales, row_pieces, given.groups, given.pitch).launch(
-            grid=(given.places, cute.ceil_div(given.groups, groups_at_once), 1),
-            block=(self.config.num_threads, 1, 1),
-            use_pdl=True,
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        x: Int64,
-        end: Int64,
-        rows: Int64,
-        out: Int64,
-        scales: Int64,
-        row_pieces: Int32,
-        groups: Int32,
-        pitch: Int32,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        place, block, _ = cute.arch.block_idx()
-        group = block * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
-        lane = thread % GROUP_LANES
-        # In this order: what comes next reads weights and routing without waiting for limbs.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        count, row = row_of(end, rows, place)
-        if place < count:
-            piece = group * GROUP_LANES + lane
-            words = self.limbs.load(x, row, piece, row_pieces)
-            scale, limbs = self.limbs.split(words, lane)
-            if group < groups:
-                target = out + (Int64(place) * groups + group) * GROUP_BYTES
-                ptx.store_global(target + ((lane & 1) * (GROUP_BYTES // 2) + (lane >> 1) * PIECE_BYTES), limbs)
-                if lane == 0:
-                    ptx.store_global(scales + (Int64(group) * pitch + place) * 4, [scale])

@@ -1,10 +1,11 @@
-"""Makes rows of x in E4M3 on the GPU, in the order of their places, with fp32 scales.
+"""Makes rows of x in E4M3, or in limbs, on the GPU, in the order of their places, with fp32 scales.
 
 A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs alternate, for
 which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`E4m3Decoder`). With a scale
 for each row a CTA reads all of the row first, and reads it again from cache.
 
-For 16-bit products of few rows the numbers that codes stand for are made instead, in x's own order.
+For 16-bit products of few rows the numbers that codes stand for are made instead, in x's own order. For products of
+bytes (`cute_kernels.gemm.wgmma.limbs`) limbs are made, see `cute_kernels.gemm.wgmma.limb_rows`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from cute_kernels.gemm.operands.fp8_config import (
     BY_ROW,
     FOR_PRODUCTS,
     GIVEN,
+    LIMBS,
     ROUNDED,
     ROWS_THREADS,
     SCALE_BITS,
     SCALE_ROUND_UP,
-    Fp8RowsConfig,
+    RowsConfig,
 )
-from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs, row_of
+from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs
 
 WARPS = ROWS_THREADS // WARP_THREADS
 HALF_LANES = GROUP_LANES // 2
@@ -45,17 +47,12 @@ class RowCodes:
 
     piece_bytes = 8  # of a lane
 
-    def __init__(self, config: Fp8RowsConfig):
+    def __init__(self, config: RowsConfig):
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
-    def largest(self, words) -> Any:
-        """Bits of the largest magnitude of a lane's inputs: as integers, infinity and NaN are beyond all others."""
-        values = [half for word in words for half in self.inputs.to_floats(word)]
-        return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
-
-    def of_group(self, largest) -> Any:
-        """The largest of the 16 lanes that have a group."""
-        return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
+    def target(self, piece, lane) -> Any:
+        """The piece of a row that a lane's result is."""
+        return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
         """(the factor of inputs, bits of the scale) from the bits of the largest one."""
@@ -105,14 +102,45 @@ class RowValues(RowCodes):
         return [ptx.pack_bf16x2(*(numbers.multiply(value, scale) for value in pair)) for pair in values]
 
 
-class Fp8RowsKernel:
-    """One compiled variant; :class:`Fp8RowsConfig` says which."""
+class LimbCodes(RowCodes):
+    """Makes limbs: of each 128 inputs first the high ones, by even lanes, then the low ones."""
 
-    def __init__(self, config: Fp8RowsConfig):
-        self.config, self.codes = config, (RowValues if config.makes == ROUNDED else RowCodes)(config)
+    piece_bytes = 16
+
+    def target(self, piece, lane) -> Any:
+        return piece - lane + (lane & 1) * HALF_LANES + (lane >> 1)
+
+    def scales_of(self, largest) -> tuple[Any, Any]:
+        factor, scale = self.inputs.scales_of(largest)
+        return factor, Uint32(scale)
+
+    def codes(self, words, factor, scale, lane) -> list[Any]:
+        return self.inputs.limbs(words, factor, lane)
+
+
+MAKERS = {ROUNDED: RowValues, LIMBS: LimbCodes}
+
+
+@cute.jit
+def row_of(end, rows, place):
+    """Returns (the number of places with a row, this place's row). end, rows: as for `ROWS`; 0: every place has its own
+    row."""
+    count, row = place + 1, place
+    if end != 0:
+        count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
+    if rows != 0:
+        row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+    return count, row
+
+
+class RowsKernel:
+    """One compiled variant; :class:`RowsConfig` says which."""
+
+    def __init__(self, config: RowsConfig):
+        self.config, self.codes = config, MAKERS.get(config.makes, RowCodes)(config)
 
     def launch(self, given, stream):
-        """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `FP8_ROWS`."""
+        """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `ROWS`."""
         row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
         addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
@@ -140,6 +168,7 @@ class Fp8RowsKernel:
         thread, _, _ = cute.arch.thread_idx()
         place, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
+        # In this order: what comes next reads weights and routing without waiting for these rows.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         count, row = row_of(end, rows, place)
@@ -155,10 +184,11 @@ class Fp8RowsKernel:
                 piece = group * GROUP_LANES + lane
                 words = self.codes.inputs.load(x, row, self.source(piece, group, groups, row_pieces), row_pieces)
                 if const_expr(self.config.scales == BY_GROUP):
-                    factor, scale = self.codes.scales_of(self.codes.of_group(self.codes.largest(words)))
+                    factor, scale = self.codes.scales_of(self.codes.inputs.of_group(self.codes.inputs.largest(words)))
                 made = self.codes.codes(words, factor, scale, lane)
                 if piece < out_pieces:
-                    ptx.store_global(out + (Int64(place) * out_pieces + piece) * self.codes.piece_bytes, made)
+                    target = Int64(place) * out_pieces + self.codes.target(piece, lane)
+                    ptx.store_global(out + target * self.codes.piece_bytes, made)
                 if (lane == 0) & (group < scale_groups):
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
@@ -183,7 +213,7 @@ class Fp8RowsKernel:
         for begin in cutlass.range(0, groups, IN_FLIGHT * GROUPS_AT_ONCE, unroll=1):
             pieces = [(begin + i * GROUPS_AT_ONCE + first) * GROUP_LANES + lane for i in range(IN_FLIGHT)]
             for words in [self.ask(x, row, piece, row_pieces) for piece in pieces]:
-                largest = cutlass.max(largest, self.codes.largest(words))
+                largest = cutlass.max(largest, self.codes.inputs.largest(words))
         room = cutlass.utils.SmemAllocator().allocate(4 * WARPS, byte_alignment=16).toint()
         own = ptx.warp_max(largest)
         if thread % WARP_THREADS == 0:
