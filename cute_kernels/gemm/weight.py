@@ -112,7 +112,7 @@ class WeightForm(NamedTuple):
 
 
 class WeightTensors(NamedTuple):
-    """The fields of a `PackedWeight` that were checked before: a layer makes one of its tensors in each call."""
+    """The fields of a `PackedWeight`, without checks. A layer makes one of its tensors in each call."""
 
     codes: torch.Tensor
     scales: torch.Tensor

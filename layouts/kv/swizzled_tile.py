@@ -99,7 +99,7 @@ class SwizzledTile:
     def load_offset(self, pair: int, load: int) -> int:
         """Bytes from the first ldmatrix.x4 of a block to that of another 16 tokens and other chunks of a panel's place.
 
-        The chunk's place inside a panel is not in it: the swizzle makes that more than a sum.
+        It excludes the chunk's offset inside a panel, which the swizzle makes more than a sum.
         """
         token = pair << self.token_bits[4]
         return token * self.row_bytes + load * LOAD_CHUNKS // self.row_chunks * self.panel_bytes

@@ -55,7 +55,8 @@ class Alibi(ScoreOption):
 
 
 class Sinks(ScoreOption):
-    """Adds one more logit of each head to the denominator: no score changes; `reference.apply_sinks` says what does."""
+    """Adds one more logit of each head to the denominator: scores stay as they are; `reference.apply_sinks` applies
+    the sinks."""
 
     name, term = "sinks", f"{TERMS}:SinksTerm"
     fits_four_blocks = True

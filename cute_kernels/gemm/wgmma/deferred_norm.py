@@ -104,8 +104,8 @@ class GivingStore:
         self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def bring_weights(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Starts loading them, eight a thread; they arrive with the first chunk of the residual, which ends a group of
-        copies."""
+        """Starts loading the norm's weights, eight a thread; they arrive with the first chunk of the residual, which
+        ends a group of copies."""
         row = corner.row + store.tid * VECTOR
         there = cutlass.select_((store.tid < ROW_VECTORS) & (row < shape.n), Int32(1), Int32(0))
         target = self.weights_of(store, ordinal) + store.tid * VECTOR_BYTES

@@ -62,7 +62,7 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 
 
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
-    """The pipeline, and where other barriers lie, by name, from the first of all on."""
+    """Returns the pipeline, and the addresses of the other barriers by name, given the address of the first barrier."""
     found, count = {}, 0
     for group in config.barriers:
         found[group.name] = first + count if count else first

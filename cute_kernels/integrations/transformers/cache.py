@@ -206,8 +206,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # as older releases call it
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Keys that ``query_length`` new tokens see, and at which one they begin: what transformers sizes a mask by.
-        Older releases give the new tokens' positions instead of their number."""
+        """Returns (the number of keys that ``query_length`` new tokens see, the first key), from which transformers
+        sizes a mask. Older releases give the new tokens' positions instead of their number."""
         if self.is_initialized and self.columns.static:
             return self.columns.capacity, 0
         count = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length

@@ -171,6 +171,6 @@ def load_id(ids, number, count, id_words):
 
 
 def expert_of(low, high, num_experts):
-    """The expert of an id's words, num_experts if it is none of an expert."""
+    """Returns the expert of an id's words; num_experts for an id of no expert."""
     known = (low < Uint32(num_experts)) & (high == 0)
     return cutlass.select_(known, Int32(low), Int32(num_experts))
