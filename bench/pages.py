@@ -83,9 +83,9 @@ def headline() -> str:
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
         f"- **Serving**: {_served()}\n"
-        f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, raises perplexity by {_cost(RECOMMENDED)}. "
-        f"It takes {_share(RECOMMENDED)} % of BF16's bytes. INT4 for both takes {_share(('int4_g4',) * 2)} % "
-        f"and raises perplexity by {_cost(('int4_g4',))} (`model_accuracy.json`, `accuracy.json`).\n\n"
+        f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, takes {_share(RECOMMENDED)} % of BF16's "
+        f"bytes and raises {_cost(RECOMMENDED)}. INT4 for both takes {_share(('int4_g4',) * 2)} % and raises "
+        f"{_cost(('int4_g4',))} (`model_accuracy.json`). [More models, FP8 and needles](docs/accuracy.md).\n\n"
         f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
     )
 
@@ -97,11 +97,12 @@ def _share(pair: tuple[str, ...]) -> str:
 
 
 def _cost(pair: Sequence[str]) -> str:
-    """What a cache costs in the perplexity of each model that was measured, in words."""
+    """What a cache costs in the perplexity of the real model, in words: as many columns to a scale as in ``pair``."""
     (cache,) = perplexity.caches_in([",".join(pair)])
-    costs = [(model, model.cost(cache), model.measured_as(cache)) for model in reversed(perplexity.models())]
-    known = [f"{cost} ({model.name}, `{as_.name}`)" for model, cost, as_ in costs if cost is not None and as_]
-    return " and ".join(known).replace("+", "")
+    model = perplexity.models()[-1]
+    cost, measured = model.cost(cache), model.measured_as(cache)
+    assert cost is not None and measured is not None
+    return f"{model.name}'s perplexity by {cost.lstrip('+')} (`{measured.name}` at head_dim {model.head_dim})"
 
 
 def _served() -> str:
