@@ -26,6 +26,7 @@ from cute_kernels.attention.extend_policies import (
     SCALED_ROW_BYTES,
     SIDE_BY_SIDE,
     SM_REGISTERS,
+    SUM_COLUMNS,
     TILE_ROWS,
     TILE_SCALE_BYTES,
     TOKEN_BY_TOKEN,
@@ -59,7 +60,7 @@ class ExtendConfig(ReadsCache):
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
+    keys and values. With head_dim 512 a work tile computes whole scores, and the sums of one half of V's columns. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
     row, by all producer warps. Where K and V differ in that, half of the warps do the one and half the other.
 
     Attributes:
@@ -273,7 +274,7 @@ class ExtendConfig(ReadsCache):
     def converts_by_piece(self) -> bool:
         """Whether a lane converts 16 bytes of a query at a time, instead of half a query. Half a query in registers is
         faster, but spills other values in FP8 products and with registered options."""
-        return self.channel_scales[0] or self.fp8 is not None or bool(self.features.terms)
+        return self.channel_scales[0] or self.fp8 is not None or bool(self.features.terms) or self.value_parts > 1
 
     @property
     def channel_scales(self) -> tuple[bool, bool]:
@@ -313,9 +314,20 @@ class ExtendConfig(ReadsCache):
         return SM_REGISTERS // self.num_threads // 8 * 8
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of a tile of K or V."""
-        return self.tile_tokens * self.columns * self.operand_bytes
+    def value_parts(self) -> int:
+        """Parts that V's columns are cut into, each for another work tile: their accumulators fit a thread."""
+        return max(self.columns // SUM_COLUMNS, 1)
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of V and of the output that a work tile has."""
+        return self.head_dim // self.value_parts
+
+    @property
+    def tile_bytes(self) -> tuple[int, int]:
+        """Bytes of a tile of K, and of one of V."""
+        k, v = (self.tile_tokens * columns * self.operand_bytes for columns in self.operand_columns)
+        return k, v
 
     @property
     def ones_rows(self) -> int:
@@ -323,9 +335,10 @@ class ExtendConfig(ReadsCache):
         return 0 if self.fp8 is None else 8
 
     @property
-    def tile_room(self) -> int:
-        """Bytes from a tile to the next one."""
-        return self.tile_bytes + self.ones_rows * ROW_BYTES
+    def tile_rooms(self) -> tuple[int, int]:
+        """Bytes from a tile of K, and of V, to the next one."""
+        k, v = (size + self.ones_rows * ROW_BYTES for size in self.tile_bytes)
+        return k, v
 
     @property
     def slab_bytes(self) -> int:
@@ -354,7 +367,7 @@ class ExtendConfig(ReadsCache):
             tiles = self.num_stages * self.key_rows.stage_bytes + self.key_rows.fixed_bytes
             return tiles + WORK_SLOTS * WORK_BYTES + barriers
         queries = MMA_WARPGROUPS * (self.query_bytes + self.query_code_bytes)
-        tiles = queries + 2 * self.num_stages * (self.tile_room + self.scale_bytes)
+        tiles = queries + self.num_stages * (sum(self.tile_rooms) + 2 * self.scale_bytes)
         return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + barriers
 
     @property

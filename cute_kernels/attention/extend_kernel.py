@@ -77,10 +77,10 @@ class ExtendKernel:
             num_q_heads=num_q_heads,
             max_seq_len=self.room(given.max_pages, tokens),
             group=Divisor.of(group),
-            kv_heads=Divisor.of(kv_heads // config.tile_heads),
+            kv_heads=Divisor.of(kv_heads // config.tile_heads * config.value_parts),
             splits=Divisor.of(given.num_splits),
             num_slots=num_slots,
-            num_tiles=num_slots * (kv_heads // config.tile_heads) * given.num_splits,
+            num_tiles=num_slots * (kv_heads // config.tile_heads * config.value_parts) * given.num_splits,
             window=given.window,
         )
         caches = zip((given.k_cache, given.v_cache), config.cache_bytes, strict=True)

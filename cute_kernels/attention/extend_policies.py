@@ -26,9 +26,11 @@ WORK_SLOTS = 2
 COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
-OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
+OPERAND_COLUMNS = (64, 128, 256, 512)  # that operands may have; zeros fill up what rows lack
 EXTEND_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim <= OPERAND_COLUMNS[-1])
-TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
+# By operands' columns: accumulators of scores and of values fit a thread, two stages fit shared memory.
+TILE_TOKENS = {64: 128, 128: 128, 256: 64, 512: 32}
+SUM_COLUMNS = 256  # of V at most that a work tile adds up: 128 accumulators of a thread
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
@@ -115,6 +117,16 @@ class ReadsCache:
     def columns(self) -> int:
         """Columns of operands in shared memory: head_dim and zeros."""
         return columns_of(self.head_dim)
+
+    @property
+    def value_parts(self) -> int:
+        """Parts that V's columns are cut into, each for another work tile."""
+        return 1
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        """Columns of a tile of K, and of one of V."""
+        return self.columns, self.columns // self.value_parts
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:

@@ -28,7 +28,7 @@ from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
 from cute_kernels.formats.scores.features import PLAIN
 
-DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
+DECODE_WARPS = {64: 8, 128: 8, 256: 4, 512: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128
 FP8_STAGES = 4  # tiles of half the bytes
 # Of a CTA, in blocks of keys that it could have multiplied meanwhile: to begin and to end a work tile; to write its
@@ -253,6 +253,7 @@ def choose_splits(
     num_sms: int,
     tile_rows: int = TILE_ROWS,
     tile_heads: int = 1,
+    value_parts: int = 1,
 ) -> int:
     """The number of parts that each work tile's keys are cut into, such that the busiest CTA has least work.
 
@@ -262,7 +263,7 @@ def choose_splits(
     if not (total_q and batch):
         return 1
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
-    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads * value_parts
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:

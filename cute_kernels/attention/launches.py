@@ -170,7 +170,7 @@ class ExtendLaunch:
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         heads = self.num_kv_heads, config.tile_rows, config.tile_heads
-        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * splits
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], *heads) * config.value_parts * splits
         table = options["block_table"] if config.page_tokens else None
         mask = options["tree_mask"] if config.tree else None
         self.send(
@@ -210,7 +210,7 @@ class ExtendLaunch:
         if self.num_splits is not None:
             return self.num_splits
         most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
-        tile = self.config.tile_rows, self.config.tile_heads
+        tile = self.config.tile_rows, self.config.tile_heads, self.config.value_parts
         return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms, *tile)
 
 

@@ -24,7 +24,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.formats.scores.terms import ScoreTerms
 
 END = -1  # the request of a slot that says that there is no more work
-SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
+SPLIT_SHIFT, PART_SHIFT = 16, 15  # a KV head's number, that of a part of V's columns and a split's share a word
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class ExtendSizes:
     Attributes:
         total_q: queries of all requests.
         batch, num_q_heads, max_seq_len: of the tensors.
-        group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has.
+        group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has; times the parts
+            of V's columns.
         splits: parts that each work tile's keys are cut into.
         num_slots: work tiles of a KV head; num_tiles: of all KV heads, each split counted.
         window: keys that a query sees, itself included.
@@ -58,7 +59,8 @@ class Work:
 
     Attributes:
         request: END after the last work tile.
-        part: which KV head (`head`) and which part of its keys (`split`), in a word.
+        part: which KV head (`head`), which part of V's columns (`value_part`) and which part of its keys (`split`),
+            in a word.
         first_row: of its rows among the request's: row = query * group + head of the group.
         num_rows: of the request.
         q_start: the request's first query.
@@ -88,7 +90,11 @@ class Work:
 
     @property
     def head(self):
-        return self.part & ((1 << SPLIT_SHIFT) - 1)
+        return self.part & ((1 << PART_SHIFT) - 1)
+
+    @property
+    def value_part(self):
+        return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
         """The work of one head of several, where ``head`` counts tuples of them."""
@@ -148,7 +154,7 @@ class Worker:
     def __init__(self, config: ExtendConfig, terms: ScoreTerms):
         self.terms = terms
         self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
-        self.rows = config.tile_rows
+        self.rows, self.value_parts = config.tile_rows, config.value_parts
         self.features = config.features
 
     def slot_of(self, shape: ExtendSizes, cu_seqlens, request):
@@ -164,6 +170,9 @@ class Worker:
         """The work tile of a number, as `Work` fields; num_rows is at most first_row where there is none."""
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
+        columns = Int32(0)
+        if const_expr(self.value_parts > 1):  # innermost: they read the same keys
+            head, columns = head // self.value_parts, head % self.value_parts
         rank, split = shape.splits.divide_int(outer)
         slot = shape.num_slots - 1 - rank
         low, size = Int32(0), shape.batch
@@ -189,7 +198,8 @@ class Worker:
             kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
             kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start
         before, kv_stop = tokens_of(kv_len, q_end - q_start, shape.max_seq_len, lengths.prefix_only)
-        return low, head + split * (1 << SPLIT_SHIFT), first_row, rows, q_start, before, kv_start, kv_stop
+        part = head + columns * (1 << PART_SHIFT) + split * (1 << SPLIT_SHIFT)
+        return low, part, first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit
     def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):

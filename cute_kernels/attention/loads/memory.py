@@ -58,7 +58,7 @@ class ExtendMemory:
     @staticmethod
     def allocate(config: ExtendConfig) -> ExtendMemory:
         smem = cutlass.utils.SmemAllocator()
-        tiles = smem.allocate(2 * config.num_stages * config.tile_room, byte_alignment=1024)
+        tiles = smem.allocate(config.num_stages * sum(config.tile_rooms), byte_alignment=1024)
         queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
         query_address = Int32(queries.toint())
         codes, code_address = queries, query_address
@@ -100,12 +100,13 @@ class ExtendMemory:
 
     def tile(self, operand: int, stage):
         """Byte offset of a tile."""
-        return self.number(operand, stage) * self.config.tile_room
+        rooms = self.config.tile_rooms
+        return operand * self.config.num_stages * rooms[KEYS] + stage * rooms[operand]
 
     def write_ones(self, lane) -> None:
         """One warp writes the rows of ones after the tiles of V's transpose, before any MMA reads them."""
         for stage in range(self.config.num_stages):
-            behind = self.tile(VALUES, stage) + self.config.tile_bytes
+            behind = self.tile(VALUES, stage) + self.config.tile_bytes[VALUES]
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
                 ptx.store_shared(self.tiles + lane * 16, behind + piece, [Uint32(QUARTERS)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -89,7 +89,9 @@ class RowShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def columns(self) -> int: ...
+    def operand_columns(self) -> tuple[int, int]: ...
+    @property
+    def value_parts(self) -> int: ...
     @property
     def tile_tokens(self) -> int: ...
     @property
@@ -170,9 +172,11 @@ class CodedRows:
         self.token_scale = has_token_scale(form)
         self.header_bytes = form.header_bytes
         self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
-        self.row_units = shape.columns // self.word_codes  # words in the tile; those that the cache lacks are zeros
-        self.real_units = shape.head_dim // self.word_codes
-        self.group_words = self.real_units // form.num_groups
+        # Words in the tile; those that the cache lacks are zeros.
+        self.row_units = shape.operand_columns[operand] // self.word_codes
+        self.parts = shape.value_parts if operand == VALUES else 1  # of the cache's rows, one of them in the tile
+        self.real_units = shape.head_dim // self.parts // self.word_codes
+        self.group_words = shape.head_dim // self.word_codes // form.num_groups
         self.warp_rows = shape.warp_rows
         self.num_loads = self.num_words = self.warp_rows * self.row_units // WARP_THREADS
         self.num_groups = form.num_groups if self.token_scale else 1
@@ -193,14 +197,14 @@ class CodedRows:
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
-        bases = self.runs.bases(source, rows, places, work.head)
+        bases, units = self.runs.bases(source, rows, places, work.head), self.units_before(work)
         if const_expr(self.looks_first):
             if (low == 0) & (count >= self.warp_rows):
-                self.load_words(held, rows, bases, Int32(0), None, lane)
+                self.load_words(held, rows, bases, units, Int32(0), None, lane)
             else:
-                self.load_words(held, rows, bases, low, count, lane)
+                self.load_words(held, rows, bases, units, low, count, lane)
         else:
-            self.load_words(held, rows, bases, low, count, lane)
+            self.load_words(held, rows, bases, units, low, count, lane)
         if const_expr(self.token_scale):
             self.load_scales(held.scales, places, source, work, first_valid, block, warp, lane)
 
@@ -228,20 +232,26 @@ class CodedRows:
             return lane % self.warp_rows, 0
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
-    def scale_of(self, scales, lane, k: int):
+    def units_before(self, work):
+        """Words of a row that lie before the part that a work tile has."""
+        return work.value_part * self.real_units if self.parts > 1 else 0
+
+    def scale_of(self, scales, work, lane, k: int):
         """The scale of a lane's word of load ``k``, which another lane may hold. scales: registers."""
         row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
         below, word = self.lane_place(lane)
         if self.num_groups == 1:
             return cute.arch.shuffle_sync(scales[0], below + row)
-        group = cutlass.min((word + part) // self.group_words, self.num_groups - 1)  # what follows is zeros
+        unit = word + self.units_before(work) + part
+        group = cutlass.min(unit // self.group_words, self.num_groups - 1)  # what follows is zeros
         holder = group * self.scale_rows + (below + row % self.scale_rows)
         return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
 
-    def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
-        """Starts loading words and headers of rows. count: how many rows from ``low`` on exist; None: all do, which
-        saves two instructions a word."""
+    def load_words(self, held: Held, rows, bases, units, low, count, lane) -> None:
+        """Starts loading words and headers of rows. units: :meth:`units_before`. count: how many rows from ``low`` on
+        exist; None: all do, which saves two instructions a word."""
         below, word = self.lane_place(lane)
+        unit = word + units
         for k in range(self.num_loads):
             row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
             address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
@@ -249,9 +259,9 @@ class CodedRows:
             if self.real_units < self.row_units:
                 there = self.warp_rows if count is None else count
                 limit = cutlass.select_(word + part < self.real_units, Int32(there), Int32(0))
-            held.words[k] = self.load_word(index, limit, address + 4 * word, self.header_bytes + 4 * part)
+            held.words[k] = self.load_word(index, limit, address + 4 * unit, self.header_bytes + 4 * part)
             if self.has_headers:
-                group = (word + part) // self.group_words
+                group = (unit + part) // self.group_words
                 held.headers[k] = self.load_word(index, limit, address + 4 * group)
 
     def load_word(self, index, limit, address, offset: int = 0):
@@ -293,7 +303,7 @@ class TileWriter:
         return place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
 
     @cute.jit
-    def store(self, held: Held, value_scales, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
+    def store(self, held: Held, value_scales, work, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
         """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`. value_scales: of V's
         rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
@@ -308,7 +318,7 @@ class TileWriter:
             offset = row * wgmma_tiles.ROW_BYTES + part * word_codes // SLAB_COLUMNS * self.config.slab_bytes
             pairs = self.rows.numbers(held, k)
             if const_expr(self.rows.token_scale):
-                own = Uint32(self.rows.scale_of(scales, lane, k))
+                own = Uint32(self.rows.scale_of(scales, work, lane, k))
                 pairs = [ptx.mul_f16x2(pair, own) for pair in pairs]
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
 
@@ -395,7 +405,7 @@ class RowProducer:
             self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
             # A warp's rows of a tile are written when it is free.
             pipeline.producer_acquire(state)
-            self.writers[operand].store(held, value_scales, filling.memory, state.stage, place, warp, lane)
+            self.writers[operand].store(held, value_scales, work, filling.memory, state.stage, place, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if lane == 0:

@@ -54,10 +54,9 @@ class TmaTileProducer:
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
         self.tma_shape = (self.tma_rows, config.slab_columns)
-        self.num_slabs = config.columns // config.slab_columns
-        self.row_pieces = config.columns // 8
-        self.real_pieces = config.head_dim // 8  # others are zeros
-        self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
+        self.num_slabs = tuple(columns // config.slab_columns for columns in config.operand_columns)
+        self.row_pieces = tuple(columns // 8 for columns in config.operand_columns)
+        self.real_pieces = config.head_dim // 8, config.value_dim // 8  # others are zeros
 
     def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """Makes tensor maps with coordinates [token of a block, column, head, block]. Runs on the host."""
@@ -141,7 +140,7 @@ class TmaTileProducer:
         pipeline, stage = memory.pipelines[operand], state.stage
         scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
         with cute.arch.elect_one():
-            barrier = pipeline.producer_expect(state, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
+            barrier = pipeline.producer_expect(state, self.config.tile_bytes[operand] + TILE_SCALE_BYTES * scaled)
             if const_expr(scaled):
                 tile = place // self.config.tile_tokens
                 address = source.tile_scales + (self.first_tile(source, work) + tile) * TILE_SCALE_BYTES
@@ -153,10 +152,11 @@ class TmaTileProducer:
             place = place - work.kv_start
         tma_tiles = cute.local_tile(view, self.tma_shape, (None, None, None, None))
         tile = memory.tile_pointer + memory.tile(operand, stage)
+        before = self.parts_before(operand, work) * self.num_slabs[operand]
         for part in cutlass.range(0, self.num_tma_tiles, 1, unroll=min(self.num_tma_tiles, MOST_UNROLLED)):
             where = cute.arch.shuffle_sync(found, part)
             row = cute.arch.shuffle_sync(place, part) // self.tma_rows
-            for slab in cutlass.range_constexpr(self.num_slabs):
+            for slab in cutlass.range_constexpr(self.num_slabs[operand]):
                 offset = slab * self.config.slab_bytes + part * (self.tma_rows * wgmma_tiles.ROW_BYTES)
                 target, origin = cpasync.tma_partition(
                     atom,
@@ -166,35 +166,56 @@ class TmaTileProducer:
                     cute.group_modes(tma_tiles, 0, 2),
                 )
                 cute.copy(
-                    atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=pipeline.full_barrier(state)
+                    atom,
+                    origin[None, row, before + slab, work.head, where],
+                    target,
+                    tma_bar_ptr=pipeline.full_barrier(state),
                 )
+
+    def parts_before(self, operand: int, work):
+        """Parts of a row that lie before the one that a work tile has."""
+        return work.value_part if operand == VALUES and self.config.value_parts > 1 else 0
 
     @cute.jit
     def copy_rows(self, operand: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
         """Copies the rows of a tile that some query sees; the others become zeros."""
+        for first_piece in cutlass.range_constexpr(0, self.row_pieces[operand], WARP_THREADS):
+            self.copy_pieces(operand, first_piece, filling, at, stage, lane)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy_pieces(
+        self,
+        operand: cutlass.Constexpr,
+        first_piece: cutlass.Constexpr,
+        filling,
+        at,
+        stage: Int32,
+        lane: Int32,
+    ):
+        """Starts copying pieces of rows from ``first_piece`` on, at most 32 of a row."""
         work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
-        rows = filling.source.rows(operand)
-        below, piece = lane // self.row_pieces, lane % self.row_pieces
-        slab = piece // 8
+        rows, row_pieces = filling.source.rows(operand), self.row_pieces[operand]
+        row_lanes = min(row_pieces, WARP_THREADS)
+        below, piece = lane // row_lanes, lane % row_lanes + first_piece
+        slab, source_piece = piece // 8, piece + self.parts_before(operand, work) * row_pieces
         tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
-        for step in cutlass.range(
-            0, self.config.tile_tokens, self.step_rows, unroll=4 if self.num_tma_tiles < 8 else 1
-        ):
+        step_rows = WARP_THREADS // row_lanes
+        for step in cutlass.range(0, self.config.tile_tokens, step_rows, unroll=4 if self.num_tma_tiles < 8 else 1):
             row = step + below
             part = row // self.tma_rows
             where = cute.arch.shuffle_sync(at.found, part)
             start = cute.arch.shuffle_sync(at.place, part)
             exists = (first + row >= filling.first_valid) & (first + row < work.kv_stop)
-            if const_expr(self.real_pieces < self.row_pieces):
-                exists = exists & (piece < self.real_pieces)
+            if const_expr(self.real_pieces[operand] < row_pieces):
+                exists = exists & (piece < self.real_pieces[operand])
             token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
-            address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)
+            address = rows.address(where, token, work.head) + Int64(source_piece * wgmma_tiles.PIECE_BYTES)
             numbers.copy_async(tile + wgmma_tiles.piece_offset(row, piece % 8), address, size)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
 
 
 assert (KEYS, VALUES) == (0, 1)  # the order of the tensor maps

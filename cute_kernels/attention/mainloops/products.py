@@ -35,13 +35,13 @@ class HalfProducts:
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
         """Issues sums += probabilities times the values of a block; the caller commits it."""
-        config = self.config
+        config, columns = self.config, self.config.operand_columns[VALUES]
         place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.values.type)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, columns, self.values.type)
         layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // MMA_K))
         weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.values.type), layout)
         wgmma_tiles.begin()
-        wgmma_tiles.multiply(sums, weights, values, config.columns, b_transposed=True)
+        wgmma_tiles.multiply(sums, weights, values, columns, b_transposed=True)
 
     def pack(self, values, packed) -> None:
         """Packs probabilities as the A operand of the next MMA."""

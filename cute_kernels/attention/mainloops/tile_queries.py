@@ -23,9 +23,11 @@ from cute_kernels.attention.mainloops.fp8 import pack_e4m3x4
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.device.types import Index
 
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
+WIDE_UNROLLED = 2  # steps of rows of which a lane has several pieces
 NO_SIGNS = 0x7FFF7FFF  # of a pair; as bf16 none is a number
 LEAST_EXPONENT, GREAT_EXPONENT = 27, 155  # of bf16, biased: what a power of 2 in bf16 brings to that of fp16
 DOWN, ONES, DOWN_EXPONENT = 0x0D800D80, 0x3F803F80, 100  # pairs of 2**-100 and 1 in bf16
@@ -77,36 +79,48 @@ class QueryLoader:
         self.config, self.rows = config, QueryRows(config)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
+        self.row_lanes = min(self.row_pieces, WARP_THREADS)  # that have a row
+        self.parts = self.row_pieces // self.row_lanes  # of a row, of which a lane has a piece each
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
         self.halves = of_name(config.q_dtype).halves
-        self.step_rows = WARP_THREADS // self.row_pieces
+        self.step_rows = WARP_THREADS // self.row_lanes
         self.num_steps = WARP_ROWS // self.step_rows
         self.own_pieces = self.row_pieces // 2  # of half a row
 
-    def place(self, tile, warp, lane, step: int):
-        """Shared address of a lane's piece."""
-        row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
-        return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
+    def places(self, tile, warp, lane, step: Index) -> list[Any]:
+        """Shared addresses of a lane's pieces, by part of their row."""
+        row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
+        first = tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
+        return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
-    def code_place(self, codes, warp, lane, step: int):
+    def code_place(self, codes, warp, lane, step: Index):
         """The shared address of a lane's piece in E4M3: half a piece."""
-        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
     def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
         """Starts loading a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does
         not have become zeros. tile: shared address of the warpgroup's queries."""
-        for step in cutlass.range_constexpr(self.num_steps):
-            row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
-            exists = row < work.num_rows
-            address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
-            address = address + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
-            if const_expr(self.real_pieces < self.row_pieces):
-                exists = exists & (lane % self.row_pieces < self.real_pieces)
-            size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
-            numbers.copy_async(self.place(tile, warp, lane, step), address, size)
+        if const_expr(self.parts == 1):
+            for step in cutlass.range_constexpr(self.num_steps):
+                self.ask_rows(shape, work, queries, tile, first_row, warp, lane, step)
+        else:  # whose addresses, all at once, would be spilled
+            for step in cutlass.range(0, self.num_steps, 1, unroll=WIDE_UNROLLED):
+                self.ask_rows(shape, work, queries, tile, first_row, warp, lane, step)
         cute.arch.cp_async_commit_group()
+
+    def ask_rows(self, shape, work, queries, tile, first_row, warp, lane, step) -> None:
+        """Starts loading the rows of a step."""
+        row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_lanes
+        exists = row < work.num_rows
+        address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+        address = address + Int64(lane % self.row_lanes * wgmma_tiles.PIECE_BYTES)
+        if self.real_pieces < self.row_pieces:
+            exists = exists & (lane % self.row_lanes < self.real_pieces)
+        size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
+        for part, place in enumerate(self.places(tile, warp, lane, step)):
+            numbers.copy_async(place, address + Int64(part * self.row_lanes * wgmma_tiles.PIECE_BYTES), size)
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
@@ -193,25 +207,35 @@ class QueryLoader:
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)
-        for step in cutlass.range_constexpr(self.num_steps):
-            place = self.place(tile, warp, lane, step)
-            words, from_operand = self.convert_piece(ptx.load_shared_vector(place, 0, 4), channels)
-            if const_expr(self.config.fp8 is None):
-                ptx.store_shared(place, 0, words)
-            else:
-                ptx.store_shared(self.code_place(codes, warp, lane, step), 0, words)
-            self.tell_of_piece(from_operand, scales, warp, lane, step)
+        if const_expr(self.parts == 1):
+            for step in cutlass.range_constexpr(self.num_steps):
+                self.convert_rows(channels, tile, codes, scales, warp, lane, step)
+        else:
+            for step in cutlass.range(0, self.num_steps, 1, unroll=WIDE_UNROLLED):
+                self.convert_rows(channels, tile, codes, scales, warp, lane, step)
+
+    def convert_rows(self, channels: list[Float32], tile, codes, scales, warp, lane, step) -> None:
+        """Converts the rows of a step."""
+        places = self.places(tile, warp, lane, step)
+        loaded = [word for place in places for word in ptx.load_shared_vector(place, 0, 4)]
+        words, from_operand = self.convert_piece(loaded, channels)
+        if self.config.fp8 is None:
+            for part, place in enumerate(places):
+                ptx.store_shared(place, 0, words[4 * part : 4 * part + 4])
+        else:
+            ptx.store_shared(self.code_place(codes, warp, lane, step), 0, words)
+        self.tell_of_piece(from_operand, scales, warp, lane, step)
 
     @cute.jit
-    def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: int):
+    def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: Int32):
         """Publishes the power of 2 of a lane's row for the consumer warps."""
-        if lane % self.row_pieces == 0:
-            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+        if lane % self.row_lanes == 0:
+            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes
             ptx.store_shared(scales + row * 4, 0, [from_operand])
 
     def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
-        """Converts a lane's piece, times scales of its columns if there are any, to fp16 or E4M3. Returns (the piece,
-        the power of 2 that it is to be multiplied with)."""
+        """Converts a lane's pieces of a row, times scales of their columns if there are any, to fp16 or E4M3. Returns
+        (the pieces, the power of 2 that they are to be multiplied with)."""
         values = [half(word) for word in words for half in self.halves]
         if channels:
             values = [value * scale for value, scale in zip(values, channels, strict=True)]
@@ -220,7 +244,7 @@ class QueryLoader:
             top = Float32(0.0)  # in turn: one register
             for value in values:
                 top = ptx.fmax(top, ptx.absolute(value))
-        top = lane_max(top, neighbours(self.row_pieces))
+        top = lane_max(top, neighbours(self.row_lanes))
         to_operand, from_operand = self.powers_of(top)
         if self.config.fp8 is not None:
             # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
@@ -232,9 +256,11 @@ class QueryLoader:
 
     def channel_scales(self, operands, work, lane) -> list[Float32]:
         """Scales of the columns of a lane's pieces."""
-        piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
+        piece = cutlass.min(lane % self.row_lanes, self.real_pieces - 1)  # what follows is zeros
         first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
-        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
+        starts = [part * self.row_lanes * PIECE_COLUMNS * 4 for part in range(self.parts)]
+        offsets = [start + half for start in starts for half in (0, 16)]
+        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in offsets]
         return [word.bitcast(Float32) for half in words for word in half]
 
     def powers_of(self, top: Float32) -> tuple[Float32, Float32]:

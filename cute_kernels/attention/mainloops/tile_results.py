@@ -58,7 +58,7 @@ class ResultWriter:
         config = self.config
         more: Any = None
         if const_expr(config.merges):
-            reference, total, own, more = self.merge(operands, number, reference, total, lane)
+            reference, total, own, more = self.merge(operands, work, number, reference, total, lane)
         denominator = total
         if const_expr(config.features.sinks):
             sink = load_float(features.sinks + Int64(head) * 4)
@@ -74,8 +74,10 @@ class ResultWriter:
                 lse = (reference + ptx.log2(total)) * ptx.LN_2
                 lse = cutlass.select_(nothing, -Float32.inf, lse)
                 ptx.store_global(operands.lse + Int64(number) * 4, [lse])
-        address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
-        pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
+        first_column = self.first_column(work)
+        address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES)
+        address = address + Int64(lane % 4 * 16 + first_column * ELEMENT_BYTES)
+        pairs = [j for j in range(0, config.value_dim // 2, 2) if row_of(j) == i]
         for first in cutlass.range_constexpr(0, len(pairs), 4):
             own = [(j, self.factors(operands, work, j, factor, lane)) for j in pairs[first : first + 4]]
             values = [sums[j + k] * factors[k] for j, factors in own for k in range(2)]
@@ -103,30 +105,37 @@ class ResultWriter:
             weight = cutlass.select_(nothing, -Float32.inf, reference + ptx.log2(total))
             averages = num_rows * shape.splits.value * config.head_dim
             ptx.store_global(operands.partials + (averages + place) * 4, [weight])
-        address = operands.partials + place * (config.head_dim * 4) + Int64(lane % 4 * 8)
-        for j in cutlass.range_constexpr(0, config.head_dim // 2, 2):
+        address = operands.partials + place * (config.head_dim * 4)
+        address = address + Int64(lane % 4 * 8 + self.first_column(work) * 4)
+        for j in cutlass.range_constexpr(0, config.value_dim // 2, 2):
             if const_expr(row_of(j) == i):
                 if exists:
                     own = self.factors(operands, work, j, factor, lane)
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
+
+    def first_column(self, work):
+        """The first column of the output that a work tile has. Those of one row have equal scores, and write equal
+        logarithms of sums."""
+        return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
         """The factors of a thread's ``j``-th accumulator and of the next column's: a row's factor and their columns'
         scales."""
         if not self.config.channel_scales[1]:
             return [factor, factor]
-        first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2)
+        first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2 + self.first_column(work))
         scales = ptx.load_global_words(operands.v_scale + first * 4, 4 * sum_place(j)[1], 2)
         return [factor * scale.bitcast(Float32) for scale in scales]
 
-    def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
+    def merge(self, operands, work, number, reference, total, lane) -> tuple[Any, ...]:
         """Merges a row with the other launch's. Returns the common reference and total, the factor of its own
         accumulators, and the other's values times their weight, of the thread's columns in order."""
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
         common, (own, weight) = weights_of([reference, other])
-        row_bytes = self.config.head_dim * ELEMENT_BYTES
-        address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
-        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
+        address = operands.other_out + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)
+        address = address + Int64(lane % 4 * 4 + self.first_column(work) * ELEMENT_BYTES)
+        offsets = range(0, self.config.value_dim * ELEMENT_BYTES, 16)
+        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in offsets]
         return (
             common,
             ptx.fma(total, own, weight),

@@ -150,7 +150,7 @@ class Consumer:
         self.loader.finish(operands, work, tile, codes, query_scales, warp, lane)
         self.sync_warpgroup(group)
         rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
-        sums = wgmma_tiles.make_sums(self.config.columns)
+        sums = wgmma_tiles.make_sums(self.config.operand_columns[VALUES])
         sums.fill(0.0)
         packed = cute.make_rmem_tensor(self.products.packed_words, Uint32)
         factors = cute.make_rmem_tensor(2, Float32)
@@ -201,7 +201,7 @@ class Consumer:
         factors.fill(1.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, block)
         self.finish_values(sums, memory, state, lane)
-        rescale(sums, factors, self.config.columns // 2)
+        rescale(sums, factors, self.config.operand_columns[VALUES] // 2)
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
@@ -237,7 +237,7 @@ class Consumer:
 
     def finish_values(self, sums, memory, state, lane) -> None:
         """Waits for the accumulators of values; see :meth:`finish_scores`."""
-        count = self.config.columns // 2
+        count = self.config.operand_columns[VALUES] // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
         for i in range(count):
