@@ -60,8 +60,9 @@ class ExtendConfig(ReadsCache):
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values. With head_dim 512 a work tile computes whole scores, and the sums of one half of V's columns. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
-    row, by all producer warps. Where K and V differ in that, half of the warps do the one and half the other.
+    keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
+    row, by all producer warps. Where K and V differ in that, half of the warps do the one and half the other. With
+    head_dim 512 a work tile computes whole scores, and the sums of one half of V's columns.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. Of unpacked keys: what they

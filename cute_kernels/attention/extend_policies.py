@@ -27,7 +27,7 @@ COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 OPERAND_COLUMNS = (64, 128, 256, 512)  # that operands may have; zeros fill up what rows lack
-EXTEND_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim <= OPERAND_COLUMNS[-1])
+EXTEND_HEAD_DIMS = HEAD_DIMS
 # By operands' columns: accumulators of scores and of values fit a thread, two stages fit shared memory.
 TILE_TOKENS = {64: 128, 128: 128, 256: 64, 512: 32}
 SUM_COLUMNS = 256  # of V at most that a work tile adds up: 128 accumulators of a thread

@@ -30,10 +30,10 @@ WRONG = {
     "q with 4 dimensions": ({"q": CALL.q[None]}, ValueError, "q: got 4 dimensions, want 3"),
     "q in fp32": ({"q": CALL.q.float()}, TypeError, "q: got dtype torch.float32, want"),
     "q with a head_dim": ({"q": CALL.q[..., :32].contiguous()}, ValueError, "q: got head_dim 32, want one of 64"),
-    "q of head_dim 512": (
-        {"q": torch.zeros(5, 8, 512).bfloat16()},
+    "q of head_dim 320": (
+        {"q": torch.zeros(5, 8, 320).bfloat16()},
         ValueError,
-        "q: got head_dim 512, want one of 64, 80",
+        "q: got head_dim 320, want one of 64, 80, 96, 128, 192, 256, 512",
     ),
     "q, head by head": (
         {"q": CALL.q.transpose(0, 1).contiguous().transpose(0, 1)},

@@ -40,7 +40,7 @@ def config_of(head_dim: int = 128, q_dtype: str = "bf16") -> ExtendConfig:
     return config
 
 
-def run_with_scales(head_dim: int) -> tuple[Warp, Any, Any, torch.Tensor]:
+def run_with_scales(head_dim: int, part: int = 0) -> tuple[Warp, Any, Any, torch.Tensor]:
     """(a warp whose global memory holds scales and nothing else, operands, work, the head's scales)."""
     stride = head_dim + 4  # elements from a head's scales to the next one's
     scales = torch.rand(HEADS, stride) + 0.5
@@ -50,27 +50,31 @@ def run_with_scales(head_dim: int) -> tuple[Warp, Any, Any, torch.Tensor]:
     addresses = {"k_scale": Int64(0), "v_scale": Int64(0), "k_scale_stride": Int32(stride)}
     operands = SimpleNamespace(**addresses, v_scale_stride=Int32(stride))
     machine = Warp(np.zeros(16, np.uint8), np.ascontiguousarray(memory))
-    return machine, operands, SimpleNamespace(head=Int32(HEAD)), scales[HEAD, :head_dim]
+    work = SimpleNamespace(head=Int32(HEAD), value_part=Int32(part))
+    return machine, operands, work, scales[HEAD, :head_dim]
 
 
 @pytest.mark.parametrize("q_dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 def test_queries_are_multiplied_with_their_columns_scales_and_rounded_once(head_dim, q_dtype):
     config = config_of(head_dim, q_dtype)
     assert config.converts_queries
     machine, operands, work, scales = run_with_scales(head_dim)
-    rows = 32 // (config.columns // 8)  # of a step: a lane has 8 columns
+    rows = max(32 * 8 // config.columns, 1)  # of a step: a lane has 8 columns of a row, or of each part of it
     q = torch.zeros(rows, config.columns, dtype=DTYPES[q_dtype])
     q[:, :head_dim] = torch.randn(rows, head_dim).to(q.dtype)
-    pieces = q.view(torch.uint8).numpy().reshape(32, 16).view(np.uint32)
+    by_lane = q.view(rows, -1, 32 // rows, 8).transpose(1, 2).contiguous()
+    pieces = by_lane.view(torch.uint8).numpy().reshape(32, -1).view(np.uint32)
     with running(machine):
         loader = QueryLoader(config)
         channels = loader.channel_scales(operands, work, Int32(LANES))
         packed: Any
-        packed, unit = loader.convert_piece([Uint32(np.ascontiguousarray(pieces[:, i])) for i in range(4)], channels)
-        found = np.stack([halves(word).view(np.float16) for word in packed], 1).reshape(32, 8).astype(np.float64)
+        words = [Uint32(np.ascontiguousarray(word)) for word in pieces.T]
+        packed, unit = loader.convert_piece(words, channels)
+        found = np.stack([halves(word).view(np.float16) for word in packed], 1).reshape(32, -1).astype(np.float64)
         powers = np.broadcast_to(np.asarray(unit), (32,)).astype(np.float64)
-    found = torch.from_numpy(found * powers[:, None]).reshape(rows, config.columns)
+    found = torch.from_numpy(found * powers[:, None]).view(rows, 32 // rows, -1, 8).transpose(1, 2)
+    found = found.reshape(rows, config.columns)
     want = q[:, :head_dim].double() * scales.double()
     assert not found[:, head_dim:].any()
     error = (found[:, :head_dim] - want).abs() / want.abs().amax(1, keepdim=True)
@@ -78,12 +82,13 @@ def test_queries_are_multiplied_with_their_columns_scales_and_rounded_once(head_
     assert np.array_equal(powers, np.exp2(np.round(np.log2(powers))))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_each_sum_meets_the_scale_of_its_column(head_dim):
-    machine, operands, work, scales = run_with_scales(head_dim)
-    writer = ResultWriter(config_of(head_dim))
+@pytest.mark.parametrize("head_dim, part", [(64, 0), (80, 0), (128, 0), (256, 0), (512, 0), (512, 1)])
+def test_each_sum_meets_the_scale_of_its_column(head_dim, part):
+    machine, operands, work, scales = run_with_scales(head_dim, part)
+    config = config_of(head_dim)
+    writer, scales = ResultWriter(config), scales[part * config.value_dim :]
     with running(machine):
-        for j in range(0, head_dim // 2, 2):
+        for j in range(0, config.value_dim // 2, 2):
             own = writer.factors(operands, work, j, Float32(2.0), Int32(LANES))
             for k in range(2):
                 column = sum_place(j + k)[1] + 2 * (LANES % 4)

@@ -29,8 +29,8 @@ from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
-HEAD, BLOCK = 1, 1  # what is decoded
-FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
+HEAD = 1  # what is decoded
+FIRST, STOP = 140, 250  # tokens that queries see, from the middle of the block that is decoded
 
 
 class Writer(TileWriter):
@@ -41,11 +41,11 @@ class Writer(TileWriter):
 
 
 class Tiles:
-    """Block `BLOCK` of a call's K and V, as producer warps write it.
+    """The block of a call's K and V with token `FIRST`, as producer warps write it.
 
     Attributes:
-        rows: K's and V's, float64 [tile_tokens, columns], as they lie in the tile. words: what consumers are told, by
-            warp.
+        rows: K's and V's, float64 [tile_tokens, columns], as they lie in the tile, or in those of V's parts. words:
+            what consumers are told, by warp.
     """
 
     def __init__(self, call: Call):
@@ -60,7 +60,8 @@ class Tiles:
         memory = np.zeros(at[-1], np.uint8)
         for start, piece in zip(at, pieces, strict=False):
             memory[start : start + len(piece)] = piece
-        self.machine = Machine(np.zeros(self.config.tile_bytes, np.uint8), memory)
+        self.block = FIRST // self.config.tile_tokens
+        self.machine = Machine(np.zeros(max(self.config.tile_bytes), np.uint8), memory)
         self.rows: list[torch.Tensor] = []
         self.words: list[int] = []
         with running(self.machine):
@@ -73,28 +74,32 @@ class Tiles:
             )
             source = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
             for operand in (KEYS, VALUES):
-                for warp in range(self.config.tile_warps):
-                    self.write(source, operand, Int32(warp))
-                self.rows.append(in_rows(self.machine.shared_memory, self.config))
+                parts = []
+                for part in range(self.config.value_parts if operand == VALUES else 1):
+                    for warp in range(self.config.tile_warps):
+                        self.write(source, operand, Int32(part), Int32(warp))
+                    parts.append(in_rows(self.machine.shared_memory, self.config, operand))
+                self.rows.append(torch.cat(parts, dim=1))
 
-    def write(self, source, operand: int, warp) -> None:
-        work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
+    def write(self, source, operand: int, part, warp) -> None:
+        given = {"request": Int32(0), "head": Int32(HEAD), "value_part": part, "kv_stop": Int32(STOP)}
+        work = stand_in(SimpleNamespace(**given))
         memory = SimpleNamespace(tiles=Int32(0), tile=lambda operand, stage: Int32(0), scales_of=lambda *_: Int32(0))
         writer, runs, lane = Writer(self.config, operand), RowRuns(self.config), Int32(LANES)
         held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)] * 8
-        runs.ask(places, source, work, Int32(BLOCK), warp)
-        given = (places, source, work, Int32(FIRST), Int32(BLOCK), warp, lane)
+        runs.ask(places, source, work, Int32(self.block), warp)
+        given = (places, source, work, Int32(FIRST), Int32(self.block), warp, lane)
         writer.rows.load(held, *given)
         if operand == KEYS and self.config.tile_scales[VALUES]:
             TileWriter(self.config, VALUES).rows.load_scales(value_scales, *given)
-        writer.store(held, value_scales, memory, Int32(0), writer.place(warp, lane), warp, lane)
+        writer.store(held, value_scales, work, memory, Int32(0), writer.place(warp, lane), warp, lane)
         if operand == KEYS and any(self.config.tile_scales):
             self.words.append(int(np.broadcast_to(writer.told, (32,))[0]))
 
 
-def in_rows(tile: np.ndarray, config: ExtendConfig) -> torch.Tensor:
+def in_rows(tile: np.ndarray, config: ExtendConfig, operand: int) -> torch.Tensor:
     """A tile in the 128-byte swizzle, row by row."""
-    row, column = np.arange(config.tile_tokens)[:, None], np.arange(config.columns)[None]
+    row, column = np.arange(config.tile_tokens)[:, None], np.arange(config.operand_columns[operand])[None]
     piece = column % SLAB_COLUMNS // 8 ^ row % 8
     place = column // SLAB_COLUMNS * config.slab_bytes + row * wgmma_tiles.ROW_BYTES
     place = place + piece * wgmma_tiles.PIECE_BYTES + column % 8 * 2
@@ -111,7 +116,7 @@ def powers_of(words: list[int]) -> torch.Tensor:
 def check(call: Call) -> Tiles:
     found = Tiles(call)
     tokens = found.config.tile_tokens
-    first, stop = FIRST - BLOCK * tokens, min(STOP - BLOCK * tokens, tokens)
+    first, stop = FIRST - found.block * tokens, min(STOP - found.block * tokens, tokens)
     for operand, rows in enumerate(found.rows):
         own = torch.ones(tokens, 1, dtype=torch.float64)
         if any(found.config.tile_scales):
@@ -119,7 +124,7 @@ def check(call: Call) -> Tiles:
             assert (told == told.log2().round().exp2()).all(), "powers of 2"
             own = told.repeat_interleave(found.config.warp_rows)[:, None]
         rows = rows * own
-        want = wanted(call, operand, 0, STOP)[HEAD, BLOCK * tokens :][:tokens]
+        want = wanted(call, operand, 0, STOP)[HEAD, found.block * tokens :][:tokens]
         seen = slice(max(first, 0), stop)
         # A scale and its product with a code are rounded, each to 11 bits; scales to multiples of 2**-24.
         tolerance = 2.0**-10 * want[seen].abs().amax(dim=-1, keepdim=True) + 448 * 2.0**-25 * own[seen]
@@ -151,6 +156,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "head_dim 64": ("int8_token_head", {"head_dim": 64}),
     "head_dim 80": ("e4m3_token_head", {"head_dim": 80}),
     "head_dim 256": ("int8_token_head", {"head_dim": 256}),
+    "head_dim 512": ("int8_token_head", {"head_dim": 512}),
+    "head_dim 512, pages of 16": ("int4_g4", {"head_dim": 512, "page_size": 16}),
+    "head_dim 512, a scale a tensor": ("e4m3_tensor", {"head_dim": 512, "page_size": None}),
+    "head_dim 512, a pair": (("int8_g8", "int4_g1"), {"head_dim": 512}),
+    "head_dim 512, V in groups": (("e4m3_tensor", "int8_g4"), {"head_dim": 512}),
 }
 
 
@@ -173,7 +183,7 @@ def test_rows_scales_may_be_of_any_size(power, kv_format, header):
 def test_warps_have_powers_of_their_own():
     call = make_call("int8_token_head", [4], [300], page_size=None)
     scales = call.caches[1][0, :, HEAD, :4].view(torch.float32)
-    scales[BLOCK * 128 + 32 :][:32] *= 2.0**7
+    scales[128 + 32 :][:32] *= 2.0**7
     own = powers_of(check(call).words)[VALUES].log2()
     assert own[1] >= own[2] + 5 and len(own) == 4
 

@@ -50,7 +50,7 @@ class Machine(Warp):
 
     def tell_of_piece(self, loader: QueryLoader, power: Any, scales: Any, warp: Any, lane: Any, step: Any) -> None:
         """By all lanes of a row, who know the same."""
-        row = warp * WARP_ROWS + step * loader.step_rows + lane // loader.row_pieces
+        row = warp * WARP_ROWS + step * loader.step_rows + lane // loader.row_lanes
         self.store_shared(scales + row * 4, 0, [power])
 
     def greater_magnitude(self, a: Any, b: Any, *, dtype: str) -> Any:
@@ -69,13 +69,13 @@ class Machine(Warp):
 
 
 def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(operands that queries [64, 128] become as fp64, their rows' powers [64, 1])."""
+    """(operands that queries [64, columns] become as fp64, their rows' powers [64, 1])."""
     codes = config.query_bytes
     scales = codes + config.query_code_bytes
     machine = Machine(np.zeros(scales + 4 * WARPGROUP_ROWS, np.uint8), np.zeros(16, np.uint8))
-    row, piece = np.arange(WARPGROUP_ROWS)[:, None, None], np.arange(16)[None, :, None]
+    row, piece = np.arange(WARPGROUP_ROWS)[:, None, None], np.arange(config.columns // 8)[None, :, None]
     places = piece // 8 * queries.SLAB_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16 + np.arange(16)
-    machine.shared_memory[places] = q.view(torch.uint8).numpy().reshape(WARPGROUP_ROWS, 16, 16)
+    machine.shared_memory[places] = q.view(torch.uint8).numpy().reshape(WARPGROUP_ROWS, -1, 16)
     with running(machine):
         loader = QueryLoader(config)
         for warp in range(WARPS):
@@ -86,7 +86,7 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
                 loader.convert(Int32(0), Int32(scales), Int32(warp), Int32(LANES))
     powers = torch.from_numpy(machine.shared_memory[scales:].view(np.float32).astype(np.float64))[:, None]
     if config.fp8 is None:
-        halves_of_rows = machine.shared_memory[places].reshape(WARPGROUP_ROWS, 256)
+        halves_of_rows = machine.shared_memory[places].reshape(WARPGROUP_ROWS, -1)
         return torch.from_numpy(halves_of_rows).view(torch.float16).double(), powers
     column = np.arange(128)[None]
     row = row[:, 0]
@@ -94,17 +94,22 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.from_numpy(tile).view(torch.float8_e4m3fn).double(), powers
 
 
-INTO_HALVES = choose(AttentionProblem.ragged(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+INTO_HALVES, WIDE = (
+    choose(AttentionProblem.ragged(head_dim, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+    for head_dim in (128, 512)
+)
 
 
+@pytest.mark.parametrize("config", [INTO_HALVES, WIDE], ids=["128 columns", "512 columns"])
 @pytest.mark.parametrize("least, greatest", [(-90, 25), (-90, 120), (29, 120)])
-def test_queries_in_bf16_become_fp16_of_the_same_numbers(least, greatest):
+def test_queries_in_bf16_become_fp16_of_the_same_numbers(least, greatest, config):
     """Whether or not some row of a warp is beyond what one power of 2 in bf16 brings into fp16."""
     exponents = torch.randint(least, greatest, (WARPGROUP_ROWS, 1)).float()
-    q = torch.rand(WARPGROUP_ROWS, 128).add_(1e-2).mul_(exponents.exp2()).mul_(torch.randn(64, 128).sign()).bfloat16()
+    shape = WARPGROUP_ROWS, config.columns
+    q = torch.rand(shape).add_(1e-2).mul_(exponents.exp2()).mul_(torch.randn(shape).sign()).bfloat16()
     q[5:7] = 0
     q[6, :2] = torch.tensor([1.0, 2.0**-28])
-    found, powers = converted(INTO_HALVES, q)
+    found, powers = converted(config, q)
     top = found.abs().amax(1)
     assert (top[:5] >= 2**14).all() and (top < 2**15).all() and (powers > 0).all()
     assert torch.equal(found * powers, q.double())
@@ -191,7 +196,8 @@ def test_the_greatest_probability_is_two_to_the_eighth_and_none_is_more():
 
 def test_tiles_leave_room_for_rows_of_quarters():
     config = config_of("bf16")
-    assert config.tile_room == config.tile_bytes + 8 * wgmma_tiles.ROW_BYTES and config.tile_room % 1024 == 0
+    room, size = config.tile_rooms[1], config.tile_bytes[1]
+    assert room == size + 8 * wgmma_tiles.ROW_BYTES and room % 1024 == 0
     quarters = torch.tensor([fp8.QUARTERS], dtype=torch.int32).view(torch.float8_e4m3fn).float()
     assert (quarters * 4 == 1).all(), "four lanes of a row add up the same sum"
     assert WARPS * WARP_ROWS == WARPGROUP_ROWS

@@ -50,7 +50,7 @@ def test_every_work_tile_has_one_slot(group):
         assert slots_of(q_lens, group) == want
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_said(monkeypatch):
         (choose_unpacked(choose(AttentionProblem.ragged(128, "int8_g2", "int8_g2", "bf16")))[0], "2 scales a row"),
         (ExtendConfig("int4_channel32", "int4_g4", "bf16", 128), "does not read int4_channel32"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
-        (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
+        (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256, 512"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
         (ExtendConfig("bf16", "bf16", "bf16", 128, ProducerPipeline(producer_warps=5)), "producer_warps"),
         (ExtendConfig("int4_g1", "int4_g1", "bf16", 128, keys=UnpackedKeys()), "head by head"),
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said(monkeypatch):
         assert reason in str(wrong.can_implement())
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256, 512])
 @pytest.mark.parametrize("kv_format", UNPACKED)
 def test_every_format_can_be_unpacked(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"

@@ -242,6 +242,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "head_dim 80": ("e4m3_token_head", {"head_dim": 80}),
     "head_dim 192": ("int8_token_head", {"head_dim": 192}),
     "head_dim 256": ("int4_g4", {"head_dim": 256}),
+    "head_dim 512": ("int8_token_head", {"head_dim": 512}),
+    "head_dim 512, a pair": (("e4m3_tensor", "int4_g4"), {"head_dim": 512, "page_size": 16}),
     "window": ("int8_token_head", {"window_size": 40}),
 }
 
