@@ -165,12 +165,8 @@ class TmaTileProducer:
                     cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.types[operand]), 0, 2),
                     cute.group_modes(tma_tiles, 0, 2),
                 )
-                cute.copy(
-                    atom,
-                    origin[None, row, before + slab, work.head, where],
-                    target,
-                    tma_bar_ptr=pipeline.full_barrier(state),
-                )
+                origin = origin[None, row, before + slab, work.head, where]
+                cute.copy(atom, origin, target, tma_bar_ptr=pipeline.full_barrier(state))
 
     def parts_before(self, operand: int, work):
         """Parts of a row that lie before the one that a work tile has."""
@@ -179,28 +175,20 @@ class TmaTileProducer:
     @cute.jit
     def copy_rows(self, operand: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
         """Copies the rows of a tile that some query sees; the others become zeros."""
-        for first_piece in cutlass.range_constexpr(0, self.row_pieces[operand], WARP_THREADS):
-            self.copy_pieces(operand, first_piece, filling, at, stage, lane)
+        for start in cutlass.range_constexpr(0, self.row_pieces[operand], WARP_THREADS):
+            self.copy_pieces(operand, start, filling, at, stage, lane)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
     @cute.jit
-    def copy_pieces(
-        self,
-        operand: cutlass.Constexpr,
-        first_piece: cutlass.Constexpr,
-        filling,
-        at,
-        stage: Int32,
-        lane: Int32,
-    ):
-        """Starts copying pieces of rows from ``first_piece`` on, at most 32 of a row."""
+    def copy_pieces(self, operand: cutlass.Constexpr, start: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
+        """Starts copying pieces of rows from piece ``start`` on, at most 32 of a row."""
         work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
         rows, row_pieces = filling.source.rows(operand), self.row_pieces[operand]
         row_lanes = min(row_pieces, WARP_THREADS)
-        below, piece = lane // row_lanes, lane % row_lanes + first_piece
+        below, piece = lane // row_lanes, lane % row_lanes + start
         slab, source_piece = piece // 8, piece + self.parts_before(operand, work) * row_pieces
         tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
         step_rows = WARP_THREADS // row_lanes
@@ -208,11 +196,11 @@ class TmaTileProducer:
             row = step + below
             part = row // self.tma_rows
             where = cute.arch.shuffle_sync(at.found, part)
-            start = cute.arch.shuffle_sync(at.place, part)
+            place = cute.arch.shuffle_sync(at.place, part)
             exists = (first + row >= filling.first_valid) & (first + row < work.kv_stop)
             if const_expr(self.real_pieces[operand] < row_pieces):
                 exists = exists & (piece < self.real_pieces[operand])
-            token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))
+            token = cutlass.select_(exists, place + row % self.tma_rows, Int32(0))
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
             address = rows.address(where, token, work.head) + Int64(source_piece * wgmma_tiles.PIECE_BYTES)
             numbers.copy_async(tile + wgmma_tiles.piece_offset(row, piece % 8), address, size)
