@@ -121,8 +121,8 @@ def extend_attention(
 
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
-            80, 96, 128, 192 or 256. A query's heads are contiguous. Queries may be any multiple of 16 bytes apart, as
-            in the result of a fused projection.
+            80, 96, 128, 192, 256 or 512. A query's heads are contiguous. Queries may be any multiple of 16 bytes apart,
+            as in the result of a fused projection.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
             [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
             of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,

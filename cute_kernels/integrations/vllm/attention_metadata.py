@@ -28,6 +28,7 @@ from cute_kernels.integrations.vllm.attention_ranks import Ranks, ranks_of
 from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
+FLASH_HEAD_SIZE = 256  # the largest of FlashAttention
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
 # New tokens of a request times heads of a group for which FlashAttention gets dequantised rows of caches that extend
 # attention does not unpack: over 32k of a 16-bit format with codes, 512 x 4 take 489 us by extend attention and 513 so,
@@ -77,6 +78,7 @@ class Caches:
         unpacks: whether it makes rows of 16 bits of them, once for many queries.
         key_rows: its kernel of few queries a request, where it has one for them; None else.
         shared: whether some layers read another layer's cache.
+        wide: whether heads have more columns than FlashAttention takes: every prompt is read from the cache then.
         invariant: whether a token's result must not depend on the rest of the step. Every prompt is read from the
             cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
             nothing of each other.
@@ -90,13 +92,19 @@ class Caches:
     unpacks: bool = True
     key_rows: ExtendConfig | None = None
     shared: bool = False
+    wide: bool = False
     invariant: bool = False
     apart: bool = False
 
     @property
     def flash(self) -> bool:
         """Whether FlashAttention on K and V as they are may serve the first tokens of a prompt."""
-        return not self.invariant and (self.extend or not self.shared)
+        return not (self.invariant or self.wide) and (self.extend or not self.shared)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether many new tokens want dequantised rows and FlashAttention, where extend attention reads the caches."""
+        return not (self.unpacks or self.invariant or self.wide or self.apart)
 
 
 @dataclass(frozen=True)
@@ -347,6 +355,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
         unpacks=all(attention_kernels.is_unpacked(impl.formats, impl.head_size) for impl in impls),
         key_rows=few[0] if all(few) else None,
         shared=any(map(attention_kernels.reads_anothers_cache, impls)),
+        wide=any(impl.head_size > FLASH_HEAD_SIZE for impl in impls),
         invariant=is_invariant(),
     )
 
@@ -358,7 +367,7 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
         return Way.FLASH
     if caches.extend:
         rows = new * caches.num_heads // caches.num_kv_heads
-        as_it_lies = caches.unpacks or caches.invariant or caches.apart or rows < ROWS_TO_DEQUANTISE_FOR
+        as_it_lies = not caches.gathers or rows < ROWS_TO_DEQUANTISE_FOR
         return Way.EXTEND if as_it_lies else Way.GATHER
     return Way.PARTS if part_of(new) * MAX_PARTS >= new else Way.GATHER
 

@@ -186,6 +186,16 @@ def prompts_that_go_on_are_one_launch() -> None:
         few = builder(**large, unpacks=False, invariant=invariant)
         made = few.build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
         assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+    # FlashAttention takes no heads of 512 columns: their prompts are read from the cache.
+    with recording(), mock.patch.object(attention_metadata, "is_invariant", lambda: False):
+        for dim, is_wide in ((256, False), (512, True)):
+            layer = Layer("fp8", "", heads=32, kv_heads=8, dim=dim)
+            caches = attention_metadata.caches_of([layer.make("cpu")], torch.device("cpu"))
+            assert caches.extend and (caches.wide, caches.flash) == (is_wide, not is_wide)
+    for new, context in (([2048], 0), ([2048], 400), ([300, 31], 0)):
+        wide = builder(**large, unpacks=False, wide=True)
+        made = wide.build(0, step(new, [count + context for count in new], -(-max(new) // 16) + 25))
+        assert [piece.way for piece in made.pieces] == [Way.EXTEND], (new, made.pieces)
     # Of few queries of many requests the cache is read once by keys as rows of products, whatever its codes are.
     for kv, form, taken in (
         ("auto", "int4_g4", True),
