@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels.arguments import strides_of
 from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS
+from cute_kernels.attention.extend_policies import cannot_read as cannot_extend
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, KvFormat
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -56,7 +57,8 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
     for form in (formats.k, formats.v):
         if not form.fits(dtype):
             return f"a {form.name} cache with queries in {dtype}"
-        if (reason := cannot_read(form, head_size)) is not None:
+        # Engines' other kernels of prompts end at 256 columns.
+        if reason := cannot_read(form, head_size) or (cannot_extend(form) if head_size > 256 else None):
             return reason
     return None
 

@@ -43,6 +43,7 @@ from cute_kernels.integrations.vllm import (
     prepare,
 )
 from cute_kernels.integrations.vllm.attention_metadata import (
+    FLASH_HEAD_SIZE,
     Context,
     Metadata,
     MetadataBuilder,
@@ -125,13 +126,11 @@ class CuteKernelsAttentionBackend(Pages):
         slides = bool(named.get("has_sliding_window"))
         reasons += _reasons_of_engine(kv_cache_dtype, attention_kernels.can_extend(formats, head_size), slides)
         reasons += ["ALiBi not supported"] if layer_made().has_alibi else []
-        if named.get("use_dcp") and named.get("has_sink"):
-            reasons += ["decode context parallelism with sinks not supported"]
-        for reason in (
-            engine_cache.reason_against(formats, head_size, named["dtype"]),
-            kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
-        ):
-            reasons += [reason] if reason else []
+        if named.get("use_dcp") and (named.get("has_sink") or head_size > FLASH_HEAD_SIZE):
+            reasons += [f"decode context parallelism with sinks or head sizes above {FLASH_HEAD_SIZE} not supported"]
+        unreadable = engine_cache.reason_against(formats, head_size, named["dtype"])
+        unrotated = kv_formats.reason_against_rotation(kv_cache_dtype, head_size)
+        reasons += [reason for reason in (unreadable, unrotated) if reason]
         if named.get("use_batch_invariant"):
             reason = kv_formats.reason_against_invariance(kv_cache_dtype)
             reason = reason or attention_kernels.why_not_invariant(formats, head_size)

@@ -186,6 +186,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"has_sliding_window": True},
         {"block_size": 128},
         {"head_size": 256},
+        {"head_size": 512},
     ):
         assert reasons_against(**changes) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
@@ -205,6 +206,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"device_capability": DeviceCapability(10, 0)},
         *({name: True} for name in ("use_adaptive_verification", "use_rswa") if is_asked(name)),
         *({name: True, "has_sink": True} for name in ("use_dcp",) if is_asked(name)),
+        *({name: True, "head_size": 512} for name in ("use_dcp",) if is_asked(name)),
     ):
         assert reasons_against(**changes), changes
 
