@@ -46,7 +46,7 @@ def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
         ("llama3-8b:w4:auto:on:int4_g4@64", "on", "int4_g4", (64,), 0),
         ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2), 0),
         ("llama2-70b-shard8:w4:auto:on:int4_g4/32@64", "on", "int4_g4", (64,), 32),
-        ("gpt-oss-20b:mxfp4:fp8:attention+float_experts", "attention,float_experts", "", (1, 32), 0),
+        ("gpt-oss-20b:mxfp4:fp8:attention+moe", "attention,moe", "", (1, 32), 0),
     ],
 )
 def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...], block_size: int):

@@ -8,11 +8,10 @@ from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 REPLACED = {
     "linear": "weight-only linear layers",
     "attention": "attention over quantised KV caches",
-    "moe": "experts with 4- and 8-bit weights",
+    "moe": "experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them",
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",
     "float_linear": "linear layers in FP8, MXFP4 and NVFP4",
-    "float_experts": "experts of gpt-oss",
 }
 """What each seam of `environment` replaces."""
 

@@ -20,7 +20,8 @@ import cute_kernels
 import layouts
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.kv import format_of
-from cute_kernels.formats.weights import WeightFormat, integers
+from cute_kernels.formats.weights import MXFP4, WeightFormat, integers
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
@@ -142,18 +143,22 @@ EXPERT_WEIGHTS = (integers(4, 128), integers(8, 128), integers(4, 128, True))
 
 @dataclass(frozen=True)
 class Experts:
-    """A model's experts on one GPU. middle: features between the two products; topk: experts of a token."""
+    """A model's experts on one GPU. middle: features between the two products; topk: experts of a token; weights: the
+    formats that checkpoints have."""
 
     num_experts: int
     hidden: int
     middle: int
     topk: int
+    weights: tuple[WeightFormat, ...] = EXPERT_WEIGHTS
+    activation: ActivationFunction = expert_kernels.SWIGLU
 
 
 EXPERTS = (
     *(Experts(128, 2048, 768 // ranks, 8) for ranks in (1, 2)),  # Qwen3-30B-A3B
     *(Experts(128, 4096, 1536 // ranks, 8) for ranks in (1, 2, 4)),  # Qwen3-235B-A22B
     *(Experts(8, 4096, 14336 // ranks, 2) for ranks in (1, 2, 4, 8)),  # Mixtral 8x7B
+    *(Experts(count, 2880, 2880, 4, (MXFP4,), ClampedSwiglu()) for count in (32, 128)),  # gpt-oss
 )
 
 
@@ -249,8 +254,8 @@ def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
 
 
 def _experts() -> Iterator[Part]:
-    for experts, form in itertools.product(EXPERTS, EXPERT_WEIGHTS):
-        yield functools.partial(_experts_specs_of, experts, form)
+    for experts in EXPERTS:
+        yield from (functools.partial(_experts_specs_of, experts, form) for form in experts.weights)
 
 
 def _experts_specs_of(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
@@ -264,4 +269,4 @@ def experts_specs(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
     gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
     down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)
     tokens = expert_kernels.tokens_of(prepare.RowCounts(CAPTURED, MOST_TOKENS).all(), MAX_TOKENS)
-    return expert_kernels.specs(gate_up, down, experts.topk, tokens, invariant=False)
+    return expert_kernels.specs(gate_up, down, experts.topk, tokens, False, experts.activation)

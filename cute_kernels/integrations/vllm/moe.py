@@ -1,4 +1,4 @@
-"""Layers of experts of vLLM with 4- and 8-bit weights: AWQ, GPTQ and compressed-tensors checkpoints.
+"""Layers of experts of vLLM with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss's checkpoints.
 
 Each of vLLM's methods for such layers ends in making a kernel out of two parts: one that hands tokens out and takes
 results back, and the experts. The method's parameters stay as they are; once they are loaded, they are packed, and the
@@ -20,7 +20,8 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES
+from cute_kernels.formats.weights import MXFP4, SHIPPED_GROUP_SIZES
+from cute_kernels.gemm import pack_experts
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
@@ -48,7 +49,6 @@ class Source:
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights so.
         dtype: of activations, where scales do not say it.
-        seam: by which the environment asks for such layers.
     """
 
     words: str
@@ -59,7 +59,6 @@ class Source:
     outputs_first: bool = False
     backends: tuple[str, ...] = ("MARLIN", "HUMMING")
     dtype: torch.dtype | None = None
-    seam: str = "moe"
 
     def tensors(self, layer: Foreign, name: str, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Words, scales, and zero points or None, each [E, inputs, outputs]. name: "w13" or "w2"."""
@@ -86,6 +85,16 @@ def _awq_form(method: Foreign) -> tuple[int, int, bool, bool]:
     return config.weight_bits, config.group_size, True, False
 
 
+def _pack_mxfp4(words: torch.Tensor, scales: torch.Tensor, zeros: None, *, gated: bool, **_: object) -> PackedExperts:
+    """Packs gpt-oss's weights. words: bytes of two codes [E, K / 2, N]. scales: E8M0 [E, K / 32, N]. gated: whether
+    gates come before ups."""
+    codes, scales = (x.transpose(1, 2) for x in (words, scales.view(torch.float8_e8m0fnu)))
+    if gated:
+        codes, scales = (expert_weights.gate_and_up_in_turn(x.view(torch.uint8)) for x in (codes, scales))
+    scales = scales.contiguous().view(torch.float8_e8m0fnu)
+    return pack_experts(MXFP4, codes.contiguous(), scales, dtype=torch.bfloat16)
+
+
 COMPRESSED = functools.partial(
     Source, *expert_weights.COMPRESSED_TENSORS, expert_weights.from_inputs_packed, _compressed_tensors_form
 )
@@ -94,6 +103,16 @@ SOURCES = {
     "CompressedTensorsWNA16MoEMethod": COMPRESSED(outputs_first=True),
     "AutoGPTQMoEMethod": Source(*expert_weights.AUTO, expert_weights.from_inputs_packed, _gptq_form),
     "AutoAWQMoEMethod": Source(*expert_weights.AUTO, expert_weights.from_awq, _awq_form),
+    "GptOssMxfp4MoEMethod": Source(
+        "{}_weight",
+        "{}_weight_scale",
+        "",
+        _pack_mxfp4,
+        lambda method: (4, MXFP4.group_size, False, False),
+        outputs_first=True,
+        backends=("TRITON", "HUMMING", "MARLIN"),  # vLLM's order on Hopper; all load a checkpoint's own layout
+        dtype=torch.bfloat16,
+    ),
 }
 """By the name of the method's class."""
 
@@ -201,7 +220,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Why a layer keeps vLLM's experts; None if it need not."""
-    if (left := prepare.why_left(source.seam)) is not None:
+    if (left := prepare.why_left("moe")) is not None:
         return left
     try:
         bits, group_size, zero_point, act_order = source.form(method)
@@ -383,7 +402,7 @@ def replace(interface: Interface) -> str:
     """Makes vLLM's methods for such layers use these experts; returns what was done."""
     for module, name in interface.expert_methods:
         replace_experts(module, name, SOURCES[name])
-    return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
+    return "experts (AWQ, GPTQ, compressed-tensors, gpt-oss; 4 and 8 bits) run here"
 
 
 def replace_experts(module: str, name: str, source: Source) -> None:
@@ -396,7 +415,7 @@ def replace_experts(module: str, name: str, source: Source) -> None:
     takes_part = owner.supports_eplb.fget
 
     def supports_eplb(method: Foreign) -> bool:
-        return takes_part(method) or prepare.why_left(source.seam) is None
+        return takes_part(method) or prepare.why_left("moe") is None
 
     def serve(method: Foreign, layer: Foreign) -> str | None:
         reason = reason_against(method, layer, source) or process(method, layer, source)

@@ -29,7 +29,6 @@ class Interface:
         expert_methods: modules and classes of the methods of layers of experts.
         float_linear: for linear layers in FP8, MXFP4 and NVFP4: the module and the class of the method, the attribute
             that multiplies, and the attribute with the dtype that activations are rounded to ("" for none).
-        float_experts: the module and class of the method of gpt-oss's.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
         pass_manager: the module and class that says which passes rewrite a traced model.
@@ -46,6 +45,7 @@ class Interface:
         (f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16", "CompressedTensorsWNA16MoEMethod"),
         (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
         (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
+        (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod"),
     )
     float_linear: tuple[tuple[str, str, str, str], ...] = (
         (f"{QUANTIZATION}.fp8", "Fp8LinearMethod", "fp8_linear", "activation_quant_key"),
@@ -55,7 +55,6 @@ class Interface:
         (f"{SCHEMES}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4", "kernel", "kernel.config.activation_quant_key"),
         (f"{QUANTIZATION}.modelopt", "ModelOptLinearMethod", "kernel", "spec.activation"),
     )
-    float_experts: tuple[str, str] = (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod")
     mla_backends: tuple[tuple[str, str], ...] = (
         ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
         ("vllm.v1.attention.backends.mla.flashattn_mla", "FlashAttnMLABackend"),
@@ -72,12 +71,12 @@ INTERFACES = {
         SERVED,
         expert_methods=(
             (_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"),
-            *Interface.expert_methods[1:],
+            *Interface.expert_methods[1:3],
         ),
         mla_gives_lse=False,
     ),
     **{(0, minor): Interface(CHECKED) for minor in (30, 31, 32)},
-    (0, 33): Interface("Llama served on an H200, interface tests"),
+    (0, 33): Interface("Llama, Qwen3 and gpt-oss served on an H200, interface tests"),
 }
 """By (major, minor)."""
 

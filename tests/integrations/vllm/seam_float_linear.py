@@ -306,7 +306,7 @@ def rows_of_gates_and_ups_come_in_turn_in_every_float_format() -> None:
 def the_switch_of_activations_is_refused_where_nobody_looks_at_it() -> None:
     from cute_kernels.integrations.vllm import doctor, environment, versions
 
-    for seams, text in (("float_linear", "8bit"), ("1", "16bit"), ("linear,float_experts", "16bit")):
+    for seams, text in (("float_linear", "8bit"), ("1", "16bit"), ("linear,moe", "16bit")):
         with (
             mock.patch.dict(
                 os.environ, {environment.SWITCH: seams, environment.ACTIVATIONS: text, environment.KV_FORMAT: ""}
