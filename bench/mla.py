@@ -244,7 +244,7 @@ def markdown(record: dict[str, Any]) -> str:
         cells += [number(row["floor"]["us"]), f"**{number(row['us']['median_us'])}**"]
         cells += [number(row["tflops"], 0), number(row["tb_per_s"], 2)]
         lines.append([*cells, *(_peer_cell(row["peers"].get(name, {})) for name in names)])
-    about = f"median of {record.get('samples')} calls with a cold L2, ours and others alternating."
+    about = f"median of {record.get('samples')} calls, cold L2, ours and others alternating."
     return in_markdown(record, head, lines, about)
 
 

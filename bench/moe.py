@@ -426,7 +426,7 @@ def markdown(record: dict[str, Any], tokens: Iterable[int] = TABLE_TOKENS) -> st
         cells += [f"**{number(first['us'])}**", number(first["floor_ratio"], 2), number(first["tflops"], 0)]
         cells += [number(peer.get("first_us")) for peer in peers]
         lines.append([*cells, f"**{number(row['eager_us'])}**", *(number(peer.get("layer_us")) for peer in peers)])
-    about = f"us, median of {record.get('samples')} calls with a cold L2, ours and others alternating; rows of x by index."
+    about = f"us, median of {record.get('samples')} calls, cold L2, ours and others alternating; rows of x by index."
     return in_markdown(record, head, lines, about)
 
 

@@ -365,7 +365,7 @@ class PackedWeight(Packed):
 def checked_state(
     tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """The result of `format_of_numbers` for the "format" of a state dict with tensors of these names.
+    """Checks the "format" of a state dict against the names of its tensors; returns the result of `format_of_numbers`.
 
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.

@@ -49,7 +49,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class Requests:
-    """Addresses of int32 [batch] lengths with the new tokens, and of [batch + 1] bounds of these, or 0: one each."""
+    """Addresses of int32 lengths [batch], new tokens included, and of the new tokens' bounds [batch + 1]. 0 for
+    bounds: each request has one new token."""
 
     seq_lens: Int64
     cu_seqlens: Int64

@@ -12,7 +12,7 @@ PlanT = TypeVar("PlanT")
 
 
 def identity(tensor: Any) -> tuple[Hashable, ...]:
-    """The part of a tensor that a plan relies on where the function takes its address."""
+    """Returns the properties of a tensor that a plan relies on if the function takes its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 

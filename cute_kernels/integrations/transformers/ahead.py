@@ -93,7 +93,7 @@ class NextInputs:
         self.last = torch.full_like(inputs.tensors["input_ids"], -1)
 
     def make(self, logits: torch.Tensor) -> None:
-        """logits: [batch, tokens, vocabulary], of the step."""
+        """Makes the next step's inputs. logits: [batch, tokens, vocabulary], of the step."""
         given = self.inputs.tensors
         chosen = logits[:, -1].argmax(-1, keepdim=True)
         given["input_ids"].copy_(torch.where(self.last < 0, chosen, self.last))

@@ -107,8 +107,8 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Whether a product of x can leave the norm to the next product: to its kernel, or, where that takes its inputs
-        in act-order or scaled, to one launch that norms and permutes them."""
+        """Whether a product of x can defer the norm: to the next product's kernel, or to one launch that norms,
+        scales and permutes that product's inputs."""
         weight, _, _ = terms_of(self.norm)
         if not (product.may_defer() and self.taker.may_defer()) or x.dim() == 0 or not x.numel():
             return False

@@ -68,7 +68,7 @@ class StepInputs:
                 moment.synchronize()
 
     def asked(self, name: str) -> torch.Tensor:
-        """The value that `are` was asked for last, on the host."""
+        """The latest value of ``are``, on the host."""
         return self._asked[name]
 
     def noted(self, name: str) -> torch.Tensor:
