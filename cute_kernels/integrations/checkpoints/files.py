@@ -32,6 +32,8 @@ from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import (
+    OWN,
+    STATIC_SCALES,
     Converted,
     LayerFormat,
     find_layers,
@@ -351,13 +353,13 @@ def read_layers(
 def _static_scale(
     entries: Mapping[str, Entry], name: str, config: Config, read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor | None:
-    """The scale of all of a layer's inputs, if the checkpoint declares FP8 activations with one; else None."""
-    if declared_activations(config) != STATIC_FP8:
-        return None
-    keys = [key for own in ("input_scale", "activation_scale") if (key := join(name, own)) in entries]
-    if not keys:
+    """The scale of all of a layer's inputs, if the checkpoint declares FP8 activations with one, or the layer is of
+    ours and has one; else None."""
+    declared, ours = declared_activations(config) == STATIC_FP8, join(name, OWN.mark) in entries
+    keys = [key for own in STATIC_SCALES[ours:] if (key := join(name, own)) in entries]  # our input_scale is AWQ's
+    if declared and not keys:
         raise ValueError("input_scale: got no such tensor, want it: the configuration declares static FP8 activations")
-    return read(keys[0])
+    return read(keys[0]) if keys and (declared or ours) else None
 
 
 def _round_activations(layer: QuantizedLinear, activations: Activations, scale: torch.Tensor | None) -> None:

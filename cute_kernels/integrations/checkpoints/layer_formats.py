@@ -297,9 +297,8 @@ _HQQ_META = (
 )  # fmt: skip
 _WORDS = ("qweight", "qzeros", "scales")
 # Which stay in 16 bits.
-_OF_ACTIVATIONS = (
-    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale", "activation_scale",
-)  # fmt: skip
+STATIC_SCALES = "input_scale", "activation_scale"
+_OF_ACTIVATIONS = (*STATIC_SCALES, "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
 _TORCHAO = "_weight_"
 
 
@@ -359,7 +358,13 @@ LAYER_FORMATS = (
         tuple(_TORCHAO + part for part in ACTIVATION_PARTS),
     ),
     LayerFormat(
-        "cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), (*TENSOR_NAMES[2:], "shifts"), _own
+        "cute_kernels",
+        ("cute_kernels",),
+        "codes",
+        ("codes", "scales", "format"),
+        (*TENSOR_NAMES[2:], "shifts"),
+        _own,
+        (STATIC_SCALES[1],),
     ),
 )
 OWN = LAYER_FORMATS[-1]

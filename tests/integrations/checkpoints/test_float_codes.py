@@ -130,6 +130,12 @@ def test_declared_activations_are_rounded_where_the_caller_says_so(tmp_path, for
         want = quantized_linear(x, plain.weight, activations="fp8", activation_scale=scale)
         assert not torch.equal(want, plain(x))
     assert torch.equal(layer(x), want)
+    (again := tmp_path / "again").mkdir()
+    write_layer(again, layer.state_dict(), None)
+    ((_, layer),) = load_safetensors(again, activations="fp8")
+    assert isinstance(layer, QuantizedLinear) and torch.equal(layer(x), want)
+    ((_, plain),) = load_safetensors(again)
+    assert isinstance(plain, QuantizedLinear) and torch.equal(plain(x), quantized_linear(x, layer.weight))
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)])
