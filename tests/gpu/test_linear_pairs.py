@@ -50,7 +50,7 @@ def is_in_pairs(config: Any) -> bool:
     if type(config.mainloop) is not RegisterWgmma or config.tile_m not in (48, 64) or config.warpgroups != 2:
         return False
     return (config.n_tiles, type(config.reduction)) == (1, Dsmem) or (
-        config.n_tiles == 2 and not config.dsmem_reduction
+        config.n_tiles == 2 and not config.reduction.dsmem
     )
 
 

@@ -52,7 +52,7 @@ def test_registers_are_no_more_than_a_launch_has(warpgroups: int):
 def test_those_who_make_factors_have_registers_for_two_rows_at_a_time(tiles: WgmmaConfig):
     gives, takes = (with_norm(tiles, kind) for kind in (GIVES, TAKES))
     assert takes.can_implement() is None
-    assert spare_warps_of(gives).registers == (tiles.producer_registers, tiles.consumer_registers)
+    assert spare_warps_of(gives).registers == (tiles.mainloop.producer_registers, tiles.consumer_registers)
     assert spare_warps_of(takes).registers == FACTOR_REGISTERS[tiles.warpgroups]
 
 
@@ -64,7 +64,7 @@ def test_a_cta_makes_factors_if_it_stores_a_tile(tiles: WgmmaConfig, run_on: Any
     for rank in range(tiles.cluster):
         owned = [tile for tile in range(tiles.block_tiles) if int(partials.owner(tile)) == rank]
         stores = bool(np.all(warps.stores(SimpleNamespace(split=rank))))
-        assert stores == (bool(owned) or not tiles.dsmem_reduction)
+        assert stores == (bool(owned) or not tiles.reduction.dsmem)
 
 
 def test_every_shipped_kernel_that_takes_a_norm_has_room_for_factors_and_their_barrier():

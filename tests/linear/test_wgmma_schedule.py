@@ -128,7 +128,7 @@ def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
     if isinstance(config.mainloop, ResidentLimbs):
         return config.block_rows, schedule.splits, config.k_warpgroups, config.mainloop.loads
     tile_m = max(config.tile_m, 16)  # of which eight were multiplied where there are no more
-    return tile_m, config.block_rows, schedule.splits, config.dsmem_reduction
+    return tile_m, config.block_rows, schedule.splits, config.reduction.dsmem
 
 
 def test_few_rows_alone_are_in_limbs():
@@ -171,11 +171,11 @@ def test_clusters_are_chosen_where_they_were_faster(n, k, m):
     found = {
         one.config.tile_m: one
         for one in tile_schedules(case)
-        if one.config.cluster > 1 and not one.config.dsmem_reduction
+        if one.config.cluster > 1 and not one.config.reduction.dsmem
     }
     for tile_m, us in times.items():
         assert estimate_us(case, found[tile_m]) == pytest.approx(us, rel=0.13), tile_m
-    others = [one for one in tile_schedules(case) if not one.config.dsmem_reduction]
+    others = [one for one in tile_schedules(case) if not one.config.reduction.dsmem]
     chosen = min(others, key=lambda one: estimate_us(case, one)).config
     assert (chosen.cluster > 1) == (min(times.values()) < fastest_other)
     if chosen.cluster > 1:
@@ -213,7 +213,7 @@ def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
     found = {
         (one.config.tile_m, one.config.block_rows, one.splits, one.config.cluster): one
         for one in tile_schedules(case)
-        if not (one.config.limbs or one.config.dsmem_reduction or is_large(one) or measured_later(one))
+        if not (one.config.limbs or one.config.reduction.dsmem or is_large(one) or measured_later(one))
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.07 * min(times.values())
@@ -251,7 +251,7 @@ def between_us(n: int, k: int, bits: int, m: int) -> float:
     case, found = problem(m, n, k, bits=bits), {}
     for one in tile_schedules(case):
         config = one.config
-        if not (config.limbs or config.dsmem_reduction or is_large(one) or measured_later(one)):
+        if not (config.limbs or config.reduction.dsmem or is_large(one) or measured_later(one)):
             found[config.tile_m, config.block_rows, config.cluster, one.splits] = one
     _, times = BETWEEN[n, k, bits, m]
     # As launches tiles that are all cut take nothing besides; of short products the model knows times in graphs alone.
@@ -495,7 +495,7 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
 @pytest.mark.parametrize("n, m, num_ctas", [(1280, 64, 80), (1024, 33, 64), (1536, 17, 96), (1280, 96, 80)])
 def test_few_features_are_shared_out_to_clusters_of_four(n, m, num_ctas):
     found = [one for one in tile_schedules(problem(m, n, 8192)) if one.config.cluster == 4]
-    wide = [one for one in found if one.config.dsmem_reduction]
+    wide = [one for one in found if one.config.reduction.dsmem]
     assert wide and (len(found) > len(wide)) == (m > 64)
     assert all((one.num_ctas, one.split_k_blocks, one.workspace_words) == (num_ctas, 16, 0) for one in wide)
 

@@ -18,7 +18,7 @@ from tests.moe.machine import Machine
 LEFT = -7
 
 
-@pytest.mark.parametrize("config", [GatherConfig(), GatherConfig(row_threads=64, batch=2)], ids=lambda one: one.name)
+@pytest.mark.parametrize("config", [GatherConfig(), GatherConfig("fp16")], ids=lambda one: one.name)
 @pytest.mark.parametrize("places, count, pieces", [(1, 1, 1), (5, 0, 3), (37, 30, 5), (18, 18, 70)])
 def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, config, run_on):
     machine = Machine()

@@ -9,6 +9,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import COMBINE, GATHER, ROUTING
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.wgmma.results import one_of
 
 ROUTING_WARPS = 32
 COMBINE_THREADS = 128
@@ -46,7 +47,7 @@ class RoutingConfig:
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        return None if self.id_bits in (32, 64) else f"id_bits {self.id_bits!r} is not 32 or 64"
+        return one_of(self.id_bits, (32, 64), "id_bits")
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,8 @@ class CombineConfig:
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        for name in ("dtype", "source", "shares"):
-            if getattr(self, name) not in OUT_DTYPES:
-                return f"{name} {getattr(self, name)!r} is not one of {', '.join(OUT_DTYPES)}"
-        return None if self.id_bits in (0, 32, 64) else f"id_bits {self.id_bits!r} is not 0, 32 or 64"
+        problems = [one_of(getattr(self, name), OUT_DTYPES, name) for name in ("dtype", "source", "shares")]
+        return next(filter(None, problems), None) or one_of(self.id_bits, (0, 32, 64), "id_bits")
 
 
 @dataclass(frozen=True)
@@ -94,24 +93,10 @@ class GatherConfig:
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
-        row_threads: that copy neighbouring pieces of 16 bytes of a row: a slice of the columns.
-        batch: rows of which a thread asks for its piece before it stores the first.
     """
 
     dtype: str = "bf16"
-    row_threads: int = 32
-    batch: int = 4
     num_threads: ClassVar[int] = GATHER_THREADS
-
-    @property
-    def thread_rows(self) -> int:
-        """Rows of a CTA that are copied at the same time."""
-        return GATHER_THREADS // self.row_threads
-
-    @property
-    def block_places(self) -> int:
-        """Places of a CTA."""
-        return self.thread_rows * self.batch
 
     def kernel(self) -> CompiledAs:
         """How it is compiled."""
@@ -119,12 +104,8 @@ class GatherConfig:
 
     @property
     def name(self) -> str:
-        return f"moe_gather_{self.dtype}_t{self.row_threads}b{self.batch}_pdl"
+        return f"moe_gather_{self.dtype}_pdl"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        if self.dtype not in OUT_DTYPES[:2]:
-            return f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES[:2])}"
-        if self.row_threads not in (32, 64, 128, 256):
-            return f"row_threads {self.row_threads!r} is not 32, 64, 128 or 256"
-        return None if self.batch in (1, 2, 4, 8) else f"batch {self.batch!r} is not 1, 2, 4 or 8"
+        return one_of(self.dtype, OUT_DTYPES[:2], "dtype")

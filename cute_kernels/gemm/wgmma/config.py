@@ -101,11 +101,6 @@ class WgmmaConfig(Generic[M]):
         return self.reduction.k_warpgroups
 
     @property
-    def dsmem_reduction(self) -> bool:
-        """Whether CTAs of a cluster publish partials to the one that stores a tile."""
-        return self.reduction.dsmem
-
-    @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
         return tile_k(self.format.bits)
@@ -134,7 +129,7 @@ class WgmmaConfig(Generic[M]):
     def one_m_tile(self) -> bool:
         """Whether a dense product has one tile of rows only: rows that are reduced in the cluster, or that are in
         limbs."""
-        return self.dsmem_reduction or self.limbs
+        return self.reduction.dsmem or self.limbs
 
     @property
     def prefetched_k_blocks(self) -> int:
@@ -166,11 +161,6 @@ class WgmmaConfig(Generic[M]):
         return self.mainloop.registers[self.warpgroups]
 
     @property
-    def producer_registers(self) -> int:
-        """Registers of a producer thread."""
-        return self.mainloop.producer_registers
-
-    @property
     def thread_acc(self) -> int:
         """fp32 accumulators of a thread."""
         return self.n_tiles * self.tile_m // 2
@@ -188,7 +178,7 @@ class WgmmaConfig(Generic[M]):
     @property
     def own_m(self) -> int:
         """Rows of x of a tile that a CTA stores."""
-        return self.tile_m // (1 if self.dsmem_reduction else self.cluster)
+        return self.tile_m // (1 if self.reduction.dsmem else self.cluster)
 
     @property
     def partial_bytes(self) -> int:
@@ -291,11 +281,6 @@ class WgmmaConfig(Generic[M]):
     def share_bytes(self) -> int:
         """Bytes of a warpgroup's accumulators of the tokens that a CTA stores."""
         return self.acc_bytes // (self.warpgroups * self.cluster)
-
-    @property
-    def stage_copies(self) -> int:
-        """Warps whose copies fill a stage."""
-        return self.mainloop.copies
 
     @property
     def stage_warps(self) -> int:

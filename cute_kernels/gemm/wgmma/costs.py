@@ -129,7 +129,7 @@ class DecodedCost:
         if config.scales_codes:
             plain = config.format.bits == 4 and not config.format.has_zeros
             is_short = plain and problem.m in SHORT_ROWS and not problem.batch_invariant
-            return self.scaled_tiles if is_short and not config.dsmem_reduction else self.scaled
+            return self.scaled_tiles if is_short and not config.reduction.dsmem else self.scaled
         if config.k_warpgroups > 1 and config.format.bits == 4:
             return self.interleaved
         return self.rates[config.format.bits]
@@ -143,7 +143,7 @@ class DecodedCost:
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config = schedule.config
         fragments, rates = config.block_tiles * config.k_block_steps, self.rates_of(problem, config)
-        tile_m = config.loop_m(present_parts(problem, config)) if config.dsmem_reduction else config.tile_m
+        tile_m = config.loop_m(present_parts(problem, config)) if config.reduction.dsmem else config.tile_m
         mma = tile_m / 2 + rates.mma + rates.mma_row * tile_m
         tensor = fragments * mma * (1 - MULTICAST_GAIN * (config.multicast > 1))
         decoding = fragments * (self.decode_clocks(problem, config) + rates.row * tile_m)
@@ -154,8 +154,8 @@ class DecodedCost:
         memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
         k_block = max(tensor, decoding, memory) * self.overlap(problem, config)
         missing = tile_m * schedule.m_tiles - problem.m  # rows of the last tile
-        fill = self.dsmem_fill if config.dsmem_reduction else self.fill
-        fill = self.wide_fill if config.dsmem_reduction and config.cluster > 2 else fill
+        fill = self.dsmem_fill if config.reduction.dsmem else self.fill
+        fill = self.wide_fill if config.reduction.dsmem and config.cluster > 2 else fill
         filling = missing * fill * (config.block_k // TMA_TILE_K)
         # Parts of a cluster wait for the slowest; else it is the mean over tiles of rows.
         together = 1 if config.cluster > 1 and rates is self.scaled_tiles else schedule.m_tiles
@@ -184,7 +184,7 @@ class DecodedCost:
         if not config.scales_codes:
             return self.zero
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
-        return self.apart_zero if config.dsmem_reduction and in_flight > 1 else self.scaled_zero
+        return self.apart_zero if config.reduction.dsmem and in_flight > 1 else self.scaled_zero
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         rates = self.rates_of(problem, config)
@@ -197,7 +197,7 @@ class DecodedCost:
             k_block = self.k_block_clocks(problem, in_small_tiles(schedule))
             return schedule.k_blocks * k_block + results / config.row_parts
         products = schedule.split_k_blocks * k_block
-        if config.dsmem_reduction:
+        if config.reduction.dsmem:
             return products + results + self.dsmem + self.dsmem_row * config.tile_m * (config.cluster - 2)
         if config.cluster > 1:
             join = rates.join + rates.join_acc * (config.cluster - 1) * config.own_m / 2

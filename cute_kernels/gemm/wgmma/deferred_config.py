@@ -89,7 +89,7 @@ class DeferredNorm(StagedStore):
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
         """Tiles of 64 features that a warpgroup stores, at most."""
-        return -(-config.n_tiles // (config.cluster if config.dsmem_reduction else 1))
+        return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
         """The offset of a warpgroup's additional memory in its staging buffer, after two chunks of a residual."""

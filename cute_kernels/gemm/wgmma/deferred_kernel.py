@@ -44,7 +44,7 @@ class FactorWarps:
 
     def stores(self, work_tile) -> Boolean:
         """Whether the CTA stores a tile of a block."""
-        if not self.tiles.dsmem_reduction:
+        if not self.tiles.reduction.dsmem:
             return Boolean(True)
         partials, found = Partials(self.tiles), Boolean(False)
         for tile in range(self.tiles.block_tiles):

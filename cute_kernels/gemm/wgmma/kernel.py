@@ -110,7 +110,7 @@ class IdleWarps:
     """Spare warps that do nothing."""
 
     def __init__(self, config: WgmmaConfig):
-        self.registers = config.producer_registers, config.consumer_registers
+        self.registers = config.mainloop.producer_registers, config.consumer_registers
 
     def init_barrier(self, memory) -> None:
         """They have no barrier."""
@@ -189,7 +189,7 @@ class TileRoles:
                 cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
             else:
                 cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
-            if const_expr(config.dsmem_reduction):
+            if const_expr(config.reduction.dsmem):
                 cute.arch.cluster_arrive_relaxed()
         if const_expr(self.waits == ALL_WARPS):
             cute.arch.griddepcontrol_wait()

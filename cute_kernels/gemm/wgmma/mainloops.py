@@ -143,7 +143,7 @@ class Mainloop(ABC):
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """The number of the pipeline's mbarriers: full and empty stages."""
         return (
-            Barriers("full", config.num_stages, config.stage_copies),
+            Barriers("full", config.num_stages, config.mainloop.copies),
             Barriers("empty", config.num_stages, config.stage_warps),
         )
 

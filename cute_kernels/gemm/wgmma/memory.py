@@ -31,7 +31,6 @@ class TileMemory:
     partials: Int32  # of K of a cluster's tiles, and their barriers
     partial_barriers: cute.Pointer
     x_barrier: cute.Pointer  # of resident limbs, if there is one
-    row_sums: Int32 | None = None  # of the squares of parts of rows of x that are normed
     x_sums: Int32 | None = None  # of rows of x, of each group, where weights have zero points
 
 
@@ -68,7 +67,7 @@ def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
         found[group.name] = first + count if count else first
         count += group.count
     full, empty = (found.pop(name) for name in ("full", "empty"))
-    arrivals = config.stage_copies, config.stage_warps
+    arrivals = config.mainloop.copies, config.stage_warps
     return {"pipeline": Pipeline(full, empty, config.num_stages, *arrivals, config.multicast), **found}
 
 

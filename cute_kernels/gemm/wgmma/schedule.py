@@ -239,7 +239,7 @@ def most_splits(config: WgmmaConfig) -> int:
     """The most parts of K worth trying: one for tiles of `PAIRED_SHAPES`, of which layers of few features have too
     few."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
-    return 1 if is_paired and not config.dsmem_reduction else MAX_SPLITS
+    return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
@@ -273,7 +273,7 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
     """A schedule with a cluster for each tile. None if the clusters do not all run at once, or if the rows of x that a
     cluster reduces are not one tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
-    if config.dsmem_reduction and schedule.m_tiles > 1:
+    if config.reduction.dsmem and schedule.m_tiles > 1:
         return None
     most = problem.num_sms * share_of(config)
     return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
@@ -291,7 +291,7 @@ def share_of(config: WgmmaConfig) -> float:
     if config.cluster < WIDE_CLUSTER:
         return 1.0
     shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
-    return CROWDED_SHARE if shape in CROWDED_SHAPES and not config.dsmem_reduction else WIDE_SHARE
+    return CROWDED_SHARE if shape in CROWDED_SHAPES and not config.reduction.dsmem else WIDE_SHARE
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -401,20 +401,11 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     found = (one for one in dsmem_configs(rows) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
     interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
     wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
-    wide = [*(full for one in wide for full in full_tiles(problem, one)), *wide]
     if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
         alone = dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
         wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
     return implementable(wide, DSMEM_STAGES)
-
-
-def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
-    """Configurations that have a tile in parts as one part with two groups of MMAs in flight, where all parts have
-    rows. This takes 0.3 us off 1280 x 8192 with 64 rows within a step."""
-    if config.row_parts == 1 or not is_plain(problem) or problem.m <= config.tile_m - config.part_m:
-        return []
-    return [replace(config, row_parts=1, mainloop=RegisterWgmma(in_flight=2))]
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:

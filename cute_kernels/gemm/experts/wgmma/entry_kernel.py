@@ -270,7 +270,7 @@ class EntryKernel:
         """Runs what each warp does: of a ring two load and four multiply."""
         config = self.config
         if warp >= config.consumer_warps:
-            cute.arch.setmaxregister_decrease(config.producer_registers)
+            cute.arch.setmaxregister_decrease(config.mainloop.producer_registers)
             number = (warp - config.consumer_warps) // RINGS
             ring = self.ring_of(memory, number)
             scheduler = EntryTileScheduler(shape, finder, cta + number * num_ctas, RINGS * num_ctas)
