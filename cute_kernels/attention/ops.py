@@ -247,7 +247,7 @@ def launch_splits(
 
 
 def dispatch(given: Given) -> tuple[torch.Tensor, Any]:
-    """Calls the registered operator: (out, lse, asked for or not)."""
+    """Calls the registered operator. It always returns (out, lse)."""
     out, ends = given.out, given.cu_seqlens_q
     operator = _decode if ends is None else _extend
     named = flattened(given.options or {}) | {"softmax_scale": given.softmax_scale, "num_splits": given.num_splits}

@@ -97,7 +97,7 @@ class PageTable:
         return self._references[page]
 
     def first_shared(self, seq_ids: Sequence[SeqId], num_tokens: Sequence[int]) -> SeqId | None:
-        """The first sequence of which one of the last ``num_tokens`` tokens lies in a shared page; None without one."""
+        """Returns the first sequence with one of its last ``num_tokens`` tokens in a shared page; None without one."""
         if not self.num_shared:
             return None
         for seq_id, count in zip(seq_ids, num_tokens, strict=True):

@@ -188,7 +188,7 @@ class CodedRow:
             numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), offset, [word])
 
     def load_header(self, row: Int64, lane: Int32) -> Uint32:
-        """The word of the lane's group; for one run only, as `decode` is."""
+        """Loads the header word of the lane's group. As `decode`, it is for lanes with one run of columns."""
         return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
 
     def _over_group(self, combine, value: Float32) -> Float32:

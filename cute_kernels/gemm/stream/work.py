@@ -105,8 +105,8 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """(first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment are the
-        first to need.
+        """Returns (first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment
+        need and earlier ones did not load.
 
         The first segment loads those of its k blocks, the second one the rest of the slice: any further ones are whole.
         """

@@ -148,7 +148,8 @@ def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """The rows, with a note of a weight's product of their norm by ``module``: `deferred_norm_of` finds it."""
+    """Returns the rows, marked with a weight's product of their norm by ``module``; `deferred_norm_of` reads the
+    mark."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 

@@ -17,7 +17,7 @@ COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors_moe"
 
 @dataclass(frozen=True)
 class Interface:
-    """Where a version of vLLM keeps what the plugin replaces.
+    """The modules and names of a version of vLLM that the plug-in replaces.
 
     Attributes:
         tested: how this version is known to work, for people.

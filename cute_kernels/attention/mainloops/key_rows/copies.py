@@ -136,8 +136,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """The layout of so many rows in shared memory. It is in words where a row is some of a token's bytes, as a TMA
-        tile has at most 256 elements of each dimension."""
+        """Returns the layout of a number of rows in shared memory. It counts words if a row is a part of a token,
+        since a TMA tile has at most 256 elements in each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:
