@@ -106,12 +106,9 @@ def check_activation(activation: object, n: int) -> None:
     found = activation_named(activation)
     if found is None:
         return
-    if wanted := found.wanted_numbers():
-        raise ValueError(f"activation: got {found.name!r}, want {wanted}")
-    if found.gated and n % 2:
-        raise ValueError(
-            f"activation: got {found.name!r} for a weight of {n} rows, want an even number: gate and up in turn"
-        )
+    odd = found.gated and n % 2
+    if wanted := found.wanted_numbers() or ("an even number: gate and up in turn" if odd else ""):
+        raise ValueError(f"activation: got {found.name!r} for a weight of {n} rows, want {wanted}")
 
 
 def check_options(

@@ -16,7 +16,7 @@ import torch
 from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
-from cute_kernels.gemm.quantize import pack
+from cute_kernels.gemm.quantize import CodesOf, pack
 from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of, scales_of
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
@@ -34,17 +34,8 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
     """
     if isinstance(weight, PackedExperts):
         return stack_experts([slice_outputs(each, start, stop) for each in weight])
-    _, k = _checked(weight, start, stop, 0)
-    groups = -(-k // weight.group_size) if weight.group_size else 1
-
-    def codes_of(first: int, last: int) -> torch.Tensor:
-        return _rows(weight, start + first, start + last)[:, :k]
-
-    zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
-    form, zeros = weight.format.simplest(zeros)
-    packed = pack(form, codes_of, scales_of(weight, slice(groups))[start:stop], zeros, shape=(stop - start, k))
-    # The codes are in packed order already.
-    return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+    _checked(weight, start, stop, 0)
+    return _selected(weight, slice(start, stop), lambda first, last: _rows(weight, start + first, start + last))
 
 
 def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
@@ -73,16 +64,18 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
 def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
     """The rows of a weight [N, K] at int64 indices ``rows``; the codes of all rows are unpacked at a time, N K
     bytes."""
-    k, rows = weight.shape[1], rows.to(weight.device)
+    rows, codes = rows.to(weight.device), weight.unpack_tiles(0, weight.codes.shape[0])
+    return _selected(weight, rows, lambda first, last: codes[rows[first:last]])
+
+
+def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesOf) -> PackedWeight:
+    """Some rows of a weight, with all columns of their codes, padding included."""
+    k = weight.shape[1]
     groups = -(-k // weight.group_size) if weight.group_size else 1
-    codes = weight.unpack_tiles(0, weight.codes.shape[0])
-
-    def codes_of(first: int, last: int) -> torch.Tensor:
-        return codes[rows[first:last], :k]
-
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
     form, zeros = weight.format.simplest(zeros)
-    packed = pack(form, codes_of, scales_of(weight, slice(groups))[rows], zeros, shape=(len(rows), k))
+    scales = scales_of(weight, slice(groups))[rows]
+    packed = pack(form, lambda first, last: codes_of(first, last)[:, :k], scales, zeros, shape=(len(scales), k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 

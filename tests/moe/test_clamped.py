@@ -113,7 +113,7 @@ def test_biases_and_activations_are_refused_by_name():
 @pytest.mark.parametrize("numbers", [{"limit": -1.0}, {"limit": 0}, {"limit": torch.nan}, {"alpha": torch.inf}])
 def test_numbers_that_no_clamp_has_are_refused_by_name(numbers):
     gate_up, down, biases = layer()
-    own, wanted = ClampedSwiglu(**numbers), r"^activation: got 'clamped_swiglu\(.*\)', want (a positive|finite)"
+    own, wanted = ClampedSwiglu(**numbers), r"^activation: got 'clamped_swiglu\(.*\)' for .*, want (a positive|finite)"
     with pytest.raises(ValueError, match=wanted):
         fused_moe(tokens(2)[0], gate_up, down, *tokens(2)[1:], activation=own)
     with pytest.raises(ValueError, match=wanted):

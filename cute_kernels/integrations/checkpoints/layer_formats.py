@@ -358,15 +358,10 @@ LAYER_FORMATS = (
         tuple(_TORCHAO + part for part in ACTIVATION_PARTS),
     ),
     LayerFormat(
-        "cute_kernels",
-        ("cute_kernels",),
-        "codes",
-        ("codes", "scales", "format"),
-        (*TENSOR_NAMES[2:], "shifts"),
-        _own,
-        (STATIC_SCALES[1],),
+        "cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), (*TENSOR_NAMES[2:], "shifts"), _own,
+        STATIC_SCALES[1:],
     ),
-)
+)  # fmt: skip
 OWN = LAYER_FORMATS[-1]
 
 FOREIGN = (
