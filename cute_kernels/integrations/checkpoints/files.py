@@ -34,7 +34,6 @@ from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_h
 from cute_kernels.integrations.checkpoints.layer_formats import (
     OWN,
     STATIC_SCALES,
-    Converted,
     LayerFormat,
     find_layers,
     is_stacked,
@@ -338,7 +337,8 @@ def read_layers(
             bias = read(join(name, "bias")) if join(name, "bias") in entries else None
             try:
                 converted = form.convert(tensors, config_of(config, name) | said_of(entries, name), **options)
-                layer = _layer_of(converted, bias)
+                stacked = isinstance(converted, PackedExperts)
+                layer = QuantizedExperts(converted, bias) if stacked else QuantizedLinear(converted, bias)
                 if activations is not None and isinstance(layer, QuantizedLinear):
                     scale = _static_scale(entries, name, config_of(config, name), read)
                     _round_activations(layer, activations, scale)
@@ -373,9 +373,3 @@ def _round_activations(layer: QuantizedLinear, activations: Activations, scale: 
         scale = scale.float().reshape(()).to(layer.codes.device)
         check_scale(scale, scale.device, "input_scale")
         layer.activation_scale = scale
-
-
-def _layer_of(converted: Converted, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
-    if isinstance(converted, PackedExperts):
-        return QuantizedExperts(converted, bias)
-    return QuantizedLinear(converted, bias)

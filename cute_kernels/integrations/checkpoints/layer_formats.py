@@ -241,20 +241,14 @@ def _integer(name: str, tensor: torch.Tensor) -> int:
 
 
 def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torch.device | str | None) -> Converted:
-    if tensors["codes"].dim() == 4:
-        experts = PackedExperts.from_state_dict(tensors)
-        _check_dtype(dtype, experts.dtype)
-        return experts if device is None else experts.to(device)
-    shifts = tensors.pop("shifts", None)
-    weight = PackedWeight.from_state_dict(tensors)
-    weight = weight if shifts is None else with_shifts(weight, checked_shifts(shifts, weight))
-    _check_dtype(dtype, weight.dtype)
+    stacked = tensors["codes"].dim() == 4
+    shifts = None if stacked else tensors.pop("shifts", None)
+    weight = PackedExperts.from_state_dict(tensors) if stacked else PackedWeight.from_state_dict(tensors)
+    if shifts is not None and isinstance(weight, PackedWeight):
+        weight = with_shifts(weight, checked_shifts(shifts, weight))
+    if dtype not in (None, weight.dtype):
+        raise TypeError(f"dtype: got {dtype}, want None or {weight.dtype}, that of the packed weight")
     return weight if device is None else weight.to(device)
-
-
-def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:
-    if dtype not in (None, own):
-        raise TypeError(f"dtype: got {dtype}, want None or {own}, that of the packed weight")
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
