@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
 from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
+from cute_kernels.runtime.gpu import forgotten
 from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32
@@ -69,17 +71,21 @@ def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
     return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 
+@functools.cache  # layers of a model are nearly always alike
 def specs(
     gate_up: ExpertsForm,
     down: ExpertsForm,
     topk: int,
-    tokens: Iterable[int],
+    tokens: tuple[int, ...],
     invariant: bool,
     activation: ActivationFunction = SWIGLU,
-) -> list[KernelSpec]:
+) -> tuple[KernelSpec, ...]:
     """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
     found = (spec for count in tokens for spec in _specs_of(gate_up, down, count, topk, invariant, activation))
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
+
+
+forgotten(specs.cache_clear)
 
 
 def _specs_of(

@@ -106,6 +106,23 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
     logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
 
 
+_kinds: set[tuple[KernelSpec, ...]] = set()
+forgotten(_kinds.clear)
+
+
+def make_ready(
+    device: torch.device, specs: Callable[[], Iterable[KernelSpec]], logger: logging.Logger, file_name: str
+) -> str | None:
+    """Loads the kernels of a layer, once for all that are alike. Returns why they are not ready, as `why_not_ready`;
+    None if they are, or no GPU has the layer."""
+    if device.type != "cuda" or (asked := tuple(specs())) in _kinds:
+        return None
+    if (reason := why_not_ready(device, asked, file_name)) is None:
+        load(device, asked, logger)
+        _kinds.add(asked)
+    return reason
+
+
 def index_of(device: torch.device) -> int:
     """A CUDA device's number."""
     return torch.cuda.current_device() if device.index is None else device.index

@@ -50,13 +50,11 @@ def hooks(interface: Interface) -> dict[str, Hook]:
     }
 
 
-def serve(interface: Interface, wanted: bool) -> None:
-    """Registers the backend for the command line and for its construction, once every hook is in place; else
-    nowhere."""
-    if wanted:
-        named(interface.attention_backends)[NAME] = make
-        choices = named(interface.attention_choices)
-        choices[:] = dict.fromkeys([*choices, NAME])
+def offer(interface: Interface) -> None:
+    """Registers the backend for the command line and for its construction, once every hook is in place."""
+    named(interface.attention_backends)[NAME] = make
+    choices = named(interface.attention_choices)
+    choices[:] = dict.fromkeys([*choices, NAME])
 
 
 def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign) -> dict[str, object]:
@@ -121,7 +119,10 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
 
     layers = layers_of(runner.model)
     reasons = [*_reasons_of_server(runner), *_reasons_of_model(runner, layers)]
-    reasons = reasons or _make_ready(runner, layers)
+    device, kinds = torch.device(runner.device), kernel_layers(runner, layers)
+    specs = lambda: attention_kernels.specs(kinds, decodes_of(runner), device)  # noqa: E731
+    if not reasons and (reason := ready.make_ready(device, specs, logger, WANTED)) is not None:
+        reasons = [reason]
     if reasons:
         raise ValueError(f"--attention-backend {NAME}: {'; '.join(reasons)}")
     say_once(f"attention over a {formats_of(runner)} pool in pages of {runner.page_size} runs here")
@@ -190,19 +191,6 @@ def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
     }
     found = [f"{what} is not supported" for what, is_so in wrong.items() if is_so]
     return found[0] if found else engine_cache.reason_against(formats_of(runner), layer.qk_head_dim, runner.dtype)
-
-
-def _make_ready(runner: Foreign, layers: Iterable[Foreign]) -> list[str]:
-    """Loads or compiles the kernels of a model's steps. Returns why they are not ready."""
-    device = torch.device(runner.device)
-    if device.type != "cuda":
-        return []
-    specs = attention_kernels.specs(kernel_layers(runner, layers), decodes_of(runner), device)
-    reason = ready.why_not_ready(device, specs, WANTED)
-    if reason is not None:
-        return [reason]
-    ready.load(device, specs, logger)
-    return []
 
 
 def decodes_of(runner: Foreign) -> attention_kernels.Decodes:

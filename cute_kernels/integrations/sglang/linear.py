@@ -22,6 +22,7 @@ from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.seams import (
+    IN_PLACE,
     WANTED,
     Hook,
     hooks_of_layers,
@@ -36,8 +37,6 @@ from cute_kernels.runtime.gpu import GPU
 SERVED = "cute_kernels_served"
 """Attribute of a layer that is served here."""
 WHAT: str = "weight-only linear layers"
-in_place = False
-"""Whether every hook was seen to take effect in this process."""
 
 
 class Served(NamedTuple):
@@ -98,7 +97,7 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
 
 def why_left(form: Form, device: torch.device, batch_invariant: bool) -> str | None:
     """Why a layer is left to SGLang; None if it is served."""
-    if not in_place:
+    if WHAT not in IN_PLACE:
         return "its hooks were not seen to take effect"
     if reasons := reasons_against(device):
         return "; ".join(reasons)
@@ -167,9 +166,3 @@ KINDS = (
 def hooks(interface: Interface) -> dict[str, Hook]:
     """The hooks around methods of SGLang's, by their full names."""
     return hooks_of_layers(interface, KINDS, _load, _multiply, ("x", "bias"))
-
-
-def serve(interface: Interface, wanted: bool) -> None:
-    """Serves layers from now on, once every hook is in place; else none."""
-    global in_place
-    in_place = wanted

@@ -7,7 +7,7 @@ them out: a layer sees ids of its own experts, and -1 for those of other GPUs, w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from cute_kernels.integrations import expert_kernels, expert_weights, ready
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.seams import (
+    IN_PLACE,
     WANTED,
     Hook,
     hooks_of_layers,
@@ -31,15 +32,13 @@ from cute_kernels.integrations.sglang.seams import (
     share_workspaces,
 )
 from cute_kernels.integrations.sglang.versions import Interface
+from cute_kernels.runtime.spec import KernelSpec
 
 WHAT: str = "experts with 4- and 8-bit weights"
 SERVED = "cute_kernels_experts"
 """Attribute of a layer that is served here."""
 NAMES = ("w13", "w2")
 BIASES = ("w13_bias", "w2_bias", "w13_weight_bias", "w2_weight_bias")
-
-in_place = False
-"""Whether every hook was seen to take effect in this process."""
 
 
 class Form(NamedTuple):
@@ -120,7 +119,7 @@ def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
     features, dtype = config.intermediate_size_per_partition, config.params_dtype  # GPTQ's scales may have another
     limits = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)
     wrong = {
-        "its hooks were not seen to take effect": not in_place,
+        "its hooks were not seen to take effect": WHAT not in IN_PLACE,
         f"{form.bits}-bit weights": form.bits not in (4, 8),
         f"groups of {form.group_size}": form.group_size not in (0, *SHIPPED_GROUP_SIZES),
         "act-order": form.act_order,
@@ -154,21 +153,15 @@ def _wrong_of_server() -> dict[str, bool]:
 def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
     """Loads or compiles the kernels of a layer's steps. Returns why they are not ready."""
     device = packed[0].device
-    if device.type != "cuda":
-        return []
-    tokens = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS)
-    forms = packed[0].form, packed[1].form
-    specs = expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic())
-    if (reason := ready.why_not_ready(device, specs, WANTED)) is not None:
-        return [reason]
-    share_workspaces()
-    if (asked := tuple(specs)) not in _loaded:  # layers of a model are nearly always alike
-        _loaded.add(asked)
-        ready.load(device, specs, logger)
-    return []
 
+    def specs() -> Iterable[KernelSpec]:
+        tokens, forms = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS), (each.form for each in packed)
+        return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic())
 
-_loaded: set[tuple[Any, ...]] = set()
+    reason = ready.make_ready(device, specs, logger, WANTED)
+    if device.type == "cuda":
+        share_workspaces()
+    return [] if reason is None else [reason]
 
 
 def _multiply(original: Callable[..., Any], owner: Foreign, layer: torch.nn.Module, dispatch_output: Foreign) -> Any:
@@ -213,9 +206,3 @@ KINDS = (
 def hooks(interface: Interface) -> dict[str, Hook]:
     """The hooks around methods of SGLang's, by their full names."""
     return hooks_of_layers(interface, KINDS, _load, _multiply, ("dispatch_output",))
-
-
-def serve(interface: Interface, wanted: bool) -> None:
-    """Serves layers from now on, once every hook is in place; else none."""
-    global in_place
-    in_place = wanted

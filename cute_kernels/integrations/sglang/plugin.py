@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.sglang import attention, linear, moe, rows, versions
+from cute_kernels.integrations.sglang import attention, linear, moe, rows, seams, versions
 from cute_kernels.integrations.sglang.seams import Hook, logger, named, say_once
 
 SWITCH = "CUTE_KERNELS_SGLANG"
@@ -27,9 +27,6 @@ class Seam(Protocol):
 
     @staticmethod
     def hooks(interface: versions.Interface) -> dict[str, Hook]: ...
-
-    @staticmethod
-    def serve(interface: versions.Interface, wanted: bool) -> None: ...
 
 
 SEAMS: tuple[Seam, ...] = (linear, moe, attention)
@@ -92,10 +89,13 @@ def _then_look(
     def applied() -> None:
         apply_hooks()
         lacking = [target for target, original in originals.items() if named(target) is original]
-        seam.serve(interface, not lacking)
+        seams.IN_PLACE.discard(seam.WHAT)
         if lacking:
             logger.error("cute-kernels %s: %s left to SGLang: not hooked: %s", __version__, seam.WHAT, lacking)
         else:
+            seams.IN_PLACE.add(seam.WHAT)
+            if seam is attention:
+                attention.offer(interface)
             logger.info("cute-kernels %s: %s can run here", __version__, seam.WHAT)
 
     return applied

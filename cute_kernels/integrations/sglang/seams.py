@@ -19,6 +19,8 @@ from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 logger = logging.getLogger("sglang.cute_kernels")
+IN_PLACE: set[str] = set()
+"""Seams, in words, whose hooks were all seen to take effect in this process."""
 CAPABILITY = (9, 0)
 WANTED = "wanted_by_sglang.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""

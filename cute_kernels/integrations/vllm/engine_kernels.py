@@ -269,4 +269,4 @@ def experts_specs(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
     gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
     down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)
     tokens = expert_kernels.tokens_of(prepare.RowCounts(CAPTURED, MOST_TOKENS).all(), MAX_TOKENS)
-    return expert_kernels.specs(gate_up, down, experts.topk, tokens, False, experts.activation)
+    return list(expert_kernels.specs(gate_up, down, experts.topk, tokens, False, experts.activation))

@@ -208,12 +208,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
     if decodes is None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
-    num_sms = GPU.num_sms(device)
-    specs = mla_kernels.specs(decodes, num_sms)
-    reason = prepare.why_not_ready(device, specs)
-    if reason is None:
-        prepare.load(device, specs)
-    return reason
+    return prepare.make_ready(device, lambda: mla_kernels.specs(decodes, GPU.num_sms(device)))
 
 
 def _outcome(what: str, reason: str | None) -> bool:

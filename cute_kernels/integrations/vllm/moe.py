@@ -268,16 +268,12 @@ def _biases(method: Foreign, layer: Foreign) -> list[str]:
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
 
 
-_specs = functools.cache(lambda *kind: tuple(expert_kernels.specs(*kind)))
-"""Of layers of one kind; a model's are nearly always alike."""
-
-
 def _asked(
     method: Foreign, gate_up: ExpertsForm, down: ExpertsForm, activation: ActivationFunction
 ) -> tuple[KernelSpec, ...]:
     """The kernels of a layer's steps."""
-    tokens = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS)
-    return _specs(gate_up, down, method.moe.experts_per_token, tokens, bool(envs.VLLM_BATCH_INVARIANT), activation)
+    tokens, invariant = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS), envs.VLLM_BATCH_INVARIANT
+    return expert_kernels.specs(gate_up, down, method.moe.experts_per_token, tokens, bool(invariant), activation)
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
@@ -300,7 +296,9 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
             dtype=source.dtype or scales.dtype,
             gated=gated,
         )
-    if (reason := _make_ready(method, packed["w13"], packed["w2"], activation)) is not None:
+    forms = packed["w13"].form, packed["w2"].form
+    reason = prepare.make_ready(packed["w13"].device, lambda: _asked(method, *forms, activation))
+    if reason is not None:
         return reason
     biases = _biases_of(method, layer, packed["w13"].dtype)
     packed = method.cute_kernels_experts = _kept(getattr(method, "cute_kernels_experts", packed), packed)
@@ -375,24 +373,6 @@ def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
     parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
     delattr(layer, name)
     layer.register_parameter(name, parameter)
-
-
-def _make_ready(
-    method: Foreign, gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction
-) -> str | None:
-    """Makes a layer's kernels ready, unless a layer like it has done so. Returns what prevents that, or None."""
-    if not gate_up.codes.is_cuda:
-        return None
-    asked = _asked(method, gate_up.form, down.form, activation)
-    if asked in _loaded:
-        return None
-    if (reason := prepare.why_not_ready(gate_up.device, asked)) is None:
-        _loaded.add(asked)
-        prepare.load(gate_up.device, asked)
-    return reason
-
-
-_loaded: set[tuple[KernelSpec, ...]] = set()
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------

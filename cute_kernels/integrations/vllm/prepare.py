@@ -4,15 +4,11 @@ layers."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-
-import torch
 
 from cute_kernels.integrations import ready
 from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, specs_for
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
-from cute_kernels.runtime.spec import KernelSpec
 
 __all__ = ["RowCounts", "index_of", "note", "specs_for"]
 
@@ -21,6 +17,9 @@ WANTED = "wanted_by_vllm.json"
 
 why_not_ready = functools.partial(ready.why_not_ready, file_name=WANTED)
 linear_reason = functools.partial(ready.linear_reason, file_name=WANTED)
+load = functools.partial(ready.load, logger=logger)
+load_noted = functools.partial(ready.load_noted, load_all=load)
+make_ready = functools.partial(ready.make_ready, logger=logger, file_name=WANTED)
 
 
 def engine_rows() -> RowCounts:
@@ -56,13 +55,3 @@ def why_left(seam: str) -> str | None:
     if not plugin.is_replaced(seam):
         return f"{environment.SWITCH}={environment.switch()}"
     return "sleep mode not supported" if may_sleep() else None
-
-
-def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
-    """Loads kernels, and compiles those that exist nowhere; logs it in vLLM's log."""
-    ready.load(device, specs, logger)
-
-
-def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None] = load) -> None:
-    """Loads the kernels of every layer that was noted since the last call."""
-    ready.load_noted(device, load_all)

@@ -128,7 +128,7 @@ def close(made: layers.Layer, form: Checkpoint) -> None:
 
 @check
 def every_hook_took_effect_and_stands_around_sglangs_own_method() -> None:
-    assert linear.in_place and len(targets()) == 6
+    assert {seam.WHAT for seam in plugin.SEAMS} == seams.IN_PLACE and len(targets()) == 6
     for target in (target for seam in plugin.SEAMS for target in seam.hooks(INTERFACE)):
         assert target.endswith(f".{pkgutil.resolve_name(target).__wrapped__.__qualname__}")
 
@@ -200,12 +200,13 @@ def activations_of_another_dtype_are_refused() -> None:
 @check
 def a_hook_that_did_not_take_effect_is_said_and_nothing_is_served() -> None:
     original = pkgutil.resolve_name(targets()[0])
-    with mock.patch.object(linear, "in_place", True), mock.patch.object(plugin, "logger") as said:
+    with mock.patch.object(plugin, "logger") as said:
         plugin._then_look(lambda: None, linear, INTERFACE, {targets()[0]: original})()
-        assert not linear.in_place
+        assert linear.WHAT not in seams.IN_PLACE
         (line,) = lines(said)
         assert "not hooked" in line and targets()[0] in line and said.error.called
         assert "hooks were not seen to take effect" in left(Checkpoint("ct"))
+    seams.IN_PLACE.add(linear.WHAT)
 
 
 @check

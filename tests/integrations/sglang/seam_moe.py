@@ -198,7 +198,7 @@ def other_experts_are_left_to_sglang_by_name() -> None:
     assert "not added up" in left(usual, no_combine=True)
     assert "all-to-all" in left(usual, server={"a2a": True})
     assert "--enable-eplb" in left(usual, server={"eplb": True}) and "LoRA" in left(usual, server={"lora": True})
-    with mock.patch.object(moe, "in_place", False):
+    with mock.patch.object(moe, "IN_PLACE", set()):
         assert "hooks were not seen" in left(usual)
     with mock.patch("cute_kernels.integrations.sglang.seams.capability_of", lambda device: (8, 0)):
         assert "compute capability (8, 0)" in left(usual)

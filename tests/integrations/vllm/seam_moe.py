@@ -90,6 +90,32 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
 
 
 @check
+def experts_with_lora_are_vllms_own_and_nothing_of_them_is_touched() -> None:
+    """vLLM's layer with adapters wants the result of each product, which kernels here keep to themselves."""
+    from cute_kernels.integrations.vllm import moe, seams
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    for checkpoint in ("ct", "gptq", "awq"):
+        form = layers.Checkpoint(checkpoint, 4, 32, checkpoint == "awq", n=96, k=128)
+        experts, source = layers.make_experts(form, "cpu"), layers.expert_source(form)
+        experts.method.moe.is_lora_enabled = True
+        method, parameters = dict(vars(experts.method)), dict(experts.layer.named_parameters())
+        values = {name: parameter.clone() for name, parameter in parameters.items()}
+        original = mock.Mock()
+        serve = lambda method, layer, source=source: (  # noqa: E731
+            moe.reason_against(method, layer, source) or moe.process(method, layer, source)
+        )
+        with mock.patch.object(seams, "say_once") as said:
+            seams.packs_here("experts", serve, original)(experts.method, experts.layer)
+        original.assert_called_once_with(experts.method, experts.layer)
+        said.assert_called_once_with("experts are left to vLLM: LoRA not supported")
+        assert vars(experts.method) == method
+        assert all(parameters[name] is now for name, now in experts.layer.named_parameters())
+        assert all(torch.equal(values[name], parameter) for name, parameter in parameters.items())
+
+
+@check
 def experts_whose_zero_points_are_all_symmetric_are_packed_without() -> None:
     """A checkpoint of AWQ has zero points in any case; kernels that are looked for are those of the packed weights."""
     from cute_kernels.gemm.activations import Swiglu
@@ -106,10 +132,11 @@ def experts_whose_zero_points_are_all_symmetric_are_packed_without() -> None:
         experts.method.quant_config.zero_point, experts.method.symmetric = True, False
         no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
         kernel = mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made)
-        with no_hand_out, kernel, mock.patch.object(moe, "_make_ready", return_value=None) as ready:
+        made_ready = mock.patch.object(moe.prepare, "make_ready", lambda device, specs: specs())
+        with no_hand_out, kernel, made_ready, mock.patch.object(moe, "_asked", return_value=None) as asked:
             assert moe.process(experts.method, experts.layer, source) is None
         made = experts.method.moe_kernel
-        ready.assert_called_once_with(experts.method, made.gate_up, made.down, Swiglu())
+        asked.assert_called_once_with(experts.method, made.gate_up.form, made.down.form, Swiglu())
         assert (made.gate_up.zeros is None) is symmetric
 
 
@@ -121,7 +148,7 @@ def experts_whose_kernels_are_in_no_bundle_keep_their_parameters() -> None:
     moe.current_platform = hopper()
     experts = layers.make_experts(layers.Checkpoint("ct", 4, 32, n=96, k=128), "cpu")
     before = dict(experts.layer.named_parameters())
-    with mock.patch.object(moe, "_make_ready", return_value="7 kernels are in no bundle"):
+    with mock.patch.object(moe.prepare, "make_ready", return_value="7 kernels are in no bundle"):
         found = moe.process(experts.method, experts.layer, layers.expert_source(layers.Checkpoint("ct")))
     assert found == "7 kernels are in no bundle" and not hasattr(experts.method, "moe_kernel")
     after = dict(experts.layer.named_parameters())

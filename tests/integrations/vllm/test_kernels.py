@@ -197,7 +197,7 @@ def test_layers_are_loaded_once_and_all_together():
     for n in (4096, 6144):
         prepare.note(LinearProblem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
     for _ in range(2):
-        prepare.load_noted(torch.device("cuda", 0), load_all)
+        prepare.load_noted(torch.device("cuda", 0), load_all=load_all)
     assert len(loaded) == 1 and len(loaded[0]) >= 4
 
 
@@ -209,7 +209,7 @@ def test_experts_of_any_number_of_tokens_have_kernels():
     rows = prepare.RowCounts((1, 2, 4, 8, 16, 24, 32), 4096).all()
 
     def asked(tokens: Iterable[int]) -> set[KernelSpec]:
-        return set(expert_kernels.specs(gate_up, down, 8, tokens, False))
+        return set(expert_kernels.specs(gate_up, down, 8, tuple(tokens), False))
 
     ready = asked(expert_kernels.tokens_of(rows, 8192))
     for tokens in (*range(1, 300), *range(300, 4096, 37)):
