@@ -137,16 +137,11 @@ def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
 
 def _wrong_of_server() -> dict[str, bool]:
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-    from sglang.srt.runtime_context import get_exec, get_lora
 
-    try:
-        moves, adapts = get_exec().moe.enable_eplb, get_lora().enable_lora
-    except ValueError:  # no server has published it
-        moves = adapts = False
     return {
         "tokens sent between GPUs (all-to-all)": not get_moe_a2a_backend().is_none(),
-        "experts that move between GPUs (--enable-eplb)": bool(moves),
-        "LoRA": bool(adapts),
+        "experts that move between GPUs (--enable-eplb)": rows.published("get_exec", "moe.enable_eplb"),
+        "LoRA": rows.published("get_lora", "enable_lora"),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 
 from cute_kernels.integrations.engine_cache import Formats, formats_named
@@ -23,14 +24,19 @@ def engine_rows() -> RowCounts:
     return RowCounts(tuple(sorted(captured)), max(most, *captured) if captured else most)
 
 
-def is_deterministic() -> bool:
-    """Whether a row may not depend on the rows computed with it (`--enable-deterministic-inference`)."""
-    from sglang.srt.runtime_context import get_exec
+def published(part: str, option: str) -> bool:
+    """Whether an option of a part of the server's configuration is on; not where no server has published any."""
+    from sglang.srt import runtime_context
 
     try:
-        return bool(get_exec().deterministic.enable_deterministic_inference)
+        return bool(operator.attrgetter(option)(getattr(runtime_context, part)()))
     except ValueError:
         return False
+
+
+def is_deterministic() -> bool:
+    """Whether a row may not depend on the rows computed with it (`--enable-deterministic-inference`)."""
+    return published("get_exec", "deterministic.enable_deterministic_inference")
 
 
 def saves_memory() -> bool:
@@ -38,12 +44,7 @@ def saves_memory() -> bool:
 
     Workspaces hold words that launches wait to see changed: other contents are wrong results.
     """
-    from sglang.srt.runtime_context import get_exec
-
-    try:
-        return bool(get_exec().features.enable_memory_saver)
-    except ValueError:
-        return False
+    return published("get_exec", "features.enable_memory_saver")
 
 
 KV_FORMAT = "CUTE_KERNELS_SGLANG_KV_FORMAT"

@@ -21,15 +21,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from cute_kernels import (
-    append_and_decode,
-    append_kv,
-    arguments,
-    decode_attention,
-    dequantize_kv,
-    extend_attention,
-    merge_states,
-)
+from cute_kernels import append_and_decode, append_kv, arguments, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations import attention_kernels, engine_cache
 from cute_kernels.integrations.engine_cache import Formats, rows_of
@@ -60,7 +52,6 @@ from cute_kernels.integrations.vllm.attention_pages import (
     reason_of_connector,
     wrong_by_layer,
 )
-from cute_kernels.integrations.vllm.attention_ranks import Ranks
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import layer_made, say_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -300,7 +291,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             new = slice(first if self.ranks is None else 0, max([first, *(piece.tokens.stop for piece in pieces)]))
             call.append(key[new], value[new], new)
         if first and self.ranks is not None:
-            call.decode_over(self.ranks, query[:first], output[:first])
+            self.ranks.decode(call, query[:first], output[:first])
         elif first:
             call.decode(query[:first], key, value, output[:first])
         for piece in pieces:
@@ -308,7 +299,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             if piece.way is Way.FLASH and not shared:
                 call.flash(piece, query[tokens], key[tokens], value[tokens], output[tokens], piece)
             elif self.ranks is not None:
-                call.extend_over(self.ranks, piece, query[tokens], key[tokens], value[tokens], output[tokens])
+                self.ranks.extend(call, piece, query[tokens], key[tokens], value[tokens], output[tokens])
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
         return output
@@ -333,7 +324,7 @@ class _LayerCall:
         return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options of `decode_attention` and `append_and_decode` for every request."""
         impl = self.impl
         return {
@@ -352,7 +343,7 @@ class _LayerCall:
         tokens = requests * q_len
         q = query.unflatten(0, (requests, q_len))
         out = output.unflatten(0, (requests, q_len))
-        options = {**self._options, "block_table": metadata.block_table[:requests], "out": out}
+        options = {**self.options, "block_table": metadata.block_table[:requests], "out": out}
         lengths = metadata.seq_lens[:requests]
         if not attention_kernels.reads_anothers_cache(self.impl):
             k, v = (new[:tokens].unflatten(0, (requests, q_len)) for new in (key, value))
@@ -379,33 +370,8 @@ class _LayerCall:
             unpack=False if self.impl.invariant or piece.max_seq_len is None else None,
             max_seq_len=piece.max_seq_len,
             out=output,
-            **self._options,
+            **self.options,
         )
-
-    def decode_over(self, ranks: Ranks, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Decodes requests of one new token each over the caches of all ranks, which have the new tokens."""
-        options = {**self._options, "block_table": self.metadata.block_table[: len(query)], "return_lse": True}
-        lengths = self.metadata.seq_lens[: len(query)]
-
-        def over_own(queries: torch.Tensor) -> attention_ranks.Partial:
-            out, lse = decode_attention(queries.unsqueeze(1), self.k_cache, self.v_cache, lengths, **options)
-            return out.squeeze(1), lse.squeeze(1)
-
-        output.copy_(ranks.attend(query, over_own)[0])
-
-    def extend_over(
-        self, ranks: Ranks, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Attends over what the caches of all ranks had before the step, and over the step's own tokens."""
-        lengths, options = piece.seq_lens, {**self._options, "cu_seqlens_q": piece.starts, "causal": False}
-        options |= {"block_table": piece.block_table, "max_seq_len": piece.max_seq_len, "return_lse": True}
-
-        def over_own(queries: torch.Tensor) -> attention_ranks.Partial:
-            assert lengths is not None
-            return extend_attention(queries, self.k_cache, self.v_cache, lengths, **options)
-
-        _, lse = self.flash(piece, query, key, value, out, piece)
-        out.copy_(merge_states(*ranks.attend(query, over_own), out, lse.contiguous())[0])
 
     def parts(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
@@ -417,7 +383,7 @@ class _LayerCall:
             piece.seq_lens,
             block_table=piece.block_table,
             out=output.unflatten(0, shape),
-            **self._options,
+            **self.options,
         )
 
     def gathered(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 
+from cute_kernels import decode_attention, extend_attention, merge_states
 from cute_kernels.integrations.objects import Foreign
 
 Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -52,7 +53,39 @@ class Ranks:
 
         return get_dcp_local_seq_lens(lengths, self.count, self.rank, self.interleave)
 
-    def attend(self, query: torch.Tensor, over_own: Callable[[torch.Tensor], Partial]) -> Partial:
+    def decode(self, call: Foreign, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Decodes requests of one new token each, which lies in one of the caches. call: the layer's part of the step;
+        query, out: [requests, heads, head_size]."""
+        lengths, table = (x[: len(query)] for x in (call.metadata.seq_lens, call.metadata.block_table))
+
+        def over_own(queries: torch.Tensor) -> Partial:
+            options = {**call.options, "block_table": table, "return_lse": True}
+            found = decode_attention(queries.unsqueeze(1), call.k_cache, call.v_cache, lengths, **options)
+            return found[0].squeeze(1), found[1].squeeze(1)
+
+        out.copy_(self._attend(query, over_own)[0])
+
+    def extend(
+        self,
+        call: Foreign,
+        piece: Foreign,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attends over what the caches had before the step, and over the piece's own tokens, query, key, value and out
+        [tokens, heads, head_size]."""
+        options = {**call.options, "block_table": piece.block_table, "max_seq_len": piece.max_seq_len}
+        options |= {"cu_seqlens_q": piece.starts, "causal": False, "return_lse": True}
+
+        def over_own(queries: torch.Tensor) -> Partial:
+            return extend_attention(queries, call.k_cache, call.v_cache, piece.seq_lens, **options)
+
+        _, lse = call.flash(piece, query, key, value, out, piece)
+        out.copy_(merge_states(*self._attend(query, over_own), out, lse.contiguous())[0])
+
+    def _attend(self, query: torch.Tensor, over_own: Callable[[torch.Tensor], Partial]) -> Partial:
         """Attention over all GPUs' caches of this GPU's queries [tokens, heads, head_size]. over_own: over its own
         cache, of the queries of all heads."""
         from vllm.distributed.parallel_state import get_dcp_group
