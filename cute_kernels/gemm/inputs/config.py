@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.gemm.arguments import INPUT_ROWS, CompiledAs
+from cute_kernels.gemm.wgmma.results import one_of
 
 DTYPES = ("bf16", "fp16")
 VECTOR = 8  # elements of 16 bytes
@@ -38,11 +39,7 @@ class InputRowsConfig:
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        if self.dtype not in DTYPES:
-            return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
-        if self.room not in (0, *ROOMS):
-            return f"room {self.room!r} is not 0 or one of {', '.join(map(str, ROOMS))}"
-        return None
+        return one_of(self.dtype, DTYPES, "dtype") or one_of(self.room, (0, *ROOMS), "room")
 
 
 def room_for(k: int) -> int | None:

@@ -166,8 +166,7 @@ class RowsConfig:
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        if self.dtype not in DTYPES:
-            return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
         scales = (BY_GROUP,) if self.makes == LIMBS else (BY_GROUP, BY_ROW, GIVEN)
         makes = (FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS)
-        return one_of(self.scales, scales, "scales") or one_of(self.makes, makes, "makes")
+        kinds = one_of(self.scales, scales, "scales") or one_of(self.makes, makes, "makes")
+        return one_of(self.dtype, DTYPES, "dtype") or kinds

@@ -11,6 +11,7 @@ from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
 from cute_kernels.gemm.arguments import STREAM_KERNEL, CompiledAs
+from cute_kernels.gemm.wgmma.results import one_of
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
@@ -131,14 +132,6 @@ class StreamConfig(Generic[ActivationsT]):
         return self.format.group_size
 
     @property
-    def epilogue_warps(self) -> int:
-        return self.store.epilogue_warps
-
-    @property
-    def num_buffers(self) -> int:
-        return self.store.num_buffers
-
-    @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
         return tile_k(self.format.bits)
@@ -169,7 +162,7 @@ class StreamConfig(Generic[ActivationsT]):
     @property
     def num_threads(self) -> int:
         """Threads of consumer warps, producer warps, and those of the epilogue."""
-        return (self.consumer_warps + self.producer_warps + self.epilogue_warps) * WARP_THREADS
+        return (self.consumer_warps + self.producer_warps + self.store.epilogue_warps) * WARP_THREADS
 
     @property
     def x_bytes(self) -> int:
@@ -244,14 +237,14 @@ class StreamConfig(Generic[ActivationsT]):
     @property
     def num_barriers(self) -> int:
         """The number of mbarriers, of full and empty stages and of staging buffers."""
-        return 2 * self.num_stages + 2 * self.num_buffers
+        return 2 * self.num_stages + 2 * self.store.num_buffers
 
     @property
     def smem_bytes(self) -> int:
         return (
             self.stages_bytes
             + _round_up(self.x_bytes, ALIGNMENT)
-            + _round_up(self.num_buffers * self.buffer_bytes, ALIGNMENT)
+            + _round_up(self.store.num_buffers * self.buffer_bytes, ALIGNMENT)
             + self.num_barriers * BARRIER_BYTES
         )
 
@@ -259,8 +252,8 @@ class StreamConfig(Generic[ActivationsT]):
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         weight = self.format.symbol_name(self.dtype)
-        shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
-        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
+        shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.store.epilogue_warps}"
+        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.store.num_buffers}x{self.x_bytes // 1024}"
         ends = f"{self.activations.name}{symbol_of(self.store.activation)}"
         return f"linear_{weight}_{shape}_{state}{ends}"
 
@@ -273,18 +266,15 @@ class StreamConfig(Generic[ActivationsT]):
         return self.activations.problem(self) or self._problem()
 
     def _problem(self) -> str | None:
-        choices = {
-            "dtype": self.format.dtypes,
-            "tile_m": (8, 16, 32),
-            "n_tiles": (1, 2),
-            "block_k": BLOCK_K,
-            "num_buffers": (1, 2),
-            "epilogue_warps": (1, 2, 3, 4),
-        }
-        for field, wanted in choices.items():
-            found = getattr(self, field)
-            if found not in wanted:
-                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if reason := (
+            one_of(self.dtype, self.format.dtypes, "dtype")
+            or one_of(self.tile_m, (8, 16, 32), "tile_m")
+            or one_of(self.n_tiles, (1, 2), "n_tiles")
+            or one_of(self.block_k, BLOCK_K, "block_k")
+            or one_of(self.store.num_buffers, (1, 2), "num_buffers")
+            or one_of(self.store.epilogue_warps, (1, 2, 3, 4), "epilogue_warps")
+        ):
+            return reason
         if self.group_size and self.block_k % self.group_size:
             return f"block_k {self.block_k} is not a multiple of group_size {self.group_size}"
         if self.k_warps < 1 or self.chunk_k_blocks < 1:

@@ -32,7 +32,7 @@ class StreamEpilogue:
 
     def __init__(self, config: StreamConfig):
         self.config = config
-        self.num_threads = config.epilogue_warps * WARP_THREADS
+        self.num_threads = config.store.epilogue_warps * WARP_THREADS
         self.row_vectors = config.block_rows // VECTOR
         self.results = Results(config.dtype, config.store.activation)
 
@@ -64,7 +64,7 @@ class StreamEpilogue:
 
     def buffer(self, index):
         """Staging buffer of a segment."""
-        return index % self.config.num_buffers
+        return index % self.config.store.num_buffers
 
     def wait_staged(self, memory, index):
         """Waits until a segment's results are in its buffer."""
@@ -75,7 +75,7 @@ class StreamEpilogue:
 
         A buffer is not held back for other slices if the next block needs it.
         """
-        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
+        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.store.num_buffers == 1 else lag == 0
         return held | (index == work.num_segments - 1)
 
     def share(self, work, segment):

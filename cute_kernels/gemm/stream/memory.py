@@ -34,17 +34,17 @@ def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
     smem = cutlass.utils.SmemAllocator()
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
-    staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
+    staging = smem.allocate(config.store.num_buffers * config.buffer_bytes, byte_alignment=128)
     barriers = smem.allocate_array(cutlass.Int64, config.num_barriers)
     empty, staged = barriers + config.num_stages, barriers + 2 * config.num_stages
-    drained = staged + config.num_buffers
+    drained = staged + config.store.num_buffers
     return StreamMemory(
         stages=Int32(stages.toint()),
         x=Int32(x.toint()),
         x_pitch=x_pitch,
         staging=Int32(staging.toint()),
         pipeline=Pipeline(barriers, empty, config.num_stages, config.producer_warps, config.stage_warps),
-        results=Pipeline(staged, drained, config.num_buffers, config.consumer_warps, config.epilogue_warps),
+        results=Pipeline(staged, drained, config.store.num_buffers, config.consumer_warps, config.store.epilogue_warps),
         x_slot_bytes=x_slot_bytes,
     )
 

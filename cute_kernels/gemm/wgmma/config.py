@@ -142,11 +142,6 @@ class WgmmaConfig(Generic[M]):
         return WARPGROUP_WARPS * self.warpgroups
 
     @property
-    def epilogue_warps(self) -> int:
-        """Warps that store results together: those of a warpgroup."""
-        return WARPGROUP_WARPS
-
-    @property
     def limits(self) -> Limits:
         """The limits of the architectures that its mainloop is written for."""
         return self.mainloop.limits

@@ -16,7 +16,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
     ROW_SCALE_BYTES,
     takes_limbs,
 )
-from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
+from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT, one_of
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
 GROUP_SIZES = (MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
@@ -87,8 +87,8 @@ class EntryLimbs(Activations):
             "lane_assignments": (self.lane_assignments, (0, *LANE_ASSIGNMENTS)),
         }
         for field, (found, wanted) in choices.items():
-            if found not in wanted:
-                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+            if reason := one_of(found, wanted, field):
+                return reason
         if not takes_limbs(config.format) or config.format.sums_inputs:
             return f"limbs want codes that are bytes, without zero points, not {config.format.key}"
         if config.num_stages % config.k_warps:

@@ -107,7 +107,9 @@ class RangeRoles:
                 init_barriers(memory)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
-            cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+            cute.arch.barrier_arrive(
+                barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.store.epilogue_warps)
+            )
         finder, row = self.routing.find(shape, known, lane)
         work_range = BlockRange.of(shape, self.routing.with_parts(shape, finder.total), cta)
         if warp == config.consumer_warps:
@@ -319,7 +321,7 @@ class RangeRoles:
         """Stores results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
         config, shape = self.config, work_range.shape
         cute.arch.griddepcontrol_wait()
-        cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.store.epilogue_warps))
         staged = memory.results.consumer_state()
         acc = cute.make_rmem_tensor(4, Float32)
         extras = cute.make_rmem_tensor(8, Float32)
