@@ -139,6 +139,7 @@ WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": W
 FLASHMLA = {"block_size": 64, "attention_backend": "FLASHMLA"}
 COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+SHARED = {**TWO, "decode_context_parallel_size": 2}
 ONE_KV_HEAD = {**W4, "num_key_value_heads": 1, "intermediate_size": 1280}  # both GPUs have it; five groups of each MLP
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
 
@@ -198,6 +199,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "w4-fp8-two": Scenario("fp8", model=W4, engine=TWO),
         "w4-int4-two": Scenario(kv_format="int4_g4", model=W4, engine=TWO),
         "w4-one-head-two": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=TWO),
+        # Each GPU caches every other token of the head.
+        "w4-one-head-shared": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=SHARED),
     },
 }
 ENVIRONMENTS = {
@@ -287,7 +290,9 @@ def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
     longest = scenario.engine.get("max_model_len", MAX_MODEL_LEN)
     batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
-    decodes = attention_kernels.Decodes(batches, min(1 + drafted, 16), longest, BLOCK, _dtype(scenario), invariant)
+    ranks = scenario.engine.get("decode_context_parallel_size", 1)
+    step = batches, min(1 + drafted, 16), longest, BLOCK, _dtype(scenario), invariant, ranks
+    decodes = attention_kernels.Decodes(*step)
     return attention_kernels.specs(layers, decodes, torch.device("cuda", 0))
 
 
