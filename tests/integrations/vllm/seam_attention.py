@@ -187,6 +187,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"block_size": 128},
         {"head_size": 256},
         {"head_size": 512},
+        *({name: True} for name in ("use_dcp",) if is_asked(name)),
     ):
         assert reasons_against(**changes) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
@@ -205,7 +206,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
         *({name: True} for name in ("use_adaptive_verification", "use_rswa") if is_asked(name)),
-        *({name: True, "has_sink": True} for name in ("use_dcp",) if is_asked(name)),
+        *({"use_dcp": True, **more} for more in ({"has_sink": True}, {"head_size": 512}) if is_asked("use_dcp")),
         *({name: True, "head_size": 512} for name in ("use_dcp",) if is_asked(name)),
     ):
         assert reasons_against(**changes), changes
