@@ -240,6 +240,7 @@ def text(data: dict[str, Any]) -> str:
 MARK = "<!-- bench:e2e -->"
 MARK_LATEST = "<!-- bench:e2e-latest -->"
 MARK_STEP = "<!-- bench:e2e-step -->"
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
     "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
@@ -249,8 +250,10 @@ MODEL_NAMES = {
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of a record: of each model, its weights and batch every case, vLLM's own first, and how much faster
-    the others are than the best of those."""
+    """The table of a record: of each model, its weights and batch every case, the engine's own first, and how much
+    faster the others are than the best of those."""
+    engine = record.get("engine", "vllm")
+    name = ENGINE_NAMES[engine]
     groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for row in sorted(record["rows"], key=lambda row: (row["plugin"] != "off", row["tpot_ms"])):
         place = list(MODELS).index(row["model"]), -WEIGHTS.index(row["weights"]), row["batch"]
@@ -260,7 +263,7 @@ def markdown(record: dict[str, Any]) -> str:
         model, batch = rows[0]["model"], rows[0]["batch"]
         own = min((row["tpot_ms"] for row in rows if row["plugin"] == "off"), default=None)
         for row in rows:
-            served = {"off": "vLLM", "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
+            served = {"off": name, "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
             weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
             pages = f" in pages of {row['block_size']}" if row.get("block_size") else ""
@@ -268,12 +271,12 @@ def markdown(record: dict[str, Any]) -> str:
             fit = "" if row["tokens_that_fit"] is None else f"{row['tokens_that_fit'] / 1e6:.2f} M"
             first = f"{row['ttft_s']:.2f}", f"{row['ttft_hit_s']:.3f}"
             lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, *first, fit])
-    head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", "times vLLM's best")
+    head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", f"times {name}'s best")
     head += ("first token, s", "after a prefix hit, s", "fit")
     rows = record["rows"]
-    versions = ", ".join(sorted({row["vllm"] for row in rows}))
+    versions = ", ".join(sorted({row[engine] for row in rows}))
     about = (
-        f"vLLM {versions}, random weights, prompts of {rows[0]['context']} tokens, CUDA graphs on; "
+        f"{name} {versions}, random weights, prompts of {rows[0]['context']} tokens, CUDA graphs on; "
         "fit: tokens that the cache has room for."
     )
     return in_markdown(record, head, lines, about)
