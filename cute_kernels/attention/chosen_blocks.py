@@ -57,23 +57,22 @@ class ChosenBlocks:
 
         block_table: None where request b has pages b * pages_of_request and the next ones.
         """
-        chosen = self.list.transpose(0, 1).long().clamp(min=0)
-        per_block = self.tokens // page_size
+        # Each operation is a launch of 2 us, so there are as few as can be; `alpha` multiplies.
+        chosen = self.list.transpose(0, 1)
+        entries, per_block = chosen.long(), self.tokens // page_size
         if per_block > 1:
             steps = torch.arange(per_block, device=chosen.device)
-            entries = (chosen.unsqueeze(-1) * per_block + steps).flatten(2)
-        else:
-            entries = chosen
-        entries = entries.clamp(max=pages_of_request - 1)
+            entries = torch.add(steps, entries.unsqueeze(-1), alpha=per_block).flatten(2)
+        entries = entries.clamp(0, pages_of_request - 1)
         if block_table is None:
-            first = torch.arange(entries.shape[1], device=chosen.device) * pages_of_request
-            pages = (entries + first[:, None]).to(torch.int32)
+            first = torch.arange(entries.shape[1], device=chosen.device)
+            pages = torch.add(entries, first[:, None], alpha=pages_of_request).to(torch.int32)
         else:
             pages = block_table.expand(len(entries), *block_table.shape).gather(2, entries)
-        counts = self.counts.t().long().clamp(0, chosen.shape[2])
-        last = chosen.gather(2, (counts - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        in_last = (seq_lens - last * self.tokens).clamp(0, self.tokens)
-        tokens = ((counts - 1) * self.tokens + in_last) * (counts > 0)
+        before_last = self.counts.t().clamp(max=chosen.shape[2]) - 1
+        last = chosen.gather(2, before_last.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+        in_last = torch.sub(seq_lens, last, alpha=self.tokens).clamp(0, self.tokens)
+        tokens = torch.add(in_last, before_last, alpha=self.tokens).clamp(min=0)  # no block: a block less than in_last
         return pages.contiguous(), tokens.to(torch.int32).contiguous()
 
 
