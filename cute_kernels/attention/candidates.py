@@ -60,7 +60,7 @@ def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
             for ctas in ((1,) if copy == "map" else _cta_counts(problem, contiguous))  # of blocks for a CTA alone
         ]
     borrows = _borrows_registers(problem)
-    return list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows, problem.appends) for config in configs))
+    return list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
 
 
 def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
@@ -74,12 +74,12 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
     """How rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
     if not heads:
         return "word"
-    unmeasured = problem.appends and problem.rows > BLOCK_QUERIES  # more queries, and an append in the same launch
-    if unmeasured or not (MAPPED_HEADS <= heads < most and problem.heads_touch):
-        return "bulk"
-    rows = zip(map(format_of, names), (problem.head_dim, problem.v_head_dim), strict=True)
-    sizes = [(form, dim, problem.num_kv_heads * form.row_bytes(dim)) for form, dim in rows if form.has_header]
-    unfit = any(size % MAP_UNIT or map_problem(form, dim, heads) for form, dim, size in sizes)
+    if not MAPPED_HEADS <= heads < most or not problem.heads_touch or problem.appends:
+        return "bulk"  # with an append, vLLM took 4 % longer by maps (one request)
+    dims = (problem.head_dim, problem.v_head_dim)
+    rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
+    token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
+    unfit = any(size % MAP_UNIT for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
     return "bulk" if unfit else "map"
 
 
@@ -94,7 +94,7 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
     one_block = problem.rows <= BLOCK_QUERIES
-    few = problem.batch <= FEW_REQUESTS and problem.features.paged and (problem.appends or not problem.after_append)
+    few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
     one_head = problem.features.head_major or problem.features.by_head
     if one_head or not (few if one_block else costs_of(forms) == {"int4"}):
         return [(most, "bulk" if most else "word")]
@@ -113,17 +113,17 @@ def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
 
-def _with_producer_warps(config: DecodeConfig, borrows: bool, appends: bool) -> DecodeConfig:
+def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """The configuration with as many producer warps as its tiles' copies need and its registers allow.
 
     An SM's four partitions take warps in turn: those that fill them up evenly cost no registers. ``borrows``: whether
-    four producer warps lend theirs to eight consumers. ``appends``: whether the kernel does so itself.
+    four producer warps lend theirs to eight consumers.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
-    # Maps are few copies, but four warps lend registers. Where consumers append as well they spill beside four.
+    # Maps are few copies, but four warps lend registers.
     copies = copies_per_tile(config) if "map" not in config.copies else config.tile_tokens
-    wanted = min(MAX_PRODUCER_WARPS - (appends and "map" in config.copies), -(-copies // COPIES_PER_WARP))
+    wanted = min(MAX_PRODUCER_WARPS, -(-copies // COPIES_PER_WARP))
     partition_warps = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
     free = partition_warps * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
     return changed(config, producer_warps=max(1, min(wanted, free)))

@@ -266,35 +266,6 @@ def test_few_requests_and_several_queries_take_fewer_heads_a_cta(kv_format, batc
     assert config.num_heads == heads and set(config.copies) == {"bulk" if heads == 8 else "map"}
 
 
-@pytest.mark.parametrize("v_format", ["int4_g4", "int8_token_head"])
-@pytest.mark.parametrize("k_format", ["int4_g4", "int8_token_head", "e4m3_tensor"])
-def test_a_step_in_one_launch_takes_maps_where_attention_alone_does(k_format, v_format):
-    """One request of 8k tokens, H200: 12.3 us of 8 heads a CTA and 9.8 of 2 (8 bits), 12.2 and 9.5 (V int4_g4)."""
-
-    def chosen(batch: int, **step: bool) -> tuple[int, bool, int]:
-        of = dataclasses.replace(_of_pages(k_format, batch, 1), v_format=v_format, **step)
-        config = make_schedule(of).config
-        return config.num_heads, "map" in config.copies, config.producer_warps
-
-    for batch in (1, 2, 4, 32):
-        heads, mapped, producers = chosen(batch)
-        step = chosen(batch, after_append=True, appends=True)
-        assert step == (heads, mapped, 3 if mapped else producers) and mapped == (batch <= 2), "four lend: it spills"
-        assert not chosen(batch, after_append=True)[1], "nobody has measured maps behind an append's launch"
-
-
-@pytest.mark.parametrize("batch", [1, 4, 32])
-def test_only_what_was_measured_of_steps_takes_maps_otherwise_than_attention_alone(batch):
-    """More queries than a block in one launch take none; several positions, two launches, take all as alone."""
-    many = dataclasses.replace(_of_pages("int4_g4", batch, 1), num_q_heads=72, after_append=True, appends=True)
-    assert not any("map" in config.copies for config in candidate_configs(many))
-    for name in ("int4_g1", "int4_g4"):
-        alone = _of_pages(name, batch, 4)
-        step = candidate_configs(dataclasses.replace(alone, after_append=True))
-        warps = [(config.num_heads, config.copies, config.producer_warps) for config in candidate_configs(alone)]
-        assert [(config.num_heads, config.copies, config.producer_warps) for config in step] == warps
-
-
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [

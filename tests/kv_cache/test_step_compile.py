@@ -63,7 +63,7 @@ def alone(kv_format: str, batch: int = 1, num_kv_heads: int = 8, rope: str = "ha
     of = problem(kv_format, batch, num_kv_heads, page_tokens=64, features=features, **others)
     prologue = RowPrologue(rope, 128 if rope != "none" else 0, **terms)
     append = leading(kv_format, prologue, transform)
-    config = step_config(after_append(replace(of, appends=True)), append, positions)
+    config = step_config(after_append(of), append, positions)
     assert config is not None
     return config
 
@@ -78,9 +78,7 @@ ALONE = [alone(name) for name in FORMATS] + [
     alone("int8_token_head", transform=RowTransform(center=True)),
     alone("int4_g4", transform=ALL, features=RESTORED),
     alone("int4_g1", 64, 1, transform=ALL, features=RESTORED),
-    *(alone(name, batch, features=Features(paged=True)) for name in ("bf16", "int4_g4") for batch in (1, 2, 64)),
-    *(alone(name, features=Features(paged=True)) for name in ("int8_token_head", "int4_g1")),
-    alone("int4_g4", transform=ALL, features=replace(RESTORED, head_major=False)),
+    *(alone(name, batch, features=Features(paged=True)) for name in ("bf16", "int4_g4") for batch in (1, 64)),
     alone("int4_g4", 512, transform=RowTransform(center=True, k_rotation=32), features=Features(paged=True)),
     alone("bf16", positions=True),
     alone("int4_g4", positions=True, terms=NORMS),
