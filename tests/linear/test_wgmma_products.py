@@ -62,7 +62,6 @@ CONFIGS = [
     WgmmaConfig(integers(4), "bf16", tile_m=256, num_stages=2),
 ]
 SYNCHRONOUS = [
-    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, warpgroups=4, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(4, 32, True), "bf16", tile_m=32, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(4, 64, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),

@@ -80,9 +80,19 @@ class Int4Words:
         return pairs
 
 
-class RowShape(Protocol):
-    """The rows of a tile that a warp reads, and their formats: `ExtendConfig` or `UnpackConfig`, which say what each
-    field is."""
+class RunShape(Protocol):
+    """The rows of a tile that a warp reads; configurations say what each field is."""
+
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def warp_rows(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+
+
+class RowShape(RunShape, Protocol):
+    """The same with their formats: `ExtendConfig` or `UnpackConfig`."""
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]: ...
@@ -92,12 +102,6 @@ class RowShape(Protocol):
     def operand_columns(self) -> tuple[int, int]: ...
     @property
     def value_parts(self) -> int: ...
-    @property
-    def tile_tokens(self) -> int: ...
-    @property
-    def warp_rows(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class Places:
 class RowRuns:
     """A warp's rows of a tile, K's and V's, as runs of rows that certainly lie together in the cache."""
 
-    def __init__(self, shape: RowShape):
+    def __init__(self, shape: RunShape):
         self.tile_tokens, self.warp_rows, self.paged = shape.tile_tokens, shape.warp_rows, shape.page_tokens > 0
         self.rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)  # of a run
         self.count = self.warp_rows // self.rows
