@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist bundle golden versions doctor clean
 
 help:
-	@echo "make demo        a small Llama reads a text with a quantised KV cache (GPU if there is one)"
+	@echo "make demo        SmolLM2-135M reads a text with a quantised KV cache (GPU if there is one)"
 	@echo "make quick       what a commit needs: lint and the tests that a change breaks first (two minutes on two cores)"
 	@echo "make test        lint, types, all tests, notebooks, site"
 	@echo "make docs        the site, in build/site"
@@ -27,6 +27,7 @@ setup:
 	@$(PYTHON) tools/setup_env.py
 
 demo: setup
+	$(PY) tools/fetch_smollm2.py
 	$(PY) -m bench demo
 
 # The type checker and the site's builder are one process each, so they run beside the tests.
