@@ -40,7 +40,7 @@ BIAS_STD = 0.1
 
 
 def _row(bench: Bench, calls: Mapping[str, Callable[[], object]], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Of each format its time, bytes and floor; calls: graphs by format."""
+    """Returns the time, bytes and floor of each format; calls: graphs by format."""
     times = time_cold_in_turn(calls, bench.flush, bench.protocol)
     found = {}
     for name, time in times.items():

@@ -127,7 +127,7 @@ class GptOssStep(Step):
 
     @property
     def bytes(self) -> float:
-        """That a step must read: weights, the LM head among them, and what of the cache windows leave."""
+        """Bytes that a step must read: weights with the LM head, and the cache within windows."""
         model, shape = self.model, self.shape
         weights = self.layers * model.weight_bytes(self.case.weights, shape.batch)
         seen = sum(shape.context if i % 2 else min(shape.context, model.window) for i in range(self.layers))

@@ -10,9 +10,10 @@ from bench.moe import Inputs, MoeModel, MoeShape
 from bench.record import Recorder
 from bench.suites import Bench
 from bench.tables import table_of
-from bench.timing import Clock, Protocol, Timing, ticking
+from bench.timing import Protocol, ticking
 from cute_kernels import fused_moe
 from simulator import stand_in
+from tests.bench.clocks import every_call_takes
 from tests.launchers import recording
 
 SMALL = MoeModel("small", 5, 2, 192, 96)
@@ -20,13 +21,8 @@ SMALL = MoeModel("small", 5, 2, 192, 96)
 
 @pytest.fixture
 def bench():
-    def in_turn(calls, flush, protocol):
-        for call in calls.values():
-            call()
-        return dict.fromkeys(calls, Timing(30.0, 29.0, 31.0, 1))
-
     floors = stand_in(lambda flush, protocol, quick: lambda size: type("Floor", (), {"us": size * 1e-3}))
-    with ticking(Clock(in_turn, lambda call, warmup: call)):
+    with ticking(every_call_takes(30.0)):
         yield Bench(Recorder(None), Protocol(samples=1), device="cpu", flush=lambda: None, make_floor=floors)
 
 

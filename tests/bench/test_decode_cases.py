@@ -15,6 +15,7 @@ from bench.suites import Bench
 from bench.timing import Clock, Protocol, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
 from simulator import stand_in
+from tests.bench.clocks import every_call_takes
 from tests.launchers import recording
 
 SMALL = {
@@ -26,14 +27,9 @@ SMALL = {
 
 @pytest.fixture
 def bench():
-    def in_turn(calls, flush, protocol):
-        for call in calls.values():
-            call()
-        return dict.fromkeys(calls, Timing(50.0, 49.0, 51.0, 1))
-
     floors = stand_in(lambda flush, protocol, quick: _floor)
     said: list[str] = []
-    with ticking(Clock(in_turn, lambda call, warmup: call)):
+    with ticking(every_call_takes(50.0)):
         yield Bench(
             Recorder(None),
             Protocol(samples=1),

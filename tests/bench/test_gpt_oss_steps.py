@@ -108,7 +108,7 @@ def test_projections_in_4_bits_take_fewer_bytes_and_every_second_layer_has_a_win
 
 
 def test_of_one_token_a_layer_is_seven_launches_apart_from_its_projections():
-    """Of gpt-oss-20b's sizes, but for a few columns, experts and tokens."""
+    """A model of gpt-oss-20b's sizes, but for a few columns, experts and tokens."""
     model = replace(MODELS["gpt-oss-20b"], intermediate=192, experts=8, vocabulary=16)
     with recording() as cache:
         step = model.step(CASES[0], Shape(1, 192), "cpu", layers=2)

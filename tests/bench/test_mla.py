@@ -17,10 +17,11 @@ from bench.mla_workloads import DENSE, SPARSE, MlaShape, make_inputs
 from bench.record import Recorder
 from bench.report import OURS
 from bench.suites import Bench, WrongOutput
-from bench.timing import Clock, Protocol, Timing, ticking
+from bench.timing import Protocol, ticking
 from cute_kernels.families import shipped_specs
 from cute_kernels.mla import sparse_mla_decode
 from simulator import stand_in
+from tests.bench.clocks import every_call_takes
 
 SMALL_SPARSE = MlaShape("mla_fp8", batch=3, num_heads=5, q_len=2, seq_len=130, topk=70)
 SMALL_DENSE = MlaShape("mla_bf16", batch=3, num_heads=5, q_len=2, seq_len=130)
@@ -231,13 +232,8 @@ APPENDS = (MlaAppendShape("mla_fp8", 3), MlaAppendShape("mla_bf16", 200))
 def bench():
     """A bench whose clock makes every call take 50 us; what is timed is run all the same, on the CPU."""
 
-    def in_turn(calls, flush, protocol):
-        for call in calls.values():
-            call()
-        return dict.fromkeys(calls, Timing(50.0, 49.0, 51.0, 1))
-
     floors = lambda flush, protocol, quick: lambda num_bytes: Floor(num_bytes, 10.0, "read")  # noqa: E731
-    with ticking(Clock(in_turn, lambda call, warmup: call, lambda: None)):
+    with ticking(every_call_takes(50.0)):
         yield Bench(
             Recorder(None),
             Protocol(samples=1),

@@ -10,9 +10,10 @@ from bench.moe import Inputs, MoeModel, MoeShape, check
 from bench.moe_fp8 import Fp8Layer
 from bench.record import Recorder
 from bench.suites import Bench, WrongOutput
-from bench.timing import Clock, Protocol, Timing, ticking
+from bench.timing import Protocol, ticking
 from cute_kernels import fused_moe
 from simulator import stand_in
+from tests.bench.clocks import every_call_takes
 
 SMALL = MoeModel("small", 5, 2, 192, 64)  # 192: half a k block at the end
 
@@ -35,14 +36,9 @@ def test_kernels_of_both_kinds_of_products_are_made_ready():
 
 
 def test_a_run_checks_times_and_tells_every_row():
-    def in_turn(calls, flush, protocol):
-        for call in calls.values():
-            call()
-        return dict.fromkeys(calls, Timing(50.0, 49.0, 51.0, 1))
-
     floors = stand_in(lambda flush, protocol, quick: None)
     bench = Bench(Recorder(None), Protocol(samples=1), device="cpu", flush=lambda: None, make_floor=floors)
-    with ticking(Clock(in_turn, lambda call, warmup: call)):
+    with ticking(every_call_takes(50.0)):
         moe_fp8.run(bench, [Fp8Layer(SMALL, "mxfp4", (1, 3))])
     assert not bench.recorder.data["failures"] and len(bench.recorder.data["moe_fp8"]) == 2
     failures = [{"what": "that", "error": "because"}]

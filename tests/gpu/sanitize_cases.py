@@ -262,7 +262,7 @@ class RangesCase:
 
 @dataclass(frozen=True)
 class ScaledCase:
-    """As `LinearCase`, of a layer whose own kernel scales inputs on the way to limbs."""
+    """A `LinearCase` of a layer whose own kernel scales inputs on the way to limbs."""
 
     n: int
     k: int

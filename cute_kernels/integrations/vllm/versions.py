@@ -13,6 +13,10 @@ DISTRIBUTION = "vllm"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 SCHEMES = f"{QUANTIZATION}.compressed_tensors.schemes.compressed_tensors"
 COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors_moe"
+AUTO_EXPERTS = (
+    (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
+    (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,7 @@ class Interface:
     mla_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     expert_methods: tuple[tuple[str, str], ...] = (
         (f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16", "CompressedTensorsWNA16MoEMethod"),
-        (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
-        (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
+        *AUTO_EXPERTS,
         (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod"),
     )
     float_linear: tuple[tuple[str, str, str, str], ...] = (
@@ -71,7 +74,7 @@ INTERFACES = {
         SERVED,
         expert_methods=(
             (_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"),
-            *Interface.expert_methods[1:3],
+            *AUTO_EXPERTS,
         ),
         mla_gives_lse=False,
     ),
