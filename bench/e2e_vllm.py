@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,7 +39,7 @@ cute_kernels = cute_kernels.integrations.vllm:register
 [sglang.srt.plugins]
 cute_kernels = cute_kernels.integrations.sglang:register
 """
-WEIGHTS = ("bf16", "w4", "w8", "mxfp4")
+WEIGHTS = ("bf16", "fp8", "w4", "w8", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Case:
     """One start of the engine.
 
     Attributes:
-        model: one of MODELS. weights: one of WEIGHTS: compressed-tensors in groups of 128, or gpt-oss's MXFP4 experts.
+        model: one of MODELS. weights: one of WEIGHTS. Integers have a scale for each group of 128; FP8 has one for each
+            channel, and its activations one for each token; gpt-oss has experts in MXFP4.
         kv: what --kv-cache-dtype is given.
         plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
         kv_format: of this package, instead of what ``kv`` says; empty for none.
@@ -319,16 +320,27 @@ def model_folder(case: Case, folder: Path) -> Path:
     if case.weights == "mxfp4":
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    elif case.weights == "fp8":
+        fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = {**fp8, "strategy": "channel", "dynamic": False}
+        config["quantization_config"] = _compressed(
+            "float-quantized", weights=weights, input_activations={**fp8, "strategy": "token", "dynamic": True}
+        )
     elif case.weights != "bf16":
         weights = {"num_bits": int(case.weights[1:]), "type": "int", "symmetric": True, "strategy": "group"}
-        config["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "group_size": 128}}},
-        }
+        config["quantization_config"] = _compressed("pack-quantized", weights={**weights, "group_size": 128})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _compressed(packing: str, **schemes: Mapping[str, object]) -> dict[str, object]:
+    """What a configuration says of layers that compressed-tensors packed so, but for the head and routers."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], **schemes}},
+    }
 
 
 def cache_tokens(case: Case) -> int:

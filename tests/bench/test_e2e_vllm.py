@@ -211,6 +211,13 @@ def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
             assert quantised["config_groups"]["group_0"]["weights"]["num_bits"] == int(weights[1:])
 
 
+def test_an_fp8_model_rounds_its_activations_token_by_token(tmp_path: Path):
+    folder = e2e_vllm.model_folder(e2e_vllm.case_of("llama3-8b:fp8:fp8:on"), tmp_path)
+    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert scheme["weights"]["strategy"] == "channel" and scheme["weights"]["type"] == "float"
+    assert scheme["input_activations"]["strategy"] == "token" and scheme["input_activations"]["dynamic"]
+
+
 def test_gpt_oss_has_its_published_rotation_windows_and_mxfp4_experts(tmp_path: Path):
     folder = e2e_vllm.model_folder(e2e_vllm.case_of("gpt-oss-20b:mxfp4:fp8:on"), tmp_path)
     config = AutoConfig.from_pretrained(folder)
