@@ -52,6 +52,10 @@ Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as 
 num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.loads.unpack.UnpackSizes` and
 :class:`.loads.unpack.UnpackTarget` have them.
 
+Tables of chosen blocks (`BLOCK_TABLES`): block_list int32 [batch, num_kv_heads, max_blocks] and block_counts int32
+[batch, num_kv_heads], all strides free; seq_lens int32 [batch]; the results pages int32 [num_kv_heads, batch, entries]
+and tokens int32 [num_kv_heads * batch]; block_table as of decode attention, of which a request has pages_of_request.
+
 Putting splits together (`COMBINE`): out, of which queries from ``cu_seqlens[-1]`` on are left alone; others as
 :class:`.combine.splits.Parts` has them; num_splits at most 32.
 """
@@ -107,6 +111,12 @@ COMBINE = joined(
     arguments("tensor", "out", "cu_seqlens"),
     arguments("address", "partials", "lse", "sinks"),
     arguments("int32", "num_splits"),
+)
+
+BLOCK_TABLES = joined(
+    arguments("tensor", "block_list", "block_counts", "seq_lens", "pages", "tokens"),
+    (Argument("block_table", "address"),),
+    arguments("int32", "table_stride", "pages_of_request", "block_tokens"),
 )
 
 

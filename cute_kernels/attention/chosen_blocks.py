@@ -1,19 +1,27 @@
 """Attention over chosen blocks: the checks of the calls, and the tables by which the kernels find a KV head's tokens.
 
 The kernels read chosen blocks as if there were no others. Each KV head of a request has a row of pages and a length of
-its own (`Features.by_head`). PyTorch's operations make both from its list, without a wait. So the blocks of a list have
-to ascend: only the request's last one may hold fewer tokens, and a query's own tokens come last.
+its own (`Features.by_head`). A kernel before the launch makes both from its list (:mod:`.block_tables_kernel`). So the
+blocks of a list have to ascend: only the request's last one may hold fewer tokens, and a query's own tokens come last.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cute_kernels.arguments import check_dtype, check_place, check_tensors, shape_of
+from cute_kernels.attention.arguments import BLOCK_TABLES
+from cute_kernels.attention.block_tables import BlockTablesConfig
+from cute_kernels.attention.compile import BlockTablesSpec
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan
 
 if TYPE_CHECKING:
@@ -49,31 +57,6 @@ class ChosenBlocks:
         known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
         chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
         return chosen.any(dim=2)
-
-    def tables(
-        self, seq_lens: torch.Tensor, block_table: torch.Tensor | None, pages_of_request: int, page_size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pages int32 [num_kv_heads, batch, entries], tokens int32 [num_kv_heads, batch]), contiguous.
-
-        block_table: None where request b has pages b * pages_of_request and the next ones.
-        """
-        # Each operation is a launch of 2 us, so there are as few as can be; `alpha` multiplies.
-        chosen = self.list.transpose(0, 1)
-        entries, per_block = chosen.long(), self.tokens // page_size
-        if per_block > 1:
-            steps = torch.arange(per_block, device=chosen.device)
-            entries = torch.add(steps, entries.unsqueeze(-1), alpha=per_block).flatten(2)
-        entries = entries.clamp(0, pages_of_request - 1)
-        if block_table is None:
-            first = torch.arange(entries.shape[1], device=chosen.device)
-            pages = torch.add(entries, first[:, None], alpha=pages_of_request).to(torch.int32)
-        else:
-            pages = block_table.expand(len(entries), *block_table.shape).gather(2, entries)
-        before_last = self.counts.t().clamp(max=chosen.shape[2]) - 1
-        last = chosen.gather(2, before_last.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
-        in_last = torch.sub(seq_lens, last, alpha=self.tokens).clamp(0, self.tokens)
-        tokens = torch.add(in_last, before_last, alpha=self.tokens).clamp(min=0)  # no block: a block less than in_last
-        return pages.contiguous(), tokens.to(torch.int32).contiguous()
 
 
 def blocks_of(
@@ -182,23 +165,46 @@ def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
     return cache.unflatten(1, (-1, page_size)).flatten(0, 1)
 
 
+def table_maker(call: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what launches the kernel of a call's tables, a function of ``seq_lens`` and ``options``.
+
+    It returns pages, int32 [num_kv_heads, batch, entries], and tokens of each list, int32 [num_kv_heads * batch].
+    """
+    assert call.blocks is not None
+    tokens, table = call.blocks.tokens, call.block_table
+    page_size = tokens if table is None else call.page_size
+    entries = call.blocks.list.shape[2] * (tokens // page_size)
+    new_pages = blank((call.num_kv_heads, call.batch, entries), torch.int32)
+    new_tokens = blank((call.num_kv_heads * call.batch,), torch.int32)
+    fixed = {
+        "table_stride": 0 if table is None else table.stride(0),
+        "pages_of_request": call.max_seq_len // page_size,
+        "block_tokens": tokens,
+    }
+    function = load(BlockTablesSpec(BlockTablesConfig()), arch_of(call.q.get_device()))
+    lists = {name: ("options", name) for name in ("block_list", "block_counts")}
+    send = BLOCK_TABLES.bound(function, fixed, {"block_table": ("options", "block_table")}, lists)
+
+    def make(seq_lens: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        pages, own_tokens = GPU.empty(*new_pages), GPU.empty(*new_tokens)
+        send(seq_lens=seq_lens, pages=pages, tokens=own_tokens, options=options)
+        return pages, own_tokens
+
+    return make
+
+
 def planned(call: AttentionCall, plan: Plan) -> Plan:
     """Returns the plan of a call with chosen blocks, made from ``plan``, that of `as_paged`."""
     assert call.blocks is not None
-    tokens, paged = call.blocks.tokens, call.block_table is not None
-    page_size = call.page_size if paged else tokens
-    pages_of_request = call.max_seq_len // page_size
+    page_size, make_tables = call.blocks.tokens, table_maker(call)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
-        options, caches = given.options, (given.k_cache, given.v_cache)
+        options, k_cache, v_cache = given.options, given.k_cache, given.v_cache
         assert options is not None
-        blocks = ChosenBlocks(options["block_list"], options["block_counts"], tokens)
-        pages, lengths = blocks.tables(given.seq_lens, options["block_table"], pages_of_request, page_size)
-        k_cache, v_cache = caches if paged else (pages_of(cache, page_size) for cache in caches)
-        return plan.launch(
-            given._replace(
-                k_cache=k_cache, v_cache=v_cache, seq_lens=lengths.flatten(), options={**options, "block_table": pages}
-            )
-        )
+        pages, tokens = make_tables(given.seq_lens, options)
+        if options["block_table"] is None:
+            k_cache, v_cache = pages_of(k_cache, page_size), pages_of(v_cache, page_size)
+        options = {**options, "block_table": pages}
+        return plan.launch(given._replace(k_cache=k_cache, v_cache=v_cache, seq_lens=tokens, options=options))
 
     return Plan(plan.device_index, launch, plan.products)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.attention.arguments import COMBINE, MERGE, UNPACK, decode_arguments, extend_arguments
+from cute_kernels.attention.arguments import (
+    BLOCK_TABLES,
+    COMBINE,
+    MERGE,
+    UNPACK,
+    decode_arguments,
+    extend_arguments,
+)
+from cute_kernels.attention.block_tables import BlockTablesConfig
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
@@ -52,6 +60,17 @@ class AttentionSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return load_code(self.config.compiled_by)(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTablesSpec(KernelSpec):
+    """The kernel that makes the tables of chosen blocks, see `BLOCK_TABLES` of :mod:`.arguments`."""
+
+    config: BlockTablesConfig
+    family: ClassVar[str] = "attention"
+
+    def compile(self, arch: str) -> Any:
+        return compile_block_tables(self.config, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -221,6 +240,25 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
     tensors = {f"out{of}": _dense(dtype, (*rows, row), VECTOR_BYTES) for of in states}
     tensors |= {f"lse{of}": _dense(cutlass.Float32, rows) for of in states}
     return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
+
+
+def compile_block_tables(config: BlockTablesConfig, arch: str) -> Any:
+    """Compiles the kernel that makes the tables of chosen blocks, as :func:`compile_extend` compiles attention."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.block_tables_kernel import BlockTablesKernel
+
+    check_config(config)
+    batch, heads, max_blocks, entries, rows = (cute.sym_int() for _ in range(5))
+    tensors = {
+        "block_list": _strided(cutlass.Int32, (batch, heads, max_blocks), (WORD, WORD, WORD), WORD),
+        "block_counts": _strided(cutlass.Int32, (batch, heads), (WORD, WORD), WORD),
+        "seq_lens": _dense(cutlass.Int32, (batch,)),
+        "pages": _dense(cutlass.Int32, (heads, batch, entries)),
+        "tokens": _dense(cutlass.Int32, (rows,)),
+    }
+    return BLOCK_TABLES.compile(BlockTablesKernel(config).launch, tensors, arch)
 
 
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.formats.kv import format_of
 from tests.attention import cases
+from tests.attention.block_tables import tables
 from tests.extend import cases as extend_cases
 from tests.launchers import recording
 from tests.observed import calls_of
@@ -116,11 +117,10 @@ def test_a_head_of_its_tables_is_a_call_over_all_tokens(page_size, tokens):
     call, blocks = case("bf16", page_size=page_size, tokens=tokens, q_len=3)
     chosen, table = ChosenBlocks(*blocks.values()), call.options.get("block_table")
     size = page_size or tokens
-    pages, lengths = chosen.tables(call.seq_lens, table, 768 // size, size)
-    assert pages.shape == (2, 4, 768 // size) and pages.dtype == lengths.dtype == torch.int32
-    assert pages.is_contiguous() and lengths.is_contiguous(), "kernels get addresses"
+    pages, lengths = tables(chosen, call.seq_lens, table, 768 // size, size)
     k, v = (x if page_size else x.view(-1, size, *x.shape[2:]) for x in (call.k_cache, call.v_cache))
     want, want_lse = biased(call, blocks)
+    lengths = lengths.view(2, 4)
     for head in range(2):
         own = slice(head, head + 1), slice(head * 4, head * 4 + 4)
         out, lse = decode_attention_reference(
@@ -198,7 +198,7 @@ def test_kernels_of_one_kv_head_a_cta_are_launched_with_its_tables(name, page_si
             decode_attention(*call.tensors, kv_format=name, **call.options, **blocks)
         with calls_of(ops.make_plan) as again:
             decode_attention(*call.tensors, kv_format=name, **call.options, **blocks)
-    assert not again and len(recorded.launches) == 3
+    assert not again and [launch.symbol == "block_tables" for launch in recorded.launches] == [True, False] * 3
     (spec, _), launch = recorded.loaded[0], recorded.launches[-1]
     config = spec.config
     assert config.can_implement() is None and config.name.endswith("_by_head") and config.num_heads == 1
@@ -214,7 +214,8 @@ def test_extend_attention_launches_tiles_with_the_same_tables():
     with recording() as recorded:
         extend_attention(*call.tensors, **call.keywords, **blocks)
         config = recorded.loaded[0][0].config
-        given = dict(zip(extend_arguments(config.features).names, recorded.launches[0].arguments, strict=True))
+        given = dict(zip(extend_arguments(config.features).names, recorded.launches[1].arguments, strict=True))
+        assert recorded.launches[0].symbol == "block_tables"
         assert config.features.by_head and config.key_rows is None and not config.unpacked
         assert given["seq_lens"].shape == (8,) and given["max_pages"] == 12
         new = torch.zeros(len(call.q), 2, 128).bfloat16()

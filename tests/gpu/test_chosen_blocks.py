@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention, extend_attention
+from cute_kernels.attention.chosen_blocks import table_maker
 from cute_kernels.attention.reference import decode_attention_reference, extend_attention_reference
+from cute_kernels.runtime import KernelSpec
 from tests.attention import cases
+from tests.attention.block_tables import LISTS, odd_call, tables_of
 from tests.attention.test_chosen_blocks import LENGTHS, Q_LENS, blocks_for
 from tests.extend import cases as extend_cases
+from tests.gpu.specs import products_needed_by
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +32,43 @@ FORMATS = (
 FORMATS += (("int8_token_head", "int4_g4"), ("bf16", "int8_token_head"))
 
 
+def specs() -> list[KernelSpec]:
+    """Those of the tables, and of the tests of one call: other kernels are compiled when they are asked for."""
+
+    def work() -> None:
+        for call in (small_call("cpu"), wide_call("cpu")):
+            call.run()
+            call.run(**blocks_for(LENGTHS, [1] * len(LENGTHS), call.k_cache.shape[2], 64, 768))
+
+    return products_needed_by(work)
+
+
+def small_call(device: str) -> cases.Call:
+    return cases.make_call(
+        "int4_g4", LENGTHS, num_kv_heads=2, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
+        device=device,
+    )  # fmt: skip
+
+
+def wide_call(device: str) -> cases.Call:
+    return cases.make_call(
+        "bf16", LENGTHS, num_kv_heads=8, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
+        device=device,
+    )  # fmt: skip
+
+
 def on(device: str, blocks: dict[str, Any]) -> dict[str, Any]:
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in blocks.items()}
+
+
+@pytest.mark.parametrize("lists", LISTS)
+@pytest.mark.parametrize("page_size, tokens", [(None, 64), (None, 128), (16, 64), (64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("batch", [1, 5, 300])
+def test_tables_are_those_of_pytorchs_operations_to_the_bit(lists, page_size, tokens, batch):
+    want = tables_of(odd_call(lists, page_size, tokens, batch)[0])
+    call, options = odd_call(lists, page_size, tokens, batch, "cuda")
+    found = table_maker(call)(call.seq_lens, options)
+    assert all(torch.equal(own.cpu(), theirs) for own, theirs in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
@@ -66,10 +105,7 @@ def test_extend_attention_reads_what_is_chosen(kv_format, page_size):
 
 
 def test_a_graph_follows_lists_that_change():
-    call = cases.make_call(
-        "int4_g4", LENGTHS, num_kv_heads=2, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
-        device="cuda",
-    )  # fmt: skip
+    call = small_call("cuda")
     given = [on("cuda", blocks_for(LENGTHS, [1] * len(LENGTHS), 2, 64, 768, seed)) for seed in range(3)]
     static = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given[0].items()}
     out = torch.empty_like(call.q)
@@ -85,10 +121,7 @@ def test_a_graph_follows_lists_that_change():
 
 
 def test_a_list_of_all_blocks_is_a_call_over_all_tokens():
-    call = cases.make_call(
-        "bf16", LENGTHS, num_kv_heads=8, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
-        device="cuda",
-    )  # fmt: skip
+    call = wide_call("cuda")
     every = torch.arange(12, dtype=torch.int32, device="cuda").expand(len(LENGTHS), 8, 12).contiguous()
     counts = ((call.seq_lens + 63) // 64)[:, None].expand(-1, 8).contiguous()
     out = call.run(block_list=every, block_counts=counts, block_tokens=64)
