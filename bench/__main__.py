@@ -212,7 +212,7 @@ def _extend(options: argparse.Namespace) -> int:
 def _e2e(options: argparse.Namespace) -> int:
     import torch
 
-    from bench import e2e_sglang, e2e_transformers, e2e_vllm
+    from bench import e2e_cases, e2e_sglang, e2e_transformers, e2e_vllm
 
     if not torch.cuda.is_available():
         print("python -m bench e2e serves a model on a GPU; torch sees no CUDA GPU here.", file=sys.stderr)
@@ -231,7 +231,7 @@ def _e2e(options: argparse.Namespace) -> int:
     if earlier is not None:
         recorder.data["rows"] = earlier["rows"]
     usual = (e2e_sglang if options.engine == "sglang" else e2e_vllm).DEFAULT_CASES
-    cases = options.case or [e2e_vllm.case_of(text) for text in usual]
+    cases = options.case or [e2e_cases.case_of(text) for text in usual]
     cases = [dataclasses.replace(case, kernels=options.kernels, engine=options.engine) for case in cases]
     run = e2e_vllm.run_together if options.together else e2e_vllm.run
     run(recorder, cases, _teller(recorder), options.limit)

@@ -6,6 +6,7 @@ latency, have bars in microseconds.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 Record = dict  # a run as `bench.record.Recorder` writes it; its values are JSON
@@ -47,6 +48,7 @@ VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", batch): 1.4 for batch in (1, 32)}
 VLLM_BEST = {("llama3-8b", "w4", 1): 1.55, ("llama3-8b", "w4", 32): 1.75}
 VLLM_BEST |= {("llama3-8b", "bf16", 32): 1.15, ("llama2-70b-shard8", "w4", 64): 1.35}
 VLLM_FIRST_TOKEN, VLLM_PREFIX_HIT = 1.03, 1.10  # of vLLM's time, with the same flags
+VLLM_LEFT = 1.01  # medians of turns, of a model whose layers are all left to it
 VLLM_TOKENS_THAT_FIT = {"int4_g4": 1.55, "int4_g1": 1.8}  # of FP8's
 MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
     "sparse mla_fp8 b=128 h=128 s_q=2 topk=2048": ("tflops", 460),
@@ -115,6 +117,8 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
     verdicts = []
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for row in rows:
+        if row.get("mixed") or row.get("gpus", 1) > 1:  # loads and machines of their own
+            continue
         groups.setdefault((row["model"], row["weights"], row["batch"]), []).append(row)
     for key, group in groups.items():
         own = min((row for row in group if row["plugin"] == "off"), key=lambda row: row["tpot_ms"], default=None)
@@ -132,6 +136,9 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
                 verdicts.append(Verdict(f"{name}: tokens that fit, {row['kv_format']}", ratio, fit, "", at_most=False))
             if (row["kv"], row["kv_format"]) != (own["kv"], own["kv_format"]):
                 continue
+            if row["kv"] == "auto" and row["weights"] in ("bf16", "fp8") and not row["kv_format"]:
+                left, alone = (statistics.median(each["tpot_of_turns_ms"]) for each in (row, own))
+                verdicts.append(Verdict(f"{name}: nothing replaced, of vLLM's time", left / alone, VLLM_LEFT, ""))
             if key in VLLM_SAME_FLAGS:
                 times = own["tpot_ms"] / row["tpot_ms"]
                 verdicts.append(Verdict(f"{name}: the same flags", times, VLLM_SAME_FLAGS[key], "", at_most=False))

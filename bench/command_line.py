@@ -13,7 +13,7 @@ from bench.random_weights import weight_format
 from cute_kernels.formats import kv as kv_formats
 
 if TYPE_CHECKING:
-    from bench.e2e_vllm import Case
+    from bench.e2e_cases import Case
 
 RECOMMENDED = ("int8_token_head", "int4_g4")  # of docs/accuracy.md: what to begin with
 
@@ -201,7 +201,8 @@ def _add_e2e(commands: Any) -> None:
         action="append",
         type=_e2e_case,
         metavar="CASE",
-        help="engines: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed]; such as llama3-8b:w4:fp8:on@1,32",
+        help="engines: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][-tpGPUS][@B,B or @mixed]; such as "
+        "llama3-8b:w4:fp8:on@1,32, or qwen3-30b-a3b:w4:fp8:off-tp2",
     )
     e2e.add_argument(
         "--limit", type=_count, default=300, help="engines: seconds that a case, or all together, may take"
@@ -267,9 +268,9 @@ def _record(path: str) -> dict[str, Any]:
 
 def _e2e_case(text: str) -> Case:
     """A start of an engine as an argument."""
-    from bench import e2e_vllm
+    from bench import e2e_cases
 
     try:
-        return e2e_vllm.case_of(text)
+        return e2e_cases.case_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import compare_rows, e2e_vllm
+from bench import compare_rows, e2e_cases, e2e_vllm
 from bench.environment import ROOT
 from bench.record import Recorder
 from bench.report import aligned
@@ -34,7 +34,7 @@ TURNS = 2  # of each revision in a run; of each row the least time counts
 SLOWER = 1.03
 HOST_SLOWER_US = 1.0  # of a call's host time, which is not timed again
 MOST_PROCESSES = 16  # that compile side by side; each holds a context of the GPU
-SERVED = e2e_vllm.Case("llama3-8b", "w4", "fp8", "on", batches=(1, 8, 32, 64), context=2048, beside=True)
+SERVED = e2e_cases.Case("llama3-8b", "w4", "fp8", "on", batches=(1, 8, 32, 64), context=2048, beside=True)
 SERVED_SECONDS = 240
 
 Times = dict[str, dict[str, Any]]

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 REQUESTS = 64
@@ -95,7 +95,7 @@ class MixedLoad:
 
     Attributes:
         cold, hit: the 99th percentile and the median of waits for a first token.
-        per_token: the time in which as many tokens come as there are requests.
+        per_token: the time in which as many tokens come as there are requests. turns: of each load.
     """
 
     llm: Any
@@ -103,12 +103,13 @@ class MixedLoad:
     cold: float = 0.0
     hit: float = 0.0
     per_token: float = math.inf
+    turns: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
         """Serves the load, of which nothing is in the cache, and keeps what was measured if it took less time."""
-        self.llm.generate([{"prompt_token_ids": list(self.prompts[0].prompt)}], greedy(1), use_tqdm=False)
         self.llm.reset_prefix_cache()
         found = serve(VllmEngine(self.llm.llm_engine, greedy(NEW_TOKENS)), self.prompts)
+        self.turns.append(found.seconds / NEW_TOKENS)
         if found.seconds < self.per_token * NEW_TOKENS:
             self.per_token = found.seconds / NEW_TOKENS
             self.cold, self.hit = found.waited(0.99), found.waited(0.5)

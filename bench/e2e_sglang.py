@@ -2,7 +2,7 @@
 
 Cases are `bench.e2e_vllm`'s, each in a process of its own. KV is "fp8" or "auto". A plug-in that is "on" serves linear
 layers and experts, and attention too where the cache is FP8: SGLang is asked for it by name; "linear" leaves attention
-to SGLang. Not yet run on a GPU.
+to SGLang.
 """
 
 # SGLang is not installed where types are checked.
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.e2e_vllm import Case, Decoding, cache_tokens, model_folder, prompts_of, row_of, take_turns, write_rows
+from bench.e2e_cases import Case, cache_tokens, model_folder, prompts_of, warm_up_prompt
+from bench.e2e_vllm import Decoding, row_of, take_turns, write_rows
 from bench.turns import Turn
 from cute_kernels.integrations.sglang.attention import NAME
 
@@ -52,6 +53,7 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
         "mem_fraction_static": 0.85,
         "max_total_tokens": cache_tokens(case) if case.beside else None,
         "max_running_requests": max(case.batches),
+        "tp_size": case.gpus,
         "chunked_prefill_size": case.context,
         "cuda_graph_bs_decode": list(case.batches),
         "cuda_graph_bs_prefill": prefills_of(case),
@@ -88,6 +90,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     print(f"{case.name}: started in {start_s:.1f} s", flush=True)
     decoding = {batch: SglangDecoding(engine, prompts) for batch, prompts in prompts_of(case).items()}
     try:
+        SglangDecoding(engine, [warm_up_prompt(case)])._seconds(2)
         take_turns(case, decoding.values(), turn)
         fit = engine.get_server_info().get("max_total_num_tokens")
     finally:

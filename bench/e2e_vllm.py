@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from bench import e2e_mixed
+from bench.e2e_cases import WEIGHTS, Case, cache_bytes, environment_of, model_folder, prompts_of, warm_up_prompt
 from bench.e2e_models import MODELS
 from bench.environment import ROOT, environment
 from bench.record import Recorder
@@ -34,75 +35,6 @@ NEW_TOKENS = 64
 TURNS = 3
 """Of an engine that others are beside; the least counts. An engine alone has one."""
 SAMPLES = 3  # of a turn
-ENTRY_POINTS = """[vllm.general_plugins]
-cute_kernels = cute_kernels.integrations.vllm:register
-[sglang.srt.plugins]
-cute_kernels = cute_kernels.integrations.sglang:register
-"""
-WEIGHTS = ("bf16", "fp8", "w4", "w8", "mxfp4")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One start of the engine.
-
-    Attributes:
-        model: one of MODELS. weights: one of WEIGHTS. Integers have a scale for each group of 128; FP8 has one for each
-            channel, and its activations one for each token; gpt-oss has experts in MXFP4.
-        kv: what --kv-cache-dtype is given.
-        plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
-        kv_format: of this package, instead of what ``kv`` says; empty for none.
-        batches: requests at a time. context: tokens of a prompt.
-        beside: whether other engines have memory on the same GPU: the cache has room for the largest batch alone.
-        kernels: whether the kernels of a step are recorded, too.
-        block_size: tokens of a page of the cache; 0 for what the engine chooses.
-        engine: "vllm" or "sglang", a module of this folder each: `bench.e2e_sglang` says what the names mean there.
-        mixed: whether it is served `bench.e2e_mixed`'s load instead of batches, with vLLM alone.
-    """
-
-    model: str
-    weights: str
-    kv: str
-    plugin: str
-    kv_format: str = ""
-    batches: tuple[int, ...] = (1, 32)
-    context: int = 8192
-    beside: bool = False
-    kernels: bool = False
-    block_size: int = 0
-    engine: str = "vllm"
-    mixed: bool = False
-
-    @property
-    def name(self) -> str:
-        seams = self.plugin.replace(",", "+")
-        name = ":".join((self.model, self.weights, self.kv, seams, *([self.kv_format] if self.kv_format else [])))
-        name = f"{name}/{self.block_size}" if self.block_size else name
-        return f"{name}@mixed" if self.mixed else name
-
-
-def case_of(text: str) -> Case:
-    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed].
-
-    Raises:
-        ValueError: a part of it is unknown.
-    """
-    name, _, batches = text.partition("@")
-    mixed, batches = batches == "mixed", str(e2e_mixed.REQUESTS) if batches == "mixed" else batches
-    name, _, page = name.partition("/")
-    parts = name.split(":")
-    known = len(parts) in (4, 5) and parts[0] in MODELS and parts[1] in WEIGHTS
-    known = known and (parts[0] == "gpt-oss-20b" or parts[1] != "mxfp4")
-    if not known or (page and not page.isdecimal()):
-        wanted = "MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B or @mixed]"
-        wanted += f", of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
-        raise ValueError(f"case: got {text!r}, want {wanted}")
-    model, weights, kv, plugin, *kv_format = parts
-    counts = tuple(int(count) for count in batches.split(",")) if batches else Case.batches
-    seams, tokens = plugin.replace("+", ","), int(page or 0)
-    return Case(model, weights, kv, seams, *kv_format, batches=counts, block_size=tokens, mixed=mixed)
-
-
 DEFAULT_CASES = (
     "llama3-8b:w4:fp8:off",
     "llama3-8b:w4:fp8:on",
@@ -160,7 +92,7 @@ def start_process(case: Case, folder: Path, tree: Path = ROOT) -> subprocess.Pop
 
     folder: for what it writes, its log. tree: the checkout whose package and benchmark it runs.
     """
-    command = [sys.executable, "-m", f"bench.e2e_{case.engine}", json.dumps(asdict(case)), str(folder)]
+    command = [sys.executable, "-m", f"bench.e2e_{case.engine}", json.dumps(case.chosen()), str(folder)]
     with open(folder / "log", "w") as log:
         return subprocess.Popen(command, cwd=tree, env=environment_of(case, folder, tree), stdout=log, stderr=log)
 
@@ -195,34 +127,11 @@ def measure_apart(case: Case, limit_s: int) -> list[dict[str, Any]]:
         return rows_of(process, folder)
 
 
-def environment_of(case: Case, folder: Path, tree: Path = ROOT) -> dict[str, str]:
-    """The environment of a case's process. The plugin of ``tree`` is found as vLLM finds an installed one."""
-    packages = folder / "packages"
-    info = packages / "cute_kernels_checkout-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels-checkout\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    path = [str(packages), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "CUTE_KERNELS_VLLM": {"off": "0", "on": "1"}.get(case.plugin, case.plugin),
-        "CUTE_KERNELS_VLLM_KV_FORMAT": case.kv_format,
-        "CUTE_KERNELS_SGLANG": "0" if case.plugin == "off" else "1",
-        **({"VLLM_CACHE_ROOT": str(folder / "cache")} if case.beside else {}),  # no two write the same graphs
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
 def line_of(row: dict[str, Any]) -> str:
     fit = "" if row["tokens_that_fit"] is None else f"; {row['tokens_that_fit']} tokens fit"
-    return (
-        f"{row['case']}, {row['batch']} requests: {row['tpot_ms']:.3f} ms per token, first token after "
-        f"{row['ttft_s']:.2f} s, after a prefix hit {row['ttft_hit_s']:.3f} s{fit}"
-    )
+    per_token, first, other = f"{row['tpot_ms']:.3f} ms", f"{row['ttft_s']:.2f} s", f"{row['ttft_hit_s']:.3f} s"
+    first = f"{first} (99 of 100), {other} (half)" if row.get("mixed") else f"{first}, after a prefix hit {other}"
+    return f"{row['case']}, {row['batch']} requests: {per_token} per token, first token after {first}{fit}"
 
 
 def text(data: dict[str, Any]) -> str:
@@ -248,6 +157,7 @@ MODEL_NAMES = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
 }
+MIXED = ", arriving (first token: of 99 in 100, of half)"
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -255,20 +165,21 @@ def markdown(record: dict[str, Any]) -> str:
     faster the others are than the best of those."""
     engine = record.get("engine", "vllm")
     name = ENGINE_NAMES[engine]
-    groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for row in sorted(record["rows"], key=lambda row: (row["plugin"] != "off", row["tpot_ms"])):
-        place = list(MODELS).index(row["model"]), -WEIGHTS.index(row["weights"]), row["batch"]
-        groups.setdefault(place, []).append(row)
+        place = list(MODELS).index(row["model"]), row.get("gpus", 1), -WEIGHTS.index(row["weights"]), row["batch"]
+        groups.setdefault((*place, row.get("mixed", False)), []).append(row)
     lines = []
     for _, rows in sorted(groups.items()):
-        model, batch = rows[0]["model"], rows[0]["batch"]
+        model, batch = MODEL_NAMES[rows[0]["model"]], f"{rows[0]['batch']}{MIXED if rows[0].get('mixed') else ''}"
+        model += f" on {rows[0]['gpus']} GPUs" if rows[0].get("gpus", 1) > 1 else ""
         own = min((row["tpot_ms"] for row in rows if row["plugin"] == "off"), default=None)
         for row in rows:
             served = {"off": name, "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
             weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
             pages = f" in pages of {row['block_size']}" if row.get("block_size") else ""
-            cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}{pages}"]
+            cells = [model, batch, served, f"{weights}, {row['kv_format'] or row['kv']}{pages}"]
             fit = "" if row["tokens_that_fit"] is None else f"{row['tokens_that_fit'] / 1e6:.2f} M"
             first = f"{row['ttft_s']:.2f}", f"{row['ttft_hit_s']:.3f}"
             lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, *first, fit])
@@ -305,62 +216,6 @@ def _column(row: dict[str, Any]) -> str:
 # -- in the engine's process ------------------------------------------------------------------------------------------
 
 
-def model_folder(case: Case, folder: Path) -> Path:
-    """A folder with the configuration of a case's model."""
-    config: dict[str, Any] = {
-        **MODELS[case.model],
-        "max_position_embeddings": case.context + 512,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    if case.weights == "mxfp4":
-        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    elif case.weights == "fp8":
-        fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = {**fp8, "strategy": "channel", "dynamic": False}
-        config["quantization_config"] = _compressed(
-            "float-quantized", weights=weights, input_activations={**fp8, "strategy": "token", "dynamic": True}
-        )
-    elif case.weights != "bf16":
-        weights = {"num_bits": int(case.weights[1:]), "type": "int", "symmetric": True, "strategy": "group"}
-        config["quantization_config"] = _compressed("pack-quantized", weights={**weights, "group_size": 128})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _compressed(packing: str, **schemes: Mapping[str, object]) -> dict[str, object]:
-    """What a configuration says of layers that compressed-tensors packed so, but for the head and routers."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": packing,
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], **schemes}},
-    }
-
-
-def cache_tokens(case: Case) -> int:
-    """Tokens of a cache with room for the largest batch."""
-    return max(case.batches) * (case.context + 256) + 4096  # pages that are not full, and the one that is never used
-
-
-def cache_bytes(case: Case) -> int:
-    """Of a cache with room for the largest batch."""
-    from cute_kernels.formats.kv import format_of
-
-    model = MODELS[case.model]
-    forms = {"auto": "bf16", "fp8": "e4m3_tensor", "int8_per_token_head": "int8_token_head"}
-    forms["int4_per_token_head"] = "int4_g1"
-    names = (case.kv_format or forms[case.kv]).split(",")
-    head_dim = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
-    row = sum(format_of(name).row_bytes(head_dim) for name in (names[0], names[-1]))
-    return cache_tokens(case) * model["num_hidden_layers"] * model["num_key_value_heads"] * row
-
-
 @dataclass
 class Decoding:
     """What was measured of a batch, in seconds.
@@ -372,6 +227,7 @@ class Decoding:
         llm: the engine. prompts: of the batch.
         cold: the first token of prompts that nobody had asked for. hit: of prompts that are in the cache.
         all_tokens: the first, and NEW_TOKENS more.
+        turns: of each turn the time per token.
     """
 
     llm: Any
@@ -379,6 +235,7 @@ class Decoding:
     cold: float = 0.0
     hit: float = math.inf
     all_tokens: float = math.inf
+    turns: list[float] = field(default_factory=list)
 
     @property
     def per_token(self) -> float:
@@ -388,11 +245,12 @@ class Decoding:
     def measure(self) -> None:
         """Takes the least of what was measured before and is now."""
         self.cold = self.cold or self._seconds(1)
-        for _ in range(SAMPLES):
-            self.add(self._seconds(1), self._seconds(1 + NEW_TOKENS))
+        self.add([(self._seconds(1), self._seconds(1 + NEW_TOKENS)) for _ in range(SAMPLES)])
 
-    def add(self, hit: float, all_tokens: float) -> None:
-        """Another measurement."""
+    def add(self, turn: Iterable[tuple[float, float]]) -> None:
+        """Another turn's measurements: of the first token, and of NEW_TOKENS more."""
+        hit, all_tokens = map(min, zip(*turn, strict=True))
+        self.turns.append((all_tokens - hit) / NEW_TOKENS)
         self.hit, self.all_tokens = min(self.hit, hit), min(self.all_tokens, all_tokens)
 
     def _seconds(self, tokens: int) -> float:
@@ -405,20 +263,10 @@ class Decoding:
 Measured: TypeAlias = Decoding | e2e_mixed.MixedLoad
 
 
-def prompts_of(case: Case) -> dict[int, list[list[int]]]:
-    """Tokens of the prompts of each batch, drawn once for all of them: no two batches share one."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return {
-        batch: [torch.randint(5, 4000, (case.context,), generator=generator).tolist() for _ in range(batch)]
-        for batch in case.batches
-    }
-
-
 def take_turns(case: Case, decoding: Iterable[Measured], turn: Turn) -> None:
     """Measures each batch, when it is the engine's turn."""
-    for number in range(TURNS if case.beside else 1):
+    alone = 2 if case.mixed else 1  # in its first turn a mixed load meets kernels that are still to be compiled
+    for number in range(TURNS if case.beside else alone):
         if case.beside:
             turn.wait(number)
         for each in decoding:
@@ -438,6 +286,7 @@ def row_of(case: Case, batch: int, measured: Measured) -> dict[str, Any]:
         "tokens_per_s": batch / measured.per_token,
         "ttft_s": measured.cold,
         "ttft_hit_s": measured.hit,
+        "tpot_of_turns_ms": [each * 1e3 for each in measured.turns],
         "commit": environment()["commit"],
         "gpu": torch.cuda.get_device_name(),
     }
@@ -450,6 +299,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
     memory: dict[str, Any] = beside if case.beside else {"gpu_memory_utilization": 0.9}
     memory |= {"block_size": case.block_size} if case.block_size else {}
+    memory |= {"tensor_parallel_size": case.gpus, "distributed_executor_backend": "mp"} if case.gpus > 1 else {}
     start = time.perf_counter()
     llm = vllm.LLM(
         model=str(model_folder(case, folder)),
@@ -465,6 +315,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     start_s = time.perf_counter() - start
     print(f"{case.name}: started in {start_s:.1f} s", flush=True)
     cache = llm.llm_engine.vllm_config.cache_config
+    llm.generate([{"prompt_token_ids": warm_up_prompt(case)}], e2e_mixed.greedy(2), use_tqdm=False)
     decoding: dict[int, Measured] = {}
     for batch, prompts in ({} if case.mixed else prompts_of(case)).items():
         decoding[batch] = Decoding(llm, [{"prompt_token_ids": each} for each in prompts])
@@ -481,20 +332,27 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
                 "vllm": vllm.__version__,
                 **(
                     {"step": profile_step(llm, list(each.prompts))}
-                    if case.kernels and isinstance(each, Decoding)
+                    if case.kernels and case.gpus == 1 and isinstance(each, Decoding)
                     else {}
                 ),
             }
         )
         print(line_of(rows[-1]), flush=True)
+    if case.gpus > 1:
+        llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
+        _kept.append(llm)
     return rows
+
+
+_kept: list[Any] = []
+"""Engines of several processes, until this one ends: freeing them may wait for ever for processes that are gone."""
 
 
 def write_rows(
     fields: dict[str, Any], place: Path, measured: Callable[[Case, Path, Turn], list[dict[str, Any]]]
 ) -> int:
     """Measures the case of these fields by ``measured`` and writes its rows to ``place``/rows.json."""
-    case = Case(**{**fields, "batches": tuple(fields["batches"])})
+    case = Case(**{**fields, "batches": tuple(fields.get("batches", Case.batches))})
     with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
         (place / "rows.json").write_text(json.dumps(measured(case, Path(folder), Turn(place))))
     return 0
@@ -506,7 +364,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("case", type=json.loads, metavar="CASE", help="a JSON object, the fields of Case")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    return write_rows(options.case, options.folder, measure)
+    status = write_rows(options.case, options.folder, measure)
+    if _kept:
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

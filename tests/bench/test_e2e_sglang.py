@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import e2e_sglang, e2e_vllm
+from bench import e2e_cases, e2e_sglang
 
 
 def arguments(text: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    case = dataclasses.replace(e2e_vllm.case_of(text), engine="sglang", **changes)
+    case = dataclasses.replace(e2e_cases.case_of(text), engine="sglang", **changes)
     return e2e_sglang.engine_arguments(case, folder)
 
 
@@ -54,8 +54,8 @@ def test_what_there_is_in_vllm_alone_is_refused(text: str, changes: dict[str, An
 
 
 def test_a_cases_process_is_that_of_its_engine_and_finds_both_plug_ins(tmp_path: Path):
-    case = dataclasses.replace(e2e_vllm.case_of("llama3-8b:w4:fp8:off"), engine="sglang")
-    environment = e2e_vllm.environment_of(case, tmp_path)
+    case = dataclasses.replace(e2e_cases.case_of("llama3-8b:w4:fp8:off"), engine="sglang")
+    environment = e2e_cases.environment_of(case, tmp_path)
     assert environment["CUTE_KERNELS_SGLANG"] == "0"
     points = (tmp_path / "packages/cute_kernels_checkout-0.dist-info/entry_points.txt").read_text()
     assert "[sglang.srt.plugins]" in points and "[vllm.general_plugins]" in points

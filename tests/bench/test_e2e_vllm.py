@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bench import e2e_vllm, report, step_kernels, turns, vllm_rows
+from bench import e2e_cases, e2e_vllm, report, step_kernels, turns, vllm_rows
 from bench.__main__ import main as command
 from bench.bars import judge
 from bench.environment import ROOT
@@ -24,7 +24,7 @@ from bench.record import SCHEMA, Recorder
 
 
 def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
-    parsed = e2e_vllm.case_of(case)
+    parsed = e2e_cases.case_of(case)
     return {
         **{name: getattr(parsed, name) for name in ("model", "weights", "kv", "plugin", "kv_format", "context")},
         "case": parsed.name,
@@ -47,18 +47,20 @@ def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
         ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2), 0),
         ("llama2-70b-shard8:w4:auto:on:int4_g4/32@64", "on", "int4_g4", (64,), 32),
         ("gpt-oss-20b:mxfp4:fp8:attention+moe", "attention,moe", "", (1, 32), 0),
+        ("llama3-8b:fp8:auto:on-tp2@1", "on", "", (1,), 0),
+        ("llama3-8b:w4:auto:on:int4_g4/32-tp4@1", "on", "int4_g4", (1,), 32),
     ],
 )
 def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...], block_size: int):
-    case = e2e_vllm.case_of(text)
+    case = e2e_cases.case_of(text)
     assert (case.plugin, case.kv_format, case.batches, case.block_size) == (plugin, kv_format, batches, block_size)
-    assert e2e_vllm.case_of(case.name).name == case.name == text.partition("@")[0]
+    assert e2e_cases.case_of(case.name).name == case.name == text.partition("@")[0]
 
 
 def test_a_mixed_load_is_a_case_of_its_own():
-    case = e2e_vllm.case_of("llama3-8b:w4:fp8:on@mixed")
+    case = e2e_cases.case_of("llama3-8b:w4:fp8:on@mixed")
     assert case.mixed and case.batches == (64,) and case.name == "llama3-8b:w4:fp8:on@mixed"
-    assert e2e_vllm.case_of(case.name) == case != e2e_vllm.case_of("llama3-8b:w4:fp8:on@64")
+    assert e2e_cases.case_of(case.name) == case != e2e_cases.case_of("llama3-8b:w4:fp8:on@64")
 
 
 @pytest.mark.parametrize(
@@ -70,11 +72,12 @@ def test_a_mixed_load_is_a_case_of_its_own():
         "llama3-8b:mxfp4:fp8:on",
         "llama3-8b:w4:fp8",
         "llama3-8b:w4:fp8:on/x",
+        "llama3-8b:w4:fp8:on-tp",
     ],
 )
 def test_what_is_no_case_is_refused(text: str):
     with pytest.raises(ValueError, match="want MODEL:WEIGHTS:KV:PLUGIN"):
-        e2e_vllm.case_of(text)
+        e2e_cases.case_of(text)
     with pytest.raises(SystemExit, match="2"):
         command(["e2e", "--case", text])
 
@@ -84,14 +87,14 @@ def test_recorded_cases_are_not_run_again_and_failures_do_not_end_the_run(tmp_pa
     recorder.add_row(row("llama3-8b:w4:fp8:off", 1, 4.0))
     ran: list[str] = []
 
-    def measure(case: e2e_vllm.Case, limit_s: int) -> list[dict[str, Any]]:
+    def measure(case: e2e_cases.Case, limit_s: int) -> list[dict[str, Any]]:
         ran.append(case.name)
         if case.plugin == "linear":
             raise RuntimeError("the engine's process ended with status 1")
         return [row(case.name, 1, 2.0)]
 
     monkeypatch.setattr(e2e_vllm, "measure_apart", measure)
-    cases = [e2e_vllm.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
+    cases = [e2e_cases.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
     e2e_vllm.run(recorder, cases, say=lambda line: None)
     assert ran == ["llama3-8b:w4:fp8:linear", "llama3-8b:w4:fp8:on"]
     data = json.loads((tmp_path / "record.json").read_text())
@@ -136,9 +139,10 @@ def test_processes_that_start_side_by_side_are_timed_one_at_a_time(tmp_path: Pat
 
 def test_the_least_of_each_time_counts_and_not_the_least_difference():
     decoding = e2e_vllm.Decoding(None, [])
-    for hit, all_tokens in ((0.2, 0.84), (0.4, 0.9), (0.5, 0.86)):
-        decoding.add(hit, all_tokens)
+    decoding.add([(0.2, 0.84), (0.4, 0.9)])
+    decoding.add([(0.5, 0.86), (0.22, 1.0)])
     assert decoding.hit == 0.2 and abs(decoding.per_token - 0.01) < 1e-9
+    assert decoding.turns == pytest.approx([0.01, 0.01])
 
 
 def test_a_process_that_does_not_start_in_time_is_ended(tmp_path: Path):
@@ -149,7 +153,7 @@ def test_a_process_that_does_not_start_in_time_is_ended(tmp_path: Path):
 
 
 def test_engines_beside_each_other_are_recorded_with_their_failures(tmp_path: Path, monkeypatch):
-    def start(case: e2e_vllm.Case, folder: Path) -> subprocess.Popen[bytes]:
+    def start(case: e2e_cases.Case, folder: Path) -> subprocess.Popen[bytes]:
         assert case.beside
         rows = json.dumps([row(case.name, 1, 2.0) | {"tokens_that_fit": None, "start_s": None}])
         fails = case.plugin == "linear"
@@ -160,7 +164,7 @@ def test_engines_beside_each_other_are_recorded_with_their_failures(tmp_path: Pa
 
     monkeypatch.setattr(e2e_vllm, "start_process", start)
     recorder = Recorder(tmp_path / "record.json", kind="e2e")
-    cases = [e2e_vllm.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
+    cases = [e2e_cases.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
     said: list[str] = []
     e2e_vllm.run_together(recorder, cases, said.append)
     assert [each["case"] for each in recorder.data["rows"]] == ["llama3-8b:w4:fp8:off", "llama3-8b:w4:fp8:on"]
@@ -169,12 +173,36 @@ def test_engines_beside_each_other_are_recorded_with_their_failures(tmp_path: Pa
 
 
 def test_a_cache_has_room_for_the_largest_batch():
-    fp8, int4 = (e2e_vllm.case_of(f"llama3-8b:w4:{kv}") for kv in ("fp8:on@1,32", "auto:on:int4_g4@1,32"))
+    fp8, int4 = (e2e_cases.case_of(f"llama3-8b:w4:{kv}") for kv in ("fp8:on@1,32", "auto:on:int4_g4@1,32"))
     tokens = 32 * (8192 + 256) + 4096
-    assert e2e_vllm.cache_bytes(fp8) == tokens * 32 * 8 * 2 * 128
-    assert e2e_vllm.cache_bytes(int4) == tokens * 32 * 8 * 2 * 80
-    bf16 = e2e_vllm.case_of("qwen3-30b-a3b:bf16:auto:off@4")
-    assert e2e_vllm.cache_bytes(bf16) == (4 * (8192 + 256) + 4096) * 48 * 4 * 2 * 256
+    assert e2e_cases.cache_bytes(fp8) == tokens * 32 * 8 * 2 * 128
+    assert e2e_cases.cache_bytes(int4) == tokens * 32 * 8 * 2 * 80
+    bf16 = e2e_cases.case_of("qwen3-30b-a3b:bf16:auto:off@4")
+    assert e2e_cases.cache_bytes(bf16) == (4 * (8192 + 256) + 4096) * 48 * 4 * 2 * 256
+
+
+def test_gpus_that_share_a_model_have_their_part_of_the_cache_and_no_multicast(tmp_path: Path):
+    one, two = (e2e_cases.case_of(f"qwen3-30b-a3b:w4:fp8:on{gpus}@4") for gpus in ("", "-tp2"))
+    assert (one.gpus, two.gpus) == (1, 2) and e2e_cases.case_of(two.name).gpus == 2
+    assert e2e_cases.cache_bytes(two) * 2 == e2e_cases.cache_bytes(one)
+    shared = e2e_cases.case_of("llama2-70b-shard8:w4:fp8:on-tp2@4")  # one KV head, which both have
+    assert e2e_cases.cache_bytes(shared) == e2e_cases.cache_bytes(e2e_cases.case_of("llama2-70b-shard8:w4:fp8:on@4"))
+    found = e2e_cases.environment_of(two, tmp_path)
+    assert (found["NCCL_NVLS_ENABLE"], found["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("0", "1")
+    with pytest.raises(ValueError, match="want heads of llama3-8b that so many GPUs can share out"):
+        e2e_cases.case_of("llama3-8b:w4:fp8:on-tp3")
+
+
+def test_a_process_is_told_only_what_is_not_usual(tmp_path: Path):
+    """Checkouts that `bench compare` looks at may not know the other fields yet."""
+    case = e2e_cases.Case("llama3-8b", "w4", "fp8", "on", batches=(1, 8), beside=True)
+    assert [*case.chosen()] == ["model", "weights", "kv", "plugin", "batches", "beside"]
+    usual = e2e_cases.case_of("llama3-8b:w4:fp8:on")
+    assert [*usual.chosen()] == ["model", "weights", "kv", "plugin"]
+    for want in (case, usual):
+        told = json.loads(json.dumps(want.chosen()))
+        e2e_vllm.write_rows(told, tmp_path, lambda found, *_, want=want: [{"same": found == want}])
+        assert json.loads((tmp_path / "rows.json").read_text()) == [{"same": True}]
 
 
 def test_a_steps_kernels_are_summed_by_name():
@@ -188,8 +216,8 @@ def test_a_steps_kernels_are_summed_by_name():
 
 
 def test_the_plugin_is_found_as_an_installed_one_is(tmp_path: Path):
-    case = e2e_vllm.case_of("llama3-8b:w4:fp8:off")
-    environment = e2e_vllm.environment_of(case, tmp_path)
+    case = e2e_cases.case_of("llama3-8b:w4:fp8:off")
+    environment = e2e_cases.environment_of(case, tmp_path)
     assert environment["CUTE_KERNELS_VLLM"] == "0"
     packages = environment["PYTHONPATH"].split(os.pathsep)[0]
     (found,) = distributions(path=[packages])
@@ -202,7 +230,7 @@ def test_the_plugin_is_found_as_an_installed_one_is(tmp_path: Path):
 
 def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
     for weights in ("bf16", "w4", "w8"):
-        folder = e2e_vllm.model_folder(e2e_vllm.case_of(f"llama3-8b:{weights}:fp8:on"), tmp_path)
+        folder = e2e_cases.model_folder(e2e_cases.case_of(f"llama3-8b:{weights}:fp8:on"), tmp_path)
         config = json.loads((folder / "config.json").read_text())
         assert config["max_position_embeddings"] >= 8192 + 256
         quantised = config.get("quantization_config")
@@ -212,14 +240,14 @@ def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
 
 
 def test_an_fp8_model_rounds_its_activations_token_by_token(tmp_path: Path):
-    folder = e2e_vllm.model_folder(e2e_vllm.case_of("llama3-8b:fp8:fp8:on"), tmp_path)
+    folder = e2e_cases.model_folder(e2e_cases.case_of("llama3-8b:fp8:fp8:on"), tmp_path)
     scheme = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert scheme["weights"]["strategy"] == "channel" and scheme["weights"]["type"] == "float"
     assert scheme["input_activations"]["strategy"] == "token" and scheme["input_activations"]["dynamic"]
 
 
 def test_gpt_oss_has_its_published_rotation_windows_and_mxfp4_experts(tmp_path: Path):
-    folder = e2e_vllm.model_folder(e2e_vllm.case_of("gpt-oss-20b:mxfp4:fp8:on"), tmp_path)
+    folder = e2e_cases.model_folder(e2e_cases.case_of("gpt-oss-20b:mxfp4:fp8:on"), tmp_path)
     config = AutoConfig.from_pretrained(folder)
     assert type(config).__name__ == "GptOssConfig" and config.quantization_config["quant_method"] == "mxfp4"
     assert config.rope_parameters["rope_theta"] == 150000.0 and config.rope_parameters["rope_type"] == "yarn"
@@ -243,6 +271,26 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
     assert any("plugin | W4, int4_g4 | 5.00 | 6400 | 2.00 |" in line for line in lines)
     assert any("plugin, linear alone | W4, fp8 | 8.00 | 4000 | 1.25 |" in line for line in lines)
     assert "plugin" in e2e_vllm.text(record) or "on" in e2e_vllm.text(record)
+
+
+def test_loads_and_machines_of_their_own_are_compared_apart():
+    off, on = row("llama3-8b:w4:fp8:off", 64, 10.0), row("llama3-8b:w4:fp8:on", 64, 5.0)
+    mixed = [each | {"mixed": True, "tpot_ms": 3 * each["tpot_ms"]} for each in (off, on | {"tpot_ms": 8.0})]
+    two = [each | {"gpus": 2, "tpot_ms": each["tpot_ms"] / 2} for each in (off, on | {"tpot_ms": 8.0})]
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "versions": {"torch": "2.14"}, "commit": "abc", "date": "2026"}
+    table = e2e_vllm.markdown({"environment": environment, "rows": [off, on, *mixed, *two]}).splitlines()
+    gains = {line.split(" | ")[0].strip("| "): line.split(" | ")[6] for line in table if " plugin " in line}
+    assert gains == {"Llama-3-8B": "1.25", "Llama-3-8B on 2 GPUs": "1.25"} and "| 2.00 |" in "".join(table)
+    assert "half" in e2e_vllm.line_of(mixed[0]) and "hit" not in e2e_vllm.line_of(mixed[0])
+    assert judge({"engine": "vllm", "rows": [*mixed, *two]}) == []
+
+
+@pytest.mark.parametrize(("on", "met"), [([10.0, 10.05, 13.0], True), ([10.0, 10.2, 10.3], False)])
+def test_a_model_that_is_left_to_vllm_is_judged_by_the_medians_of_turns(on: list[float], met: bool):
+    rows = [row(f"llama3-8b:bf16:auto:{plugin}", 1, 10.0) | {"tpot_of_turns_ms": turns}
+            for plugin, turns in (("off", [10.0, 10.0, 10.1]), ("on", on))]  # fmt: skip
+    found = {each.what: each.met for each in judge({"engine": "vllm", "rows": rows})}
+    assert found["llama3-8b bf16, 1 requests: nothing replaced, of vLLM's time"] == met
 
 
 @pytest.mark.parametrize(

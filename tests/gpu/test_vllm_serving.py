@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.e2e_vllm import Case, environment_of
+from bench.e2e_cases import Case, environment_of
 from cute_kernels.integrations.vllm.environment import SEAMS
 from tests.gpu.vllm_scenarios import ENVIRONMENTS, SCENARIOS
 

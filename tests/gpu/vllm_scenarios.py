@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from bench.e2e_cases import SEVERAL_GPUS
 from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
@@ -208,14 +209,7 @@ ENVIRONMENTS = {
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
     "layers": {},
-    # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
-    "two": {
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-    },
+    "two": {**SEVERAL_GPUS, "VLLM_DISABLE_COMPILE_CACHE": "1"},
 }
 
 

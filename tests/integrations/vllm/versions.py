@@ -36,7 +36,7 @@ def outcomes(folder: Path) -> dict[str, str]:
     }
     which = [] if interface_of(folder.name) else ["any"]
     command = [sys.executable, "-m", "tests.integrations.vllm.interface", str(folder), *which]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
