@@ -318,6 +318,11 @@ def best_of_warm(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return min(warm, key=lambda row: row["step_ms"]) | {"first_run_ms": first["step_ms"]}
 
 
+def is_warm(row: dict[str, Any]) -> bool:
+    """Whether a row of a record is `best_of_warm`'s, and so may be what others are compared with."""
+    return "first_run_ms" in row
+
+
 def _release() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -384,9 +389,11 @@ def markdown_ahead(record: dict[str, Any]) -> str:
     first, versions = record["rows"][0], record["environment"]["versions"]
     about = (
         f"transformers {versions['transformers']}; {ours['batch']} requests of {ours['context']} tokens, W4 and INT4 "
-        f"cache. Of {ours['replays']} recorded steps {ours['ahead']} were begun ahead; SDPA took "
-        f"{number(first['step_ms'])} ms in the same run, {number(first['step_ms'] / ours['step_ms'])} times as long."
+        f"cache. Of {ours['replays']} recorded steps {ours['ahead']} were begun ahead."
     )
+    if is_warm(first):
+        times = number(first["step_ms"] / ours["step_ms"])
+        about += f" SDPA took {number(first['step_ms'])} ms in the same run, {times} times as long."
     return in_markdown(record, ["part of a step", "ms"], lines, about)
 
 
@@ -395,10 +402,13 @@ def markdown(record: dict[str, Any]) -> str:
     rows = record.get("rows", [])
     if not rows:
         raise ValueError("record: got no measured case, want some")
-    lines = []
+    lines, compared = [], ["times"] if is_warm(rows[0]) else []
     for row in rows:
-        rate, times = 1e3 * row["batch"] / row["step_ms"], rows[0]["step_ms"] / row["step_ms"]
-        cells = [f"**{number(row['step_ms'])}**", number(rate, 0), number(times), number(row["memory_gb"])]
+        rate, times = (
+            1e3 * row["batch"] / row["step_ms"],
+            [number(rows[0]["step_ms"] / row["step_ms"]) for _ in compared],
+        )
+        cells = [f"**{number(row['step_ms'])}**", number(rate, 0), *times, number(row["memory_gb"])]
         host = [row[name] for name in TRANSFORMERS_HOST if row["cuda_graphs"] and row.get(name) is not None]
         lines.append([row["name"], *cells, ", ".join(number(us, 0) for us in host) or "-"])
     first, versions = rows[0], record["environment"]["versions"]
@@ -406,7 +416,7 @@ def markdown(record: dict[str, Any]) -> str:
     graphs = 'steps are recorded as CUDA graphs where "eager" does not say otherwise'
     about = f"transformers {versions['transformers']}; {shape}, random weights; {graphs}."
     about += f" host: what `accelerate` adds to a step, us, {' and '.join(TRANSFORMERS_HOST.values())}."
-    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB", "host"], lines, about)
+    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", *compared, "GB", "host"], lines, about)
 
 
 def markdown_batches(record: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ class Model:
     def said(self, cache: Cache) -> str | None:
         """The cost with the format that was measured, by its own name; None if nothing is recorded."""
         cost, measured = self.cost(cache), self.measured_as(cache)
-        return None if measured is None else f"{cost} ({self.name}: {measured.name} at head_dim {self.head_dim})"
+        return None if measured is None else f"{cost} ({measured.name}, head_dim {self.head_dim}, {self.name})"
 
 
 def model_of(record: dict[str, Any], name: str) -> Model:
@@ -110,5 +110,5 @@ def sentence(caches: Iterable[Cache], measured: Iterable[Model]) -> str:
     said = []
     for cache in caches:
         known = [text for text in (model.said(cache) for model in measured) if text is not None]
-        said.append(f"{cache.name} (a scale per {cache.columns} columns) {', '.join(known) or 'not measured'}")
-    return f"Perplexity against 16-bit caches: {'; '.join(said)}." if said else ""
+        said.append(f"a scale per {cache.columns} columns ({cache.name} here): {' and '.join(known) or 'not measured'}")
+    return f"Perplexity against 16-bit caches, with {'; with '.join(said)}." if said else ""

@@ -159,6 +159,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: append(KV[0], KV[1], Q[:, :2], q=Q[:, 2:], q_out=Q[:, :2]),
         "q_out: got memory that k",
     ),
+    "append, q over itself": (
+        lambda: append(KV[0], KV[1], q=Q[:, 2:], q_out=Q[:1, :2].expand(2, 2, 64)),
+        "q_out: got strides .* want rows that do not overlap",
+    ),
     "mla": (dense, "out: got memory that cache takes too"),
     "sparse mla": (sparse, "out: got memory that cache takes too"),
     "append mla": (append_mla, "cache: got memory that latent takes too"),

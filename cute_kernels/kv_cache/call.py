@@ -191,10 +191,11 @@ def _check_tokens(call: AppendCall) -> None:
             raise ValueError(f"{name}: got head_dim {x.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
         if x.shape[1] == 0:
             raise ValueError(f"{name}: got no heads, want at least 1")
+        found = f"{name}: got strides {x.stride()} for shape {shape_of(x)}"
         if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2])):
-            raise ValueError(
-                f"{name}: got strides {x.stride()} for shape {shape_of(x)}, want the last two dimensions contiguous"
-            )
+            raise ValueError(f"{found}, want the last two dimensions contiguous")
+        if name == "q_out" and overlaps(x):
+            raise ValueError(f"{found}, want rows that do not overlap")
     if call.v.shape[1] != call.k.shape[1]:
         raise ValueError(f"v: got {call.v.shape[1]} heads, want {call.k.shape[1]}, those of k")
     if call.num_tokens > MAX_TOKENS:

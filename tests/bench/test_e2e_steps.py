@@ -184,7 +184,9 @@ def test_the_report_says_how_much_faster_a_step_is(record):
     data = {**record, "rows": rows(), "failures": []}
     assert "2.50" in e2e_steps.text(data)
     table = e2e_steps.markdown(data)
-    assert "int4_g4 (a scale per 32 columns)" in table and "w4,int4_g4" not in table and "not measured" not in table
+    assert (
+        "a scale per 32 columns (int4_g4 here)" in table and "w4,int4_g4" not in table and "not measured" not in table
+    )
     assert "without all-reduce" in table and "| 2.50 |" in table and "| 2.00 |" in table
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench import e2e_transformers
+from bench import e2e_transformers, report
 from bench.bars import judge
+from bench.environment import ROOT
+from bench.record import RESULTS, load
 
 
 def record(**ours: Any) -> dict[str, Any]:
@@ -77,16 +79,38 @@ def test_the_record_is_printed_with_its_bars():
 
 
 def test_the_parts_of_a_step_are_a_table():
-    lines = e2e_transformers.markdown_ahead(record(replays=30, ahead=29)).splitlines()
+    data = record(replays=30, ahead=29)
+    lines = e2e_transformers.markdown_ahead(data).splitlines()
     assert lines[2:6] == [
         "| bare loop over the library, a CUDA graph | 3.00 |",
         "| output layer, 16 bits | 0.40 |",
         "| transformers' loop around an empty model | 0.20 |",
         "| their sum | 3.60 |",
     ]
-    assert lines[7] == "| **a step of `generate`** | **4.00** |" and "16.0 times as long" in lines[-1]
+    assert lines[7] == "| **a step of `generate`** | **4.00** |" and "SDPA" not in lines[-1]
+    data["rows"][0]["first_run_ms"] = 99.0
+    assert "SDPA took 64.0 ms in the same run, 16.0 times as long." in e2e_transformers.markdown_ahead(data)
     with pytest.raises(ValueError, match="record: got no parts of a step"):
         e2e_transformers.markdown_ahead({"rows": []})
+
+
+def test_nothing_is_compared_with_a_run_that_was_not_warmed():
+    data = record()
+    assert "times" not in e2e_transformers.markdown(data).splitlines()[0]
+    data["rows"][0]["first_run_ms"] = 99.0
+    head, _, *rows = e2e_transformers.markdown(data).splitlines()
+    assert "| times |" in head and any(" | 16.0 | " in row for row in rows)
+
+
+def test_pages_of_transformers_show_their_records():
+    pages = {"main": ("tasks", "e2e_transformers"), "ahead": ("reference", "e2e_transformers_ahead")}
+    pages["batches"] = ("reference", "e2e_transformers_batches")
+    for suite, (folder, name) in pages.items():
+        make, mark = e2e_transformers.TABLES[suite]
+        text = (ROOT / "docs" / folder / "transformers.md").read_text()
+        assert report.filled(text, mark, make(load(RESULTS / f"{name}.json"))) == text, (
+            f"want `bench table --suite {suite}`"
+        )
 
 
 def test_a_record_without_figures_is_no_table():

@@ -11,6 +11,7 @@ from bench.environment import ROOT
 from bench.record import RESULTS
 from bench.record_list import command_of
 from bench.sections import ATTENTION, MODELS, WHOLE
+from cute_kernels.formats.kv.base import HEAD_DIMS
 
 
 def test_the_readme_shows_the_records():
@@ -77,6 +78,11 @@ def test_figures_that_were_not_measured_beside_ours_are_labelled():
     (line,) = (line for line in table.splitlines() if "| vLLM, Triton [3] |" in line)
     assert len(re.findall(r"\d+\.\d", line)) == len(pages.BATCHES) + 1 and "[3] NVIDIA H200, " in table
     assert "vLLM 0.26.0 with `int4_per_token_head`" in table and "perplexity +6.51 % (SmolLM2-135M" in table
+
+
+def test_the_readme_names_the_head_sizes_of_attention():
+    rows = [row for row in pages.README.read_text().splitlines() if "attention](docs/" in row and row.startswith("|")]
+    assert len(rows) == 2 and all(f"head_dim {min(HEAD_DIMS)} to {max(HEAD_DIMS)}" in row for row in rows), rows
 
 
 def test_the_readmes_first_screen_has_no_table_of_figures_and_no_commit():

@@ -56,8 +56,8 @@ def test_costs_are_of_as_many_columns_to_a_scale():
 
 def test_a_cost_names_the_format_that_was_measured():
     model = perplexity.model_of(rows(int4_g2=7.0, int4_g4=4.0), "m")
-    assert model.said(Cache(None, 4)) == "+7.00 % (m: int4_g2 at head_dim 64)"  # 32 columns a scale in both
-    assert model.said(Cache(None, 1)) == "more than +7.00 % (m: int4_g2 at head_dim 64)"
+    assert model.said(Cache(None, 4)) == "+7.00 % (int4_g2, head_dim 64, m)"  # 32 columns a scale in both
+    assert model.said(Cache(None, 1)) == "more than +7.00 % (int4_g2, head_dim 64, m)"
     assert model.said(Cache("int8_token_head", 4)) is None
 
 
@@ -78,14 +78,14 @@ def test_rows_of_weights_and_of_grids_that_no_cache_has_say_nothing_of_caches():
 def test_a_table_says_what_its_int4_caches_cost():
     record = json.loads((ROOT / "bench/results/e2e_vllm.json").read_text())
     below = e2e_vllm.markdown(record).partition("\n\n")[2]
-    assert "Perplexity against 16-bit caches: int4_g4 (a scale per 32 columns) +" in below
+    assert "Perplexity against 16-bit caches, with a scale per 32 columns (int4_g4 here): +" in below
     others = {**record, "rows": [row for row in record["rows"] if not row["kv_format"]]}
     assert "erplexity" not in e2e_vllm.markdown(others)
 
 
 def test_a_cache_that_nobody_measured_is_said_to_be_so():
     said = perplexity.sentence([Cache(None, 2)], [perplexity.Model("m", 128, {})])
-    assert said.endswith("int4_g2 (a scale per 64 columns) not measured.")
+    assert said.endswith("with a scale per 64 columns (int4_g2 here): not measured.")
 
 
 @pytest.mark.parametrize(
