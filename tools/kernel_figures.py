@@ -289,7 +289,7 @@ EXTEND = Figure(
         )),
         Lane("results", "result", (
             Box("out, lse", ""),
-            Box("parts of split keys", "fp32, added up by the combining launch", ("attention/combine/splits.py:CombineKernel",)),
+            Box("parts of split keys", "fp32, added up by the combining launch", ("attention/combine/kernel.py:CombineKernel",)),
         )),
     ),
     (

@@ -29,8 +29,6 @@ less than tensors:
 
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
-Merging states (`MERGE`): outs [..., num_heads, head_dim], lses fp32 [..., num_heads].
-
 Extend attention (`extend_arguments`): q, out [total_q, num_q_heads, head_dim], of q the first stride may be free;
 caches as above, or one block of all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch]
 (ragged: where each request's keys begin, [batch + 1]). What is not listed is as above:
@@ -56,8 +54,8 @@ Tables of chosen blocks (`BLOCK_TABLES`): block_list int32 [batch, num_kv_heads,
 [batch, num_kv_heads], all strides free; seq_lens int32 [batch]; the results pages int32 [num_kv_heads, batch, entries]
 and tokens int32 [num_kv_heads * batch]; block_table as of decode attention, of which a request has pages_of_request.
 
-Putting splits together (`COMBINE`): out, of which queries from ``cu_seqlens[-1]`` on are left alone; others as
-:class:`.combine.splits.Parts` has them; num_splits at most 32.
+Combining parts (`COMBINE`): out [..., num_heads, head_dim]; last: address of the int32 that says how many queries are
+written, of splits; others as :class:`.combine.kernel.Parts` has them; num_parts at most 32.
 """
 
 from __future__ import annotations
@@ -86,7 +84,6 @@ FEATURES = (
 )
 TRANSFORM = arguments("address", "q_shift", "out_factor")
 TAIL = arguments("address", "k_tail", "tail_slots")
-MERGE = joined(arguments("tensor", "out_a", "lse_a", "out_b", "lse_b", "out", "lse"))
 
 EXTEND = joined(
     arguments("tensor", "q", "k_cache", "v_cache", "cu_seqlens", "seq_lens", "out"),
@@ -108,9 +105,11 @@ UNPACK = joined(
     arguments("int32", "max_pages", "total_q", "max_seq_len", "window", "prefix_only", "num_ctas"),
 )
 COMBINE = joined(
-    arguments("tensor", "out", "cu_seqlens"),
-    arguments("address", "partials", "lse", "sinks"),
-    arguments("int32", "num_splits"),
+    arguments("tensor", "out"),
+    arguments("address", "values", "sums"),
+    arguments("int64", "value_stride", "sum_stride"),
+    arguments("address", "lse", "sinks", "last"),
+    arguments("int32", "num_parts"),
 )
 
 BLOCK_TABLES = joined(

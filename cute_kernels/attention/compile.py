@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cute_kernels.attention.arguments import (
     BLOCK_TABLES,
     COMBINE,
-    MERGE,
     UNPACK,
     decode_arguments,
     extend_arguments,
@@ -18,9 +17,9 @@ from cute_kernels.attention.arguments import (
 from cute_kernels.attention.block_tables import BlockTablesConfig
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
-from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
+from cute_kernels.attention.combine.config import DTYPES, NDIMS, CombineConfig
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_key_rows, choose_unpacked, queries_to_unpack_for
 from cute_kernels.attention.problem import AttentionProblem
@@ -46,7 +45,7 @@ class AttentionSpec(KernelSpec):
     """One kernel of the family. The function's arguments are listed in :mod:`.arguments` for its kind of
     configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
 
-    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | MergeStatesConfig
+    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig
     family: ClassVar[str] = "attention"
 
     def policies(self) -> tuple[object, ...]:
@@ -91,7 +90,7 @@ def shipped_specs() -> list[KernelSpec]:
         for num_kv_heads in (1, 8)
     ]
     configs = dict.fromkeys(config for problem in problems for config in candidate_configs(problem))
-    merges = [MergeStatesConfig(dtype, ndim) for dtype in DTYPES.values() for ndim in NDIMS]
+    merges = [CombineConfig(dtype, ndim, states=True) for dtype in DTYPES for ndim in NDIMS]
     return [AttentionSpec(config) for config in (*configs, *merges, *_shipped_extend())]
 
 
@@ -100,13 +99,12 @@ def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
     problems = [AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
     problems += [AttentionProblem.ragged(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
     problems += [AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
-    combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
     many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
     unpacked = [choose_unpacked(config) for config in many]
     few = [own for config in loading for own in choose_key_rows(config, mapped=True, tile_heads=2)]
     attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
-    return [*attention, *(config for config, _ in unpacked), *combines]
+    return [*attention, *(config for config, _ in unpacked), CombineConfig("bf16")]
 
 
 def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
@@ -210,36 +208,15 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
-    """Compiles the kernel that combines splits, as :func:`compile_extend` compiles attention."""
-    import cutlass
+    """Compiles the kernel that combines parts, as :func:`compile_extend` compiles attention."""
     import cutlass.cute as cute
 
-    from cute_kernels.attention.combine.splits import CombineKernel
+    from cute_kernels.attention.combine.kernel import LANE_COLUMNS, CombineKernel
 
     check_config(config)
-    out = _dense(_element_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
-    tensors = {"out": out, "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),))}
-    return COMBINE.compile(CombineKernel(config).launch, tensors, arch, *options)
-
-
-def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) -> Any:
-    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
-
-    Raises ValueError if the configuration cannot be implemented.
-    """
-    import cutlass
-    import cutlass.cute as cute
-
-    from cute_kernels.attention.combine.states_kernel import MergeStatesKernel
-
-    check_config(config)
-    rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))
-    row = cute.sym_int(divisibility=config.vector_elements)
-
-    states, dtype = ("", "_a", "_b"), _element_type(config.dtype)
-    tensors = {f"out{of}": _dense(dtype, (*rows, row), VECTOR_BYTES) for of in states}
-    tensors |= {f"lse{of}": _dense(cutlass.Float32, rows) for of in states}
-    return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
+    outer = (cute.sym_int() for _ in range(config.ndim - 1))
+    out = _dense(_element_type(config.dtype), (*outer, cute.sym_int(divisibility=LANE_COLUMNS)))
+    return COMBINE.compile(CombineKernel(config).launch, {"out": out}, arch, *options)
 
 
 def compile_block_tables(config: BlockTablesConfig, arch: str) -> Any:

@@ -465,27 +465,3 @@ class ExtendConfig(ReadsCache):
 
 
 MAX_EXTEND_SPLITS = 32  # a lane of the combining warp for each
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """One compiled variant of the kernel that combines splits: dtype of the output ("bf16", "fp16"), head_dim."""
-
-    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_combine"
-    use: ClassVar[Use] = "extend"
-    format_names: ClassVar[tuple[str, ...]] = ()
-    features: ClassVar[Features] = PLAIN
-    q_dtype: str
-    head_dim: int
-
-    @property
-    def name(self) -> str:
-        return f"extend_combine_{self.q_dtype}_d{self.head_dim}"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        if self.q_dtype not in ("bf16", "fp16"):
-            return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
-        return (
-            None if self.head_dim in EXTEND_HEAD_DIMS else f"head_dim {self.head_dim} is not one of {EXTEND_HEAD_DIMS}"
-        )

@@ -198,9 +198,12 @@ class ExtendLaunch:
         if splits > 1:
             assert self.combine is not None
             sinks = options["sinks"] if config.features.sinks else None
+            values, row_bytes = address_of(partials), 4 * q.shape[0] * q.shape[1]
+            value_bytes = row_bytes * q.shape[2]
             self.combine(
-                out=out, cu_seqlens=cu_seqlens_q, partials=address_of(partials), lse=address_of(lse),
-                sinks=address_of(sinks), num_splits=splits,
+                out=out, values=values, sums=values + splits * value_bytes, value_stride=value_bytes,
+                sum_stride=row_bytes, lse=address_of(lse), sinks=address_of(sinks),
+                last=cu_seqlens_q.data_ptr() + 4 * self.batch, num_parts=splits,
             )  # fmt: skip
 
     def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:

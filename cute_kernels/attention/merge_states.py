@@ -1,4 +1,4 @@
-"""Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.states_kernel`.
+"""Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.kernel`.
 
 With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse): exact,
 so a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
@@ -22,15 +22,17 @@ from cute_kernels.arguments import (
     check_tensors,
     shape_of,
 )
-from cute_kernels.attention.arguments import MERGE
-from cute_kernels.attention.combine.states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
+from cute_kernels.attention.arguments import COMBINE
+from cute_kernels.attention.combine.config import NDIMS, CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 
-MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+VECTOR_BYTES = 16  # that rows are a multiple of
+MAX_VECTORS = 2**31 - 1024  # the index of a row is 32-bit
 
 
 def merge_states(
@@ -136,12 +138,14 @@ def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
     out, _ = state
     if not out.numel():
         return None
-    config, device = MergeStatesConfig(DTYPES[out.dtype], out.dim()), out.get_device()
-    send = MERGE.bound(load(AttentionSpec(config), arch_of(device)), {})
+    config, device = CombineConfig(DTYPES[out.dtype], out.dim(), states=True), out.get_device()
+    send = COMBINE.bound(load(AttentionSpec(config), arch_of(device)), {"sinks": 0, "last": 0, "num_parts": 2})
 
     def launch(out_a, lse_a, out_b, lse_b):
         out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-        send(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
+        values, sums = out_a.data_ptr(), lse_a.data_ptr()
+        strides = {"value_stride": out_b.data_ptr() - values, "sum_stride": lse_b.data_ptr() - sums}
+        send(out=out, values=values, sums=sums, lse=lse.data_ptr(), **strides)
         return out, lse
 
     return Plan(device, launch)

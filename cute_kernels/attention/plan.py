@@ -13,11 +13,12 @@ from cute_kernels.arguments import check_aligned, shape_of
 from cute_kernels.attention.arguments import BIAS_STRIDES, COMBINE, UNPACK, decode_arguments, extend_arguments
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
+from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import CTAS_SHIFT, DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.attention.extend_checks import row_stride
-from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
 from cute_kernels.attention.extend_schedule import (
     MAX_UNPACKED_BYTES,
@@ -412,7 +413,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
 
 def combine_spec(config: ExtendConfig) -> AttentionSpec:
     """The spec of the kernel that combines the splits of a configuration's launches."""
-    return AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
+    return AttentionSpec(CombineConfig(config.q_dtype))
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

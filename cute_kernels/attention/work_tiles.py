@@ -1,6 +1,6 @@
 """The work tiles of a CTA: 128 rows of queries of a request that share a KV head, one tile after the other.
 
-A work tile's keys may be cut into splits, each for another CTA (:mod:`.combine.splits` combines their results).
+A work tile's keys may be cut into splits, each for another CTA (:mod:`.combine.kernel` combines their results).
 
 Queries are ragged: how many a request has is known on the device alone. A request b after `cu` queries of others has
 its first work tile in slot ``cu * group / 128 + b``, rounded down. So slots are found by a search over requests,

@@ -228,7 +228,10 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
     assert {name: found[name] for name in numbers} == numbers and found["num_ctas"] == 2 * 2 * 2
     assert found["cu_seqlens"] is call["cu_seqlens_q"] and found["seq_lens"] is call["seq_lens"]
     found = by_name(COMBINE, combine)
-    assert found["partials"] and (found["sinks"], found["num_splits"], found["lse"]) == (sinks.data_ptr(), 2, 0)
+    assert found["values"] and (found["sinks"], found["num_parts"], found["lse"]) == (sinks.data_ptr(), 2, 0)
+    assert (found["value_stride"], found["sum_stride"]) == (4 * 6 * 4 * 64, 4 * 6 * 4)  # fp32 of 6 queries, 4 heads
+    assert found["sums"] == found["values"] + 2 * found["value_stride"]
+    assert found["last"] == call["cu_seqlens_q"].data_ptr() + 4 * 2  # the end of two requests
     launches.clear()
     del call["num_splits"]
     extend_attention(**call, tree_mask=mask)

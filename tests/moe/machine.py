@@ -244,6 +244,13 @@ class Machine:
         def bits(value: Any, dtype: torch.dtype) -> int:
             return int(torch.tensor(float(value)).to(dtype).view(torch.int16)) & 0xFFFF
 
+        def quiet(function: Callable[[Any], Any]) -> Callable[[Any], np.float32]:
+            def run(x: Any) -> np.float32:
+                with np.errstate(all="ignore"):  # to infinities, as the GPU
+                    return np.float32(function(np.float64(x)))
+
+            return run
+
         return SimpleNamespace(
             address=lambda tensor: tensor.address,
             load_shared=lambda address, offset: words(self.cta.shared, address + offset, 1)[0],
@@ -262,12 +269,14 @@ class Machine:
             half2_high_to_float=lambda word: np.float32(np.uint16(int(word) >> 16).view(np.float16)),
             load_relaxed_part=lambda address, size: self.numbers().load_global_part(address, 0, size),
             fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
-            exp2=lambda x: np.float32(2.0 ** float(x)),
+            exp2=quiet(np.exp2),
+            log2=quiet(np.log2),
+            fmax=np.fmax,
             min_or_nan=np.minimum,
             max_or_nan=np.maximum,
             store_shared_half=store_half,
             pinned=lambda x: x,
-            reciprocal=lambda x: np.float32(1.0 / float(x)),
+            reciprocal=quiet(np.reciprocal),
             warp_sum=lambda x: sum(self.exchanged(x)),
             LOG2_E=1.4426950408889634,
         )
