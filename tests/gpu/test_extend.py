@@ -17,8 +17,9 @@ from bench.configured import bind_config
 from cute_kernels import append_kv, decode_attention
 from cute_kernels.attention import mixed_attention
 from cute_kernels.attention.call import make_extend_call as check_call
+from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UnpackConfig
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import configs_of, problem_of
@@ -188,7 +189,7 @@ def specs() -> list[KernelSpec]:
             unpack, first = chosen(first)
             unpacking[unpack] = None
         configs |= dict.fromkeys((first, *newer))
-    combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
+    combines = dict.fromkeys(CombineConfig(config.q_dtype) for config in configs)
     return [*map(AttentionSpec, configs), *map(AttentionSpec, unpacking), *map(AttentionSpec, combines)]
 
 

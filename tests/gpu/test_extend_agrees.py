@@ -14,8 +14,8 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.attention.call import make_extend_call as check_call
+from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_config import CombineConfig
 from cute_kernels.attention.extend_policies import has_channel_scales, has_token_scale
 from cute_kernels.attention.plan import configs_of
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -60,7 +60,7 @@ def specs() -> list[KernelSpec]:
     for case in CASES:
         call = variant(*case, device="cpu")
         (config,) = configs_of(check_call(*call.tensors, **call.keywords))
-        combine = AttentionSpec(CombineConfig(config.q_dtype, config.head_dim))
+        combine = AttentionSpec(CombineConfig(config.q_dtype))
         found |= dict.fromkeys([AttentionSpec(config), combine, decode_spec(decoded(call))])
     return list(found)
 

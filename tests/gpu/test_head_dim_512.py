@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cute_kernels.attention.call import make_extend_call as check_call
+from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_config import CombineConfig
 from cute_kernels.attention.extend_schedule import choose_unpacked
 from cute_kernels.attention.plan import configs_of
 from cute_kernels.kv_cache import KVCache
@@ -133,7 +133,7 @@ def extend_specs() -> list[AttentionSpec]:
         call = extend_call(name, [1], [300], device="cpu")
         first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
         own = choose_unpacked(first) if call.options.get("unpack") else (first,)
-        configs |= dict.fromkeys((*own, *newer, CombineConfig(first.q_dtype, 512)))
+        configs |= dict.fromkeys((*own, *newer, CombineConfig(first.q_dtype)))
     return [AttentionSpec(config) for config in configs]
 
 

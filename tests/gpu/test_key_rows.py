@@ -16,8 +16,9 @@ from cute_kernels import decode_attention
 from cute_kernels.attention import few_queries
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import make_extend_call as check_call
+from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_config import CombineConfig, ExtendConfig
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_schedule import choose, heads_of_tile, key_rows_of
 from cute_kernels.attention.launches import ExtendLaunch
 from cute_kernels.attention.plan import configs_of, lies_in_maps, make_plan, problem_of
@@ -100,7 +101,7 @@ def specs() -> list[KernelSpec]:
         configs |= dict.fromkeys(configs_of(checked, config_of(call)))
         if name in PUBLIC:
             configs |= dict.fromkeys((choose(problem_of(checked)), config_of(call, 40)))
-    combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
+    combines = dict.fromkeys(CombineConfig(config.q_dtype) for config in configs)
     return [*map(AttentionSpec, configs), *map(AttentionSpec, combines)]
 
 

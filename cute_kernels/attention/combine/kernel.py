@@ -58,7 +58,7 @@ class CombineKernel:
     def __init__(self, config: CombineConfig):
         self.config = config
         self.floats = config.dtype == "fp32"
-        self.elements = None if self.floats else of_name(config.dtype)
+        self.elements = of_name("bf16" if self.floats else config.dtype)  # of 16 bits, where there are some
         self.out_bytes = 4 if self.floats else 2
         self.part_bytes = self.out_bytes if config.states else 4
 
@@ -131,13 +131,13 @@ class CombineKernel:
                 sums[k] = cutlass.select_(part == 0.0, sums[k], added) if const_expr(self.config.states) else added
         if exists:
             found = [sums[k] for k in range(LANE_COLUMNS)]
-            if const_expr(self.elements is not None):
+            if const_expr(not self.floats):
                 found = [self.elements.pack(*found[k : k + 2]) for k in range(0, LANE_COLUMNS, 2)]
             ptx.store_global(parts.out + place * self.out_bytes, found)
 
     def load(self, address) -> list[Any]:
         """Four columns of a part, as fp32."""
         words = ptx.load_global_words(address, 0, LANE_COLUMNS * self.part_bytes // 4, constant=False)
-        if self.elements is None or self.part_bytes == 4:
+        if self.part_bytes == 4:
             return [word.bitcast(Float32) for word in words]
         return [half(word) for word in words for half in self.elements.halves]
