@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cute_kernels.formats.kv.base import Use
+from cute_kernels.formats.scores.features import PLAIN, Features
+
 
 @dataclass(frozen=True)
 class BlockTablesConfig:
     """The one compiled variant. cta_entries: entries of a row of pages that a CTA finds, one each thread."""
 
+    compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_block_tables"
+    use: ClassVar[Use] = "decode"
+    format_names: ClassVar[tuple[str, ...]] = ()
+    features: ClassVar[Features] = PLAIN
     name: ClassVar[str] = "block_tables"
     cta_entries: int = 128
 

@@ -17,7 +17,7 @@ import torch
 from cute_kernels.arguments import check_dtype, check_place, check_tensors, shape_of
 from cute_kernels.attention.arguments import BLOCK_TABLES
 from cute_kernels.attention.block_tables import BlockTablesConfig
-from cute_kernels.attention.compile import BlockTablesSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -181,7 +181,7 @@ def table_maker(call: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.
         "pages_of_request": call.max_seq_len // page_size,
         "block_tokens": tokens,
     }
-    function = load(BlockTablesSpec(BlockTablesConfig()), arch_of(call.q.get_device()))
+    function = load(AttentionSpec(BlockTablesConfig()), arch_of(call.q.get_device()))
     lists = {name: ("options", name) for name in ("block_list", "block_counts")}
     send = BLOCK_TABLES.bound(function, fixed, {"block_table": ("options", "block_table")}, lists)
 

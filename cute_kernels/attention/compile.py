@@ -45,7 +45,7 @@ class AttentionSpec(KernelSpec):
     """One kernel of the family. The function's arguments are listed in :mod:`.arguments` for its kind of
     configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
 
-    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig
+    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | BlockTablesConfig
     family: ClassVar[str] = "attention"
 
     def policies(self) -> tuple[object, ...]:
@@ -59,17 +59,6 @@ class AttentionSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return load_code(self.config.compiled_by)(self.config, arch)
-
-
-@dataclass(frozen=True, eq=False)
-class BlockTablesSpec(KernelSpec):
-    """The kernel that makes the tables of chosen blocks, see `BLOCK_TABLES` of :mod:`.arguments`."""
-
-    config: BlockTablesConfig
-    family: ClassVar[str] = "attention"
-
-    def compile(self, arch: str) -> Any:
-        return compile_block_tables(self.config, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -219,7 +208,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     return COMBINE.compile(CombineKernel(config).launch, {"out": out}, arch, *options)
 
 
-def compile_block_tables(config: BlockTablesConfig, arch: str) -> Any:
+def compile_block_tables(config: BlockTablesConfig, arch: str, *options: str) -> Any:
     """Compiles the kernel that makes the tables of chosen blocks, as :func:`compile_extend` compiles attention."""
     import cutlass
     import cutlass.cute as cute
@@ -235,7 +224,7 @@ def compile_block_tables(config: BlockTablesConfig, arch: str) -> Any:
         "pages": _dense(cutlass.Int32, (heads, batch, entries)),
         "tokens": _dense(cutlass.Int32, (rows,)),
     }
-    return BLOCK_TABLES.compile(BlockTablesKernel(config).launch, tensors, arch)
+    return BLOCK_TABLES.compile(BlockTablesKernel(config).launch, tensors, arch, *options)
 
 
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from cute_kernels.attention.arguments import BLOCK_TABLES
 from cute_kernels.attention.block_tables import BlockTablesConfig
 from cute_kernels.attention.block_tables_kernel import BlockTablesKernel
 from cute_kernels.attention.chosen_blocks import table_maker
-from cute_kernels.attention.compile import BlockTablesSpec
+from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.runtime.sources import reached
 from simulator import running
 from tests.attention.block_tables import LISTS, odd_call, tables_of
@@ -63,5 +63,5 @@ def test_tables_are_those_of_pytorchs_operations(lists, page_size, tokens):
 
 
 def test_it_is_compiled_anew_where_its_own_code_changes():
-    files = {path.name for path in reached(BlockTablesSpec(BlockTablesConfig())).files}
+    files = {path.name for path in reached(AttentionSpec(BlockTablesConfig())).files}
     assert "block_tables_kernel.py" in files and "decode_kernel.py" not in files
