@@ -85,8 +85,9 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
 def config_of(config: Config, name: str) -> dict[str, Any]:
     """The configuration of a layer, with the settings of patterns that match its name.
 
-    Those are GPTQModel's "dynamic", AutoRound's "extra_config", and the "config_groups" of compressed-tensors, of
-    which the layer's own becomes "group".
+    Those are GPTQModel's "dynamic", AutoRound's "extra_config", the "config_groups" of compressed-tensors, of which the
+    layer's own becomes "group", and ModelOpt's "quantized_layers", which names stacked experts as one layer. The groups
+    that ModelOpt writes beside them say less, and call dynamic activations static.
 
     Raises:
         TypeError, ValueError: a pattern is not as its project writes it, or no group is the layer's.
@@ -94,9 +95,12 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
     config = {**config, **_dynamic_of(config, name)}
     if config.get("quant_method") in AUTO_ROUND:
         config |= _extra_of(config, name)
-    if config.get("config_groups"):
+    if config.get("config_groups") and config.get("quant_method") not in MODELOPT:
         config["group"] = _group_of(config, name)
-    return {**config, **_mappings("quantized_layers", config).get(name, {})}  # of ModelOpt's mixed precision
+    mixed = _mappings("quantized_layers", config)
+    while name and name not in mixed:
+        name = name.rpartition(".")[0]
+    return {**config, **mixed.get(name, {})}
 
 
 STATIC_FP8 = "FP8 (static)"
@@ -105,7 +109,7 @@ _MODELOPT_ACTIVATIONS = {
     "FP8_PER_CHANNEL_PER_TOKEN": "FP8 (dynamic)",
     "NVFP4": "FP4",
     "W4A8_NVFP4_FP8": STATIC_FP8,
-    "W4A8_MXFP4_FP8": STATIC_FP8,
+    "W4A8_MXFP4_FP8": "FP8 (dynamic)",
     "MXFP8": "FP8 (dynamic)",
 }
 

@@ -5,7 +5,7 @@
 | compressed-tensors "nvfp4-pack-quantized" | `weight_packed` | `weight_scale` E4M3 | divided by `weight_global_scale` |
 | compressed-tensors "mxfp4-pack-quantized" | `weight_packed` | `weight_scale` E8M0 | |
 | compressed-tensors "float-quantized", "mxfp8-quantized" | `weight` E4M3 | `weight_scale` floating, E8M0 | |
-| ModelOpt NVFP4, FP8 | `weight` uint8, E4M3 | `weight_scale` E4M3, fp32 | times `weight_scale_2` |
+| ModelOpt NVFP4, MXFP4, FP8 | `weight` uint8, E4M3 | `weight_scale` E4M3, E8M0, fp32 | times `weight_scale_2` |
 | DeepSeek V3, vLLM's and transformers' "fp8" | `weight` E4M3 | times `weight_scale_inv`, `weight_scale` | |
 | DeepSeek V4 | `weight` E4M3, int8 (two E2M1) | `scale` E8M0 | |
 | torchao Float8Tensor, MXTensor, NVFP4Tensor | `qdata` | `scale` | times `per_tensor_scale` |
@@ -95,6 +95,8 @@ def made_of(
     codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
     fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")
     fields.check_tensor(names.scales, scales, (*_FLOATS, torch.uint8, E4M3, E8M0), scales.dim(), "any")
+    if scales.dim() == dim + 2 and scales.shape[1::2] == (1, 1):  # ModelOpt's blocks: [N / 128, 1, K / 128, 1]
+        scales = scales[:, 0, :, 0]
     form = format_of_codes(names, codes, scales)
     if form.row_scales and second is None:
         if not names.optional:

@@ -365,7 +365,8 @@ FOREIGN = (
 )  # fmt: skip
 """Tensors of quantised layers, of formats that are read and of others."""
 _FOREIGN_PARTS = ("weight:", "_weight_")  # how torchao's files name the parts of a weight, before and now
-FOREIGN_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U16", "I16", "U32", "I32")  # of a "weight"
+FOREIGN_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U16", "I16", "U32", "I32")
+"""Of a "weight", or of stacked experts' "gate_up_proj" and what is called after it."""
 
 
 # -- which layer is of which -------------------------------------------------------------------------------------------
@@ -424,11 +425,11 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
         if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):
             raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
     found = sorted(own for own in owned if own in FOREIGN or own.startswith(_FOREIGN_PARTS))
-    stored = entries[join(name, "weight")].dtype if "weight" in owned else ""
-    if found or stored in FOREIGN_DTYPES:
-        what = join(name, found[0]) if found else f"{join(name, 'weight')} of {stored}"
+    stored = {own: entries[join(name, own)].dtype for own in sorted(owned) if own == "weight" or "_proj" in own}
+    found += [f"{own} of {dtype}" for own, dtype in stored.items() if dtype in FOREIGN_DTYPES]
+    if found:
         raise ValueError(
-            f"{what}: got a layer that is quantised in a format that is not read, want one of "
+            f"{join(name, found[0])}: got a layer that is quantised in a format that is not read, want one of "
             f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/tasks/checkpoints.md)"
         )
 

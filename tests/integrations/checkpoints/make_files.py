@@ -3,8 +3,8 @@
     PYTHONPATH=...: python -m tests.integrations.checkpoints.make_files hqq torchao compressed-tensors auto-round floats
 
 Each name wants that package (made with hqq 0.2.8, torchao 0.18.0, compressed-tensors 0.20.0, auto-round 0.16.1; floats:
-torchao 0.18.0 and compressed-tensors 0.20.1); tests read the files and want none of them. `want` is the project's own
-dequantising, in fp32.
+torchao 0.18.0 and compressed-tensors 0.20.1; modelopt: nvidia-modelopt 0.47.0); tests read the files and want none of
+them. `want` is the project's own dequantising, in fp32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -231,6 +232,52 @@ def _dequantized(tensors: dict[str, torch.Tensor], scheme: Any) -> torch.Tensor:
     return dequantize(codes, scale.float(), args=scheme.weights, global_scale=second, dtype=torch.float32)
 
 
+MODELOPT = {  # by the name of its configuration
+    "modelopt_fp8": "FP8_DEFAULT_CFG",
+    "modelopt_fp8_row": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "modelopt_fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "modelopt_mxfp8": "MXFP8_DEFAULT_CFG",
+    "modelopt_mxfp4": "W4A8_MXFP4_FP8_CFG",
+    "modelopt_nvfp4": "NVFP4_DEFAULT_CFG",
+}
+
+
+def modelopt() -> None:
+    """Writes a layer of the directory that ModelOpt exports of a small model."""
+    import modelopt.torch.quantization as mtq  # pyright: ignore[reportMissingImports]
+    from modelopt.torch.export import export_hf_checkpoint  # pyright: ignore[reportMissingImports]
+    from modelopt.torch.quantization import qtensor  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for name, config in MODELOPT.items():
+        torch.manual_seed(6)
+        k = 2 * K if name == "modelopt_fp8_block" else K
+        sizes: dict[str, Any] = {"hidden_size": k, "intermediate_size": N, "num_hidden_layers": 1, "vocab_size": 64}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])).bfloat16()
+        tokens = torch.randint(0, 64, (4, 32))
+        mtq.quantize(model, getattr(mtq, config), lambda model, tokens=tokens: model(tokens))
+        with TemporaryDirectory() as path:
+            export_hf_checkpoint(model, export_dir=path)
+            found = load_file(Path(path) / "model.safetensors")
+            said = json.loads((Path(path) / "config.json").read_text())["quantization_config"]
+        own = {key.removeprefix(f"{NAME}."): tensor for key, tensor in found.items() if key.startswith(NAME)}
+        given: dict[str, Any] = {"scale": own["weight_scale"]}
+        kind, shape = qtensor.FP8QTensor, (N, k)
+        if "fp4" in name:
+            kind = qtensor.NVFP4QTensor if "nvfp4" in name else qtensor.MXFP4QTensor
+            given |= {"double_scale": own.get("weight_scale_2"), "block_sizes": {-1: 16 if "nvfp4" in name else 32}}
+        elif name == "modelopt_mxfp8":
+            kind = qtensor.MXFP8QTensor
+        elif name == "modelopt_fp8_block":
+            given = {"scale": own["weight_scale"][:, 0, :, 0], "block_sizes": {-1: 128, -2: 128}}
+        elif name == "modelopt_fp8_row":
+            given = {"scale": own["weight_scale"][:, None]}
+        want = kind(torch.Size(shape), torch.float32, own["weight"]).dequantize(torch.float32, **given)
+        write(name, {f"{NAME}.{key}": tensor for key, tensor in own.items()}, want, said)
+
+
 def auto_round() -> None:
     from auto_round.export.export_to_awq.utils import WQLinear_GEMM  # pyright: ignore[reportMissingImports]
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp  # pyright: ignore[reportMissingImports]
@@ -281,6 +328,7 @@ MAKERS = {
     "compressed-tensors": compressed_tensors,
     "auto-round": auto_round,
     "floats": floats,
+    "modelopt": modelopt,
 }
 
 

@@ -218,6 +218,37 @@ def test_modelopt_s_own_file_is_a_configuration(tmp_path):
         load_safetensors(path)
 
 
+def test_modelopts_mixed_precision_names_stacked_experts_as_one_layer(tmp_path):
+    """The groups beside it have them as one target; a model of one file has layers of both formats."""
+    generator = torch.Generator().manual_seed(0)
+    expert, dense = "model.layers.0.mlp.experts.3.up_proj", "model.layers.0.self_attn.q_proj"
+    made = {expert: modelopt_nvfp4(generator, 64, 128), dense: modelopt_fp8(generator, 64, 128)}
+    tensors = {f"{name}.{own}": tensor for name, (parts, _) in made.items() for own, tensor in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layers = {expert.rpartition(".experts")[0] + ".experts": {"quant_algo": "NVFP4"}, dense: {"quant_algo": "FP8"}}
+    groups = {f"group_{i}": {"input_activations": {"dynamic": False}, "targets": [key]} for i, key in enumerate(layers)}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**config, "config_groups": groups}}))
+    found = dict(load_safetensors(tmp_path, activations="fp8"))
+    for name, (_, want) in made.items():
+        assert torch.equal(found[name].weight.dequantize(torch.float32), want)
+    assert found[expert].activations is None and found[dense].activation_scale is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, E4M3])
+@pytest.mark.parametrize("beside", [True, False])
+def test_stacked_experts_of_a_format_that_is_not_read_are_not_passed_over(tmp_path, dtype, beside):
+    """As ModelOpt writes those of gpt-oss: beside layers that are read, or alone."""
+    tensors = modelopt_fp8(torch.Generator().manual_seed(0), 64, 64)[0] if beside else {}
+    path = write_layer(tmp_path, tensors, None)
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
+    more = {stacked: torch.zeros(2, 64, 64).to(dtype), f"{stacked}_weight_scale": torch.ones(())}
+    save_file(load_file(path / "model.safetensors") | more, path / "model.safetensors")
+    said = f"^{stacked} of .*: got a layer that is quantised in a format that is not read"
+    with pytest.raises(ValueError, match=said):
+        load_safetensors(path)
+
+
 NVFP4, V3 = (make(torch.Generator().manual_seed(0), 64, 256)[0] for make in (modelopt_nvfp4, deepseek_v3))
 V4 = deepseek_v4_experts(torch.Generator().manual_seed(0), 64, 256)[0]
 BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {

@@ -11,13 +11,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from cute_kernels import QuantizedLinear
 from cute_kernels.formats.weights import ShiftedFormat
 from cute_kernels.integrations.checkpoints import load_safetensors
 from tests.integrations.checkpoints.make_files import FLOATS as FLOAT_FILES
-from tests.integrations.checkpoints.make_files import MADE, K
+from tests.integrations.checkpoints.make_files import MADE, MODELOPT, NAME, K
 
 FLOATS = {
     *FLOAT_FILES,
+    *MODELOPT,
     *(f"torchao_{name}" for name in ("nvfp4", "nvfp4_blocked", "mxfp4", "mxfp8", "fp8_row", "fp8_tensor")),
 }
 NAMES = sorted({path.name for path in MADE.iterdir()} - FLOATS)
@@ -70,15 +72,27 @@ def test_a_layer_of_floats_is_what_the_project_dequantises_bit_by_bit(name):
     else:
         assert torch.equal(found, want)
     assert torch.equal(layer.weight.dequantize(), found.bfloat16())
-    x = torch.randn(5, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(5, want.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = x.double() @ layer.weight.dequantize().double().T
     assert ((layer(x).double() - exact).norm() / exact.norm()) < 3e-3
 
 
-@pytest.mark.parametrize("name", ["ct_nvfp4", "torchao_nvfp4"])
+@pytest.mark.parametrize("name", list(MODELOPT))
+def test_what_modelopt_declares_of_activations_goes_with_the_scales_that_it_wrote(name):
+    """Its groups call all activations static; its algorithm says which are."""
+    stored = load_file(MADE / name / "model.safetensors")
+    ((_, layer),) = load_safetensors(MADE / name, activations="fp8")
+    assert isinstance(layer, QuantizedLinear)
+    assert layer.activations == (None if name == "modelopt_nvfp4" else "fp8")
+    assert (layer.activation_scale is not None) == (name == "modelopt_fp8")
+    if layer.activation_scale is not None:
+        assert torch.equal(layer.activation_scale, stored[f"{NAME}.input_scale"])
+
+
+@pytest.mark.parametrize("name", ["ct_nvfp4", "modelopt_nvfp4", "torchao_nvfp4"])
 def test_nvfp4_with_a_second_level_that_is_a_power_of_two_is_exact(name, tmp_path):
     tensors = load_file(MADE / name / "model.safetensors")
-    (second,) = (key for key in tensors if key.endswith(("global_scale", "per_tensor_scale")))
+    (second,) = (key for key in tensors if key.endswith(("global_scale", "per_tensor_scale", "weight_scale_2")))
     tensors[second] = torch.full_like(tensors[second], 2.0**-9)
     with safe_open(MADE / name / "model.safetensors", "pt") as file:
         save_file(tensors, tmp_path / "model.safetensors", metadata=file.metadata())
