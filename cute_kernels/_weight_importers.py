@@ -26,7 +26,7 @@ def _importer(project: str, what: str) -> Callable[..., PackedWeight]:
         return getattr(import_module(f"{_PACKAGE}.{project}"), f"from_{project}")(*tensors, **options)
 
     importer.__name__ = importer.__qualname__ = f"from_{project}"
-    importer.__doc__ = f"The weight of {what}; see `{_PACKAGE}.{project}.from_{project}`."
+    importer.__doc__ = f"Packs the weight of {what}; see `{_PACKAGE}.{project}.from_{project}`."
     return importer
 
 

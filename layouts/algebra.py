@@ -65,12 +65,13 @@ GeneralLayout: TypeAlias = Layout | ComposedLayout
 
 
 def swizzled(bits: int, base: int, shift: int, layout: Layout) -> Any:
-    """``Swizzle<bits, base, shift>`` after ``layout``: XOR offset bits [base+shift, +bits) into bits [base, +bits)."""
+    """Applies ``Swizzle<bits, base, shift>`` after ``layout``: XOR offset bits [base+shift, +bits) into bits [base,
+    +bits)."""
     return compose(Swizzle(bits, base, shift), layout)
 
 
 def as_modes(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """(extent, stride) of the flattened and coalesced layout, fastest first; ``()`` for a layout of size 1.
+    """Returns (extent, stride) of the flattened and coalesced layout, fastest first; ``()`` for a layout of size 1.
 
     This form is canonical: two layouts agree as functions of the flat coordinate exactly when size and modes agree.
     """
@@ -81,14 +82,14 @@ def as_modes(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def from_modes(modes: tuple[tuple[int, int], ...]) -> Layout:
-    """The flat layout of (extent, stride) pairs, fastest first."""
+    """Returns the flat layout of (extent, stride) pairs, fastest first."""
     if not modes:
         return Layout(1, 0)
     return Layout(tuple(s for s, _ in modes), tuple(d for _, d in modes))
 
 
 def offsets(layout: GeneralLayout) -> np.ndarray:
-    """Offsets of all flat coordinates, int64 [size(layout)]; works for affine and for swizzled layouts."""
+    """Returns the offsets of all flat coordinates, int64 [size(layout)]; works for affine and for swizzled layouts."""
     if isinstance(layout, ComposedLayout):
         if not isinstance(layout.outer, Swizzle):
             raise TypeError(f"layout is {layout}; want an affine layout or a swizzle after one")
@@ -107,7 +108,7 @@ def apply_swizzle(swizzle: Swizzle, values: np.ndarray) -> np.ndarray:
 
 
 def equal(a: GeneralLayout, b: GeneralLayout) -> bool:
-    """Whether two layouts are the same function of the flat coordinate.
+    """Returns whether two layouts are the same function of the flat coordinate.
 
     Affine layouts are compared by canonical form, without enumerating; swizzled ones by all their offsets.
     """
@@ -119,7 +120,7 @@ def equal(a: GeneralLayout, b: GeneralLayout) -> bool:
 
 
 def is_permutation(layout: Layout) -> bool:
-    """Whether the layout maps [0, size) onto itself, decided from its modes without enumerating."""
+    """Returns whether the layout maps [0, size) onto itself, decided from its modes without enumerating."""
     cursor = 1
     for extent, stride in sorted(as_modes(layout), key=lambda mode: mode[1]):
         if stride != cursor:
@@ -129,7 +130,7 @@ def is_permutation(layout: Layout) -> bool:
 
 
 def notation(layout: GeneralLayout | Swizzle) -> str:
-    """CuTe's own notation: ``(4,8):(8,1)``, ``S<3,4,3> o 0 o (8,64):(64,1)``."""
+    """Writes a layout in CuTe's own notation: ``(4,8):(8,1)``, ``S<3,4,3> o 0 o (8,64):(64,1)``."""
     if isinstance(layout, ComposedLayout):
         return f"{notation(layout.outer)} o {layout.offset} o {notation(layout.inner)}"
     if isinstance(layout, Swizzle):
@@ -145,7 +146,7 @@ _SWIZZLED = re.compile(r"S<(\d+),(\d+),(-?\d+)>\s*o\s*(\d+)\s*o\s*(.+)")
 
 
 def parse(text: str) -> Any:
-    """The layout that `notation` writes.
+    """Reads the layout that `notation` writes.
 
     Raises:
         ValueError: the text is not CuTe notation with static integers.

@@ -64,6 +64,29 @@ def test_every_public_name_is_documented(module_name: str):
     assert not bare, f"{module_name}: no docstring of {', '.join(bare)}"
 
 
+NOUN = re.compile(r"[A-Z][a-z]*[^s\W] |\W|[a-z]|[A-Z]\w+s (of|in|that|whose)\b")
+"""How a docstring begins that names a thing: "The pages of ...", "[tokens, hidden] of ...", "Bytes of ..."."""
+
+
+@pytest.mark.parametrize(
+    "module_name", (*MODULES, "cute_kernels.formats.kv", "cute_kernels.formats.weights", "layouts")
+)
+def test_the_docstring_of_a_function_begins_with_what_it_does(module_name: str):
+    """A verb: "Returns the pages of a sequence." Properties and classes name a thing."""
+    module = importlib.import_module(module_name)
+    functions = {}
+    for name in public_names(module):
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            own = {f"{name}.{each}": function for each, function in members(value)}
+            functions |= {each: f for each, f in own.items() if not isinstance(vars(value)[f.__name__], property)}
+        elif inspect.isfunction(value):
+            functions[name] = value
+    texts = {name: inspect.getdoc(function) or "" for name, function in functions.items()}
+    found = {name: text.split("\n")[0] for name, text in texts.items() if NOUN.match(text)}
+    assert not found, f"{module_name}: want a verb first: {found}"
+
+
 @pytest.mark.parametrize("module_name", MODULES[:-2])  # those that take tensors
 def test_the_docstring_of_a_function_names_its_arguments(module_name: str):
     module = importlib.import_module(module_name)

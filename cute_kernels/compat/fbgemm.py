@@ -61,7 +61,7 @@ def gqa_attn_splitk(
     use_tensor_cores: bool = True,
     cache_logical_dtype_int: int = LOGICAL_BF16,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Decoding grouped-query attention, split along the cache.
+    """Decodes with grouped-query attention, split along the cache.
 
     XQ: bf16 [B, 1, HQ, D]. cache_K, cache_V: bf16 [B, MAX_T, HKV, D] or uint8 INT4 rows [B, MAX_T, HKV,
     4 * kv_cache_quant_num_groups + D / 2]. seq_positions: int32 [B], position of the newest token (length - 1).

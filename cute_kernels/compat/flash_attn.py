@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of ragged queries; see the module.
+    """Computes attention of ragged queries; see the module.
 
     Args:
         q: [total_q, num_heads, head_dim].
@@ -117,7 +117,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the newest tokens over caches; see the module.
+    """Computes attention of the newest tokens over caches; see the module.
 
     Args:
         q: [batch, seqlen_q, num_heads, head_dim].

@@ -88,7 +88,8 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """(what `flash_mla_with_kvcache` keeps its configuration in, None); arguments of any kind are ignored."""
+    """Returns (an empty schedule for `flash_mla_with_kvcache`, None), as FlashMLA's function does. Arguments are
+    ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -110,7 +111,7 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode over an MLA cache: of chosen tokens if there are ``indices``, of whole contexts otherwise.
+    """Decodes over an MLA cache: over chosen tokens if ``indices`` are given, else over whole contexts.
 
     Args:
         q: bf16 or fp16 [b, s_q, h_q, head_dim], head_dim 576 or 512, the last dimension contiguous.
@@ -183,7 +184,7 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sparse attention of many queries over one sequence of 16-bit tokens.
+    """Computes sparse attention of many queries over one sequence of 16-bit tokens.
 
     Args:
         q: bf16 [s_q, h_q, d_qk], d_qk 576 or 512, the last dimension contiguous.

@@ -35,7 +35,7 @@ def pack_weight(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The packed weight of given codes and scales, as checkpoints store them.
+    """Packs codes and scales that are given, as checkpoints store them.
 
     | format | codes | scales | second |
     |---|---|---|---|

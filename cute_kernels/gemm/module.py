@@ -164,7 +164,8 @@ class QuantizedLinear(OfWeight):
         device: torch.device | str | None = None,
         format: WeightFormat | str | None = None,
     ) -> QuantizedLinear:
-        """The layer with a Linear's weight quantised; other arguments and errors as for `quantize_weight`.
+        """Makes the layer of an nn.Linear and quantises its weight; other arguments and errors as for
+        `quantize_weight`.
 
         ``linear`` is an nn.Linear or a transformers.pytorch_utils.Conv1D, GPT-2's Linear with a transposed weight.
         """
@@ -214,7 +215,7 @@ class QuantizedLinear(OfWeight):
         return ops.linear(call)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] of y = x W^T + bias in ``dtype``, default that of x: input scales are in it."""
+        """Returns W [N, K] of y = x W^T + bias in ``dtype``, default that of x. Input scales are multiplied in."""
         tensors = self.codes, self.scales, self.zeros, self.perm
         dtype = dtype or self.weight_format.activation_dtype(self.scales.dtype)
         w = dense_weight(*tensors, self.weight_format.key, list(self.shape), dtype)

@@ -89,7 +89,7 @@ class NormedRows:
         check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
 
     def normed(self) -> torch.Tensor:
-        """The norm of the rows, [..., n] in their dtype, by `rms_norm`: for any other consumer."""
+        """Computes the norm of the rows, [..., n] in their dtype, by `rms_norm`: for any other consumer."""
         return RowNorm(self.norm, self.norm_eps, self.norm_offset).of(self.rows)
 
 

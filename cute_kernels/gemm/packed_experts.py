@@ -113,19 +113,19 @@ class PackedExperts(Packed):
         return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [E, N, K] in ``dtype`` (default: that of the scales)."""
+        """Returns W [E, N, K] in ``dtype`` (default: that of the scales)."""
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
-        """A rank's output features of every expert; see `PackedWeight.shard_n`."""
+        """Copies a rank's output features of every expert; see `PackedWeight.shard_n`."""
         return stack_experts([weight.shard_n(rank, world_size) for weight in self])
 
     def shard_k(self, rank: int, world_size: int) -> PackedExperts:
-        """A rank's inputs of every expert; see `PackedWeight.shard_k`."""
+        """Copies a rank's inputs of every expert; see `PackedWeight.shard_k`."""
         return stack_experts([weight.shard_k(rank, world_size) for weight in self])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts.
+        """Returns the tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts.
 
         Of a format other than integers it is version 2, N, K, experts, and the bytes of its key.
         """
@@ -133,7 +133,7 @@ class PackedExperts(Packed):
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedExperts:
-        """The weights of a `state_dict`'s tensors, which are not copied.
+        """Makes the weights of a `state_dict`'s tensors, which are not copied.
 
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -204,7 +204,8 @@ def quantize_experts(
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
-    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`.
+    """Interleaves gate and up, [E, N, K] each, to experts [E, 2 N, K]: even rows are gate's, odd rows are up's. See
+    `interleave_weights`.
 
     Raises:
         TypeError, ValueError: the two are no PackedExperts, or differ in number or in what `interleave_weights` names.

@@ -23,7 +23,7 @@ Weight = TypeVar("Weight", PackedWeight, PackedExperts)
 
 
 def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
-    """Rows start to stop of a weight [N, K], or of each expert's: output features, for column-parallel layers.
+    """Returns rows start to stop of a weight [N, K], or of each expert's: output features, for column-parallel layers.
 
     Args:
         weight: `PackedWeight` or `PackedExperts`.
@@ -39,10 +39,11 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
-    """A weight [N, K] whose row i is row order[i] of this one: its layer's results are permuted.
+    """Permutes the rows of a weight [N, K]: row i of the result is row order[i], and the layer's outputs are permuted.
 
-    A next layer in act-order then needs no permutation of its inputs: reorder_outputs(gate, down.perm), the same of up,
-    and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are moved, never changed.
+    A next layer in act-order then needs no permutation of its inputs. For example, permute the rows of gate and up by
+    down.perm, and replace down by dataclasses.replace(down, perm=None): the MLP computes what it did. Codes are moved,
+    never changed.
 
     Args:
         weight: `PackedWeight`.
@@ -62,8 +63,7 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
 
 
 def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
-    """The rows of a weight [N, K] at int64 indices ``rows``; the codes of all rows are unpacked at a time, N K
-    bytes."""
+    """Returns the rows of a weight [N, K] at int64 indices ``rows``. It unpacks the codes of all rows: N K bytes."""
     rows, codes = rows.to(weight.device), weight.unpack_tiles(0, weight.codes.shape[0])
     return _selected(weight, rows, lambda first, last: codes[rows[first:last]])
 
@@ -81,7 +81,7 @@ def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesO
 
 
 def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
-    """Columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
+    """Returns columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
 
     The products of all parts add up to the layer; bias and residual are for one of them. A part that begins inside a
     group has smaller groups, of 64, 32 or 16 inputs, so that each lies in one group of the whole: 29568 inputs in

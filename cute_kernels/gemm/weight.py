@@ -246,7 +246,7 @@ class PackedWeight(Packed):
     # -- values ------------------------------------------------------------------------------------------------------
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] in ``dtype`` (default: that of the scales), inputs in their own order: perm is undone.
+        """Returns W [N, K] in ``dtype`` (default: that of the scales), inputs in their own order: perm is undone.
 
         `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
         through fp32.
@@ -263,7 +263,7 @@ class PackedWeight(Packed):
         return out
 
     def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
-        """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
+        """Returns rows 64 * first to 64 * last of W as exact fp32 products [rows, K], without the rows that pad N."""
         codes = self.unpack_tiles(first, last)
         zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
         scales, of_rows = without_row_scales(self.format, rows_of(self.scales[first:last]))
@@ -276,7 +276,7 @@ class PackedWeight(Packed):
         return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
 
     def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
-        """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
+        """Returns codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
         codes = self.codes[first:last]
         tiles, k_tiles, _ = codes.shape
         in_order = _unpacking(tiles * TILE_N, k_tiles * hopper.tile_k(self.bits), self.bits)
@@ -285,7 +285,7 @@ class PackedWeight(Packed):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:
-        """A rank's output features (column-parallel), copied: equals packing those rows alone.
+        """Copies a rank's output features (column-parallel): equals packing those rows alone.
 
         Raises:
             ValueError: N is no multiple of 64 * world_size, or rank is not below world_size.
@@ -304,7 +304,7 @@ class PackedWeight(Packed):
         return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
-        """A rank's inputs (row-parallel), copied: equals packing those columns alone.
+        """Copies a rank's inputs (row-parallel): equals packing those columns alone.
 
         The partial products of all ranks add up to the layer; bias and residual are for one of them. With `perm` the
         rank's packed positions must take inputs of its own share, which act-order weights rarely do.
@@ -343,7 +343,8 @@ class PackedWeight(Packed):
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or 0.
+        """Returns the tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or
+        0.
 
         Of a format other than integers "format" is version 2, N, K, and the bytes of its key. What safetensors or
         `torch.save` keep of a weight; `from_state_dict` is the inverse.
@@ -352,7 +353,7 @@ class PackedWeight(Packed):
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedWeight:
-        """The weight of a `state_dict`'s tensors, which are not copied.
+        """Makes the weight of a `state_dict`'s tensors, which are not copied.
 
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.

@@ -46,7 +46,7 @@ class RowCounts:
     most: int
 
     def all(self) -> list[int]:
-        """Captured ones, and a grid of those beyond, up to the first that is not below ``most``.
+        """Returns the captured counts, and a grid of larger ones, up to the first that is not below ``most``.
 
         The grid is the same for every engine, so that compiled kernels can be there for all of them.
         """
@@ -124,12 +124,12 @@ def make_ready(
 
 
 def index_of(device: torch.device) -> int:
-    """A CUDA device's number."""
+    """Returns a CUDA device's number."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
-    """The kernels of a layer for ``m`` rows."""
+    """Returns the kernels of a layer for ``m`` rows."""
     return [GemmSpec(chosen(replace(problem, m=m)).config)]
 
 

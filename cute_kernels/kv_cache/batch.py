@@ -65,7 +65,7 @@ class Batch:
         self._one_token_each = True
 
     def is_of(self, pages: PageTable) -> bool:
-        """Whether the sequences are those of a page table."""
+        """Returns whether the sequences are those of a page table."""
         return self._pages is pages
 
     @property

@@ -166,11 +166,11 @@ class KVCache:
         return tuple(self._pages)
 
     def seq_len(self, seq_id: SeqId) -> int:
-        """Tokens of a sequence; ValueError if there is none of that name."""
+        """Returns the number of tokens of a sequence. Raises ValueError if there is none of that name."""
         return self._pages[seq_id].length
 
     def page_ids(self, seq_id: SeqId) -> tuple[int, ...]:
-        """The pages of a sequence, in token order."""
+        """Returns the pages of a sequence, in token order."""
         return tuple(self._pages[seq_id].pages)
 
     def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
@@ -229,7 +229,7 @@ class KVCache:
             self.tails.free(seq_id)
 
     def make_batch(self, max_batch: int) -> Batch:
-        """Device buffers for batches of up to ``max_batch`` sequences; see `Batch`."""
+        """Allocates device buffers for batches of up to ``max_batch`` sequences; see `Batch`."""
         return Batch(self._pages, max_batch, self.device, None if self.tails is None else self.tails.slot)
 
     # -- the model's layers -------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ class KVCache:
     # -- looking in ---------------------------------------------------------------------------------------------------
 
     def read(self, layer: int, seq_id: SeqId, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence's K and V, dequantised and without the transform: [seq_len, num_kv_heads, head_dim] each.
+        """Reads a sequence's K and V, dequantised and without the transform: [seq_len, num_kv_heads, head_dim] each.
 
         Waits for the device.
         """

@@ -78,8 +78,8 @@ class Calibrator:
         return self
 
     def scale(self) -> torch.Tensor:
-        """The scale, fp32, in a shape that operators and formats take: [], [num_kv_heads, 1] or [num_kv_heads,
-        head_dim]. It is 1 for what was 0 in all samples. ValueError if there were no samples."""
+        """Returns the scale, fp32, in a shape that operators and formats take: [], [num_kv_heads, 1] or [num_kv_heads,
+        head_dim]. It is 1 for what was 0 in all samples. Raises ValueError if there were no samples."""
         if self._top is None:
             raise ValueError("x: got no samples, want at least one update")
         top = _grouped(self._top, self.granularity).amax(1)
@@ -123,7 +123,7 @@ def compute_kv_scale(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> torch.Tensor:
-    """The scale of a format that keeps it beside the cache, for samples x of K or of V of one layer.
+    """Computes the scale of a format that keeps it beside the cache, for samples x of K or of V of one layer.
 
     Args:
         x: floating [..., num_kv_heads, head_dim] as it goes into the cache (K after RoPE), or several such tensors.

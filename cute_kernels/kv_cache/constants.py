@@ -93,7 +93,7 @@ class CacheConstants:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> CacheConstants:
-        """The constants of a file, on a device (default: the CPU).
+        """Reads the constants of a file to a device (default: the CPU).
 
         Raises:
             FileNotFoundError: there is no such file.

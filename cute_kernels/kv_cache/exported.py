@@ -38,7 +38,7 @@ class ExportedSequence:
         return self.k.shape[1]
 
     def check_for(self, keys: tuple[str, ...]) -> None:
-        """ValueError, naming the first layer that differs, unless a cache of these keys reads the rows."""
+        """Raises ValueError, naming the first layer that differs, unless a cache of these keys reads the rows."""
         if len(keys) != len(self.keys):
             raise ValueError(f"exported: got rows of {len(self.keys)} layers, want {len(keys)}")
         for layer, (written, read) in enumerate(zip(self.keys, keys, strict=True)):

@@ -82,7 +82,7 @@ class Moments:
         v_factors: bool = False,
         seed: int = 0,
     ) -> CacheTransform:
-        """The transform that the samples ask for.
+        """Returns the transform that the samples ask for.
 
         Args:
             k_rotation, v_rotation: see :class:`CacheTransform`; `group_of` says what suits a format.

@@ -91,7 +91,7 @@ launch = launcher(_key, _checked, _plan_of, _without_tokens)
 
 @as_kernels
 def reference(call: AppendCall) -> torch.Tensor | None:
-    """The CPU implementation: checks everything, values included, and rounds q to its dtype."""
+    """Runs the CPU implementation: checks everything, values included, and rounds q to its dtype."""
     check_append(call)
     check_append_values(call)
     q = append_kv_reference(call)

@@ -102,8 +102,8 @@ class AppendPlan:
 
 
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
-    """The configuration of the kernel that a call uses. ``leads``: attention over the same caches is launched as its
-    dependent.
+    """Returns the configuration of the kernel that a call uses. ``leads``: attention over the same caches is launched
+    as its dependent.
 
     One token a request, at the end of its length, has a kernel of its own. Appends that lead use the other kernel,
     which attention was measured with. A single token of a cache with a transform is an exception: there the amount of

@@ -159,7 +159,7 @@ class YarnScaling:
         return rotary_dim * math.log(self.original_max_position / (turns * TURN)) / (2 * math.log(theta))
 
     def amplitude(self) -> float:
-        """Factor of cosines and sines."""
+        """Returns the factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

@@ -97,7 +97,7 @@ def fold(
     *,
     rope: RotaryPairs | None,
 ) -> Folded:
-    """Projections that give q * f and k / f; scores stay the same up to rounding.
+    """Multiplies the projections of q by factors and divides those of k by them. Scores stay the same up to rounding.
 
     Not for models that normalise q and k after the projection (QK-norm): the norm would undo it.
 

@@ -57,7 +57,7 @@ def rms_norm(
     order: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of each row (Zhang and Sennrich 2019), optionally of the sum with a residual: one launch.
+    """Computes the RMSNorm of each row (Zhang and Sennrich 2019), optionally of its sum with a residual, in one launch.
 
     s = x + residual, rounded to x's dtype as a separate addition would; y = s * (mean(s^2) + eps)^-0.5 * (weight +
     weight_offset), in fp32 and rounded once.
@@ -139,7 +139,7 @@ def layer_norm(
     order: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm of each row (Ba et al. 2016), optionally of the sum with a residual: one launch.
+    """Computes the LayerNorm of each row (Ba et al. 2016), optionally of its sum with a residual, in one launch.
 
     s = x + residual, rounded to x's dtype; y = (s - mean(s)) * (var(s) + eps)^-0.5 * weight + bias, in fp32 and rounded
     once. The variance is that of the differences from the mean, so large means cost no accuracy.

@@ -121,7 +121,7 @@ class Bundle:
         return sorted(self.manifest["kernels"])
 
     def holds(self, spec: KernelSpec, arch: str) -> bool:
-        """Whether the bundle has `spec` for `arch`, built from the sources that are installed here.
+        """Returns whether the bundle has `spec` for `arch`, built from the sources that are installed here.
 
         Warns once if it has the kernel from other sources: then the kernel is compiled instead of running stale.
         """
@@ -143,7 +143,7 @@ class Bundle:
         return False
 
     def get(self, spec: KernelSpec, arch: str) -> Any | None:
-        """The raw TVM-FFI function of `spec`, or None if the bundle does not hold it."""
+        """Returns the raw TVM-FFI function of `spec`, or None if the bundle does not hold it."""
         return self._lookup(spec.symbol) if self.holds(spec, arch) else None
 
 

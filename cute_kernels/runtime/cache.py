@@ -60,7 +60,7 @@ class KernelCache:
             self._bundles.insert(0, bundle)
 
     def load(self, spec: KernelSpec, arch: str) -> Any:
-        """The raw TVM-FFI function of `spec`, called with the arguments its host function declares."""
+        """Loads the raw TVM-FFI function of `spec`, called with the arguments its host function declares."""
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
@@ -79,13 +79,13 @@ class KernelCache:
             return function, source
 
     def has(self, spec: KernelSpec, arch: str) -> bool:
-        """Whether `load` would find `spec` without the compiler: in memory, in a bundle or on disk."""
+        """Returns whether `load` would find `spec` without the compiler: in memory, in a bundle or on disk."""
         if (spec, arch) in self._functions or any(bundle.holds(spec, arch) for bundle in self._bundles):
             return True
         return self._has_artifact(spec, arch)
 
     def artifact(self, spec: KernelSpec, arch: str) -> Artifact:
-        """The compiled object of `spec`, from disk or compiled now: for resource reports and bundles."""
+        """Returns the compiled object of `spec`, from disk or compiled now: for resource reports and bundles."""
         with self._lock:
             if (spec, arch) not in self._artifacts:
                 self._artifacts[spec, arch] = self._entry(spec, arch)[0]
@@ -105,7 +105,7 @@ class KernelCache:
     def artifacts(
         self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
     ) -> list[Artifact]:
-        """The `artifact` of each spec, compiled in parallel as `load_many` does."""
+        """Returns the `artifact` of each spec, compiled in parallel as `load_many` does."""
 
         def fetch(spec: KernelSpec, arch: str) -> tuple[Artifact, str]:
             return self.artifact(spec, arch), "disk"
@@ -256,8 +256,8 @@ _used: list[KernelCache] = []  # by blocks of `using`, the innermost last
 
 
 def default_cache() -> KernelCache:
-    """The process's cache: `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and
-    those that are installed as packages. In a block of :func:`using` the cache of that block.
+    """Returns the process's cache: `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"),
+    and installed packages of bundles. In a block of :func:`using` it is that block's cache.
 
     Raises aot.BundleError if a bundle named there does not fit this installation; one that is installed is left out
     then, with a warning.
@@ -282,14 +282,14 @@ def _cache_of_process() -> KernelCache:
 
 
 def load(spec: KernelSpec, arch: str) -> Any:
-    """The raw TVM-FFI function of `spec` for `arch`, from the process's cache (see KernelCache.load)."""
+    """Loads the raw TVM-FFI function of `spec` for `arch` from the process's cache (see KernelCache.load)."""
     return default_cache().load(spec, arch)
 
 
 def load_many(
     specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
 ) -> list[Any]:
-    """The functions of `specs`, compiling in parallel what is missing (see KernelCache.load_many)."""
+    """Loads the functions of `specs`, compiling in parallel what is missing (see KernelCache.load_many)."""
     return default_cache().load_many(specs, arch, jobs, progress)
 
 

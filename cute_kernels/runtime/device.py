@@ -23,7 +23,7 @@ def supported() -> str:
 
 
 def arch_of(device_index: int | None = None) -> str:
-    """The architecture of a CUDA device, such as "sm_90a"; of the current device if no index is given.
+    """Returns the architecture of a CUDA device, such as "sm_90a"; of the current device if no index is given.
 
     Raises UnsupportedGPUError, naming the device and what is supported.
     """

@@ -16,7 +16,7 @@ Kind = Literal["tensor", "address", "int64", "int32", "float32"]
 
 
 def compile_options(arch: str, *extra: str) -> str:
-    """The options string every kernel passes to `cute.compile`.
+    """Returns the options string every kernel passes to `cute.compile`.
 
     `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
     (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.

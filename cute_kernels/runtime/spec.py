@@ -75,19 +75,19 @@ class KernelSpec(ABC):
         return f"{self.family}_{digest[:16]}"
 
     def policies(self) -> tuple[object, ...]:
-        """The objects that decide the kernel besides `config` and the names that the code reaches. These are objects
-        that the configuration knows by name, such as formats, and "module:attribute" of code that is imported late.
+        """Returns the objects that decide the kernel besides `config` and the names that the code reaches: formats,
+        which the configuration knows by name, and "module:attribute" of code that is imported late.
 
         :mod:`.sources` has the rest. None as a rule.
         """
         return ()
 
     def modules(self) -> tuple[str, ...]:
-        """Modules outside this package that a process must have imported to compile the kernel; none as a rule."""
+        """Returns the modules outside this package that a process must import to compile the kernel; none as a rule."""
         return ()
 
     def config_json(self) -> str:
-        """The configuration as canonical JSON (sorted keys), which `wanted` makes a spec of again.
+        """Returns the configuration as canonical JSON (sorted keys), which `wanted` makes a spec of again.
 
         Where a value's fields do not tell its class, as of policies and formats, it has it as "class".
 
@@ -101,7 +101,7 @@ class KernelSpec(ABC):
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
 
     def identity_json(self) -> str:
-        """`config_json` with the names of classes, but not of the modules that they lie in: they may move."""
+        """Returns `config_json` with the names of classes, but not of their modules, which may move."""
         return re.sub(r'"class":"[\w.]+:', '"class":"', self.config_json())
 
     @property

@@ -82,7 +82,7 @@ rect {{ stroke: #8a8a8a; stroke-width: 0.6; }}
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure as an SVG document; hovering shows a cell's facts in any browser."""
+    """Draws the figure as an SVG document; hovering shows a cell's facts in any browser."""
     grids = [_Grid(panel) for panel in figure.panels]
     if not figure.across:
         for grid in grids:  # columns of one panel stand under those of another
@@ -140,7 +140,7 @@ g.lit rect { stroke: #000; stroke-width: 2.2; }
 
 
 def to_html(figure: Figure) -> str:
-    """The figure as a self-contained page: hover tells the facts and lights up the cells of the same group."""
+    """Draws the figure as a self-contained page: hover tells the facts and lights up the cells of the same group."""
     title = html.escape(figure.title)
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
@@ -150,7 +150,7 @@ def to_html(figure: Figure) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure; the suffix chooses ``.svg`` or ``.html``.
+    """Writes a figure; the suffix chooses ``.svg`` or ``.html``.
 
     Raises:
         ValueError: another suffix.

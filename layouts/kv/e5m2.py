@@ -42,7 +42,7 @@ class Fp8E5M2(KvRow):
         return (Field("codes", "e5m2", 0, self.head_dim, "high byte of an fp16"),)
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., head_dim]; errors as `KvRow.check_input`."""
+        """Converts floating [..., head_dim] to uint8 rows [..., head_dim]; errors as `KvRow.check_input`."""
         self.check_no_scale(scale)
         self.check_input(x)
         values = finite(x, E5M2_MAX).float()
@@ -56,25 +56,25 @@ class Fp8E5M2(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., head_dim] to ``dtype`` [..., head_dim]; exact but for dtypes narrower than fp16."""
+        """Converts uint8 rows [..., head_dim] to ``dtype`` [..., head_dim]; exact but for dtypes narrower than fp16."""
         self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         return self.unpack(rows)[0].to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes float8_e5m2 [..., head_dim],) to uint8 rows."""
+        """Packs (codes float8_e5m2 [..., head_dim],) into uint8 rows."""
         if len(parts) != 1:
             raise ValueError(f"pack got {len(parts)} parts; want 1: codes")
         check_part(parts[0], "codes", torch.float8_e5m2, self.head_dim)
         return bytes_of(parts[0]).clone()
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """uint8 rows [..., head_dim] to (codes float8_e5m2 [..., head_dim],)."""
+        """Splits uint8 rows [..., head_dim] into (codes float8_e5m2 [..., head_dim],)."""
         self.check_rows(rows)
         return (reinterpret(rows, torch.float8_e5m2),)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         size = x.double().abs()

@@ -62,7 +62,7 @@ class KvRow(abc.ABC):
 
     @abc.abstractmethod
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., row_bytes].
+        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
         NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is
         for formats whose scale lies outside the row; others refuse it (`check_no_scale`).
@@ -72,22 +72,24 @@ class KvRow(abc.ABC):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; float64 evaluates the stored numbers exactly."""
+        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; float64 evaluates the stored numbers
+        exactly."""
 
     @abc.abstractmethod
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """The parts of a row (codes first) to uint8 rows [..., row_bytes]."""
+        """Packs the parts of a row (codes first) into uint8 rows [..., row_bytes]."""
 
     @abc.abstractmethod
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """uint8 rows [..., row_bytes] to the parts that `pack` takes."""
+        """Splits uint8 rows [..., row_bytes] into the parts that `pack` takes."""
 
     @abc.abstractmethod
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Upper bound, per element in float64, of ``|dequantize(quantize(x)) - x|`` for finite x in range."""
+        """Returns an upper bound, per element in float64, of ``|dequantize(quantize(x)) - x|`` for finite x in
+        range."""
 
     def describe(self) -> str:
-        """The byte map as text, one line per field."""
+        """Describes the byte map as text, one line per field."""
         lines = [f"{self.name}: {self.head_dim} elements in {self.row_bytes} bytes"]
         for field in self.fields:
             span = f"[{field.offset}, {field.end})"
@@ -95,7 +97,7 @@ class KvRow(abc.ABC):
         return "\n".join(lines)
 
     def verify(self) -> tuple[Proof, ...]:
-        """Check the format against its own statements; raises `ProofError` where one does not hold."""
+        """Checks the format against its own statements; raises `ProofError` where one does not hold."""
         return (self._verify_byte_map(), self._verify_bytes_round_trip(), self._verify_error_bound())
 
     def _verify_byte_map(self) -> Proof:
@@ -119,7 +121,7 @@ class KvRow(abc.ABC):
         return prove(holds, "|dequantize(quantize(x)) - x| <= error_bound(x)", "sampled", x.numel())
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raise unless x is a floating tensor [..., head_dim]."""
+        """Raises unless x is a floating tensor [..., head_dim]."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is {type(x).__name__}; want a torch tensor [..., {self.head_dim}]")
         if x.dtype not in FLOATING:
@@ -128,16 +130,16 @@ class KvRow(abc.ABC):
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., {self.head_dim}] (head_dim)")
 
     def check_no_scale(self, scale: torch.Tensor | None) -> None:
-        """Raise if a scale is given: the row holds all that it needs."""
+        """Raises if a scale is given: the row holds all that it needs."""
         if scale is not None:
             raise ValueError(f"scale is given; {self.name} rows have no scale outside the row")
 
     def check_rows(self, rows: torch.Tensor) -> None:
-        """Raise unless rows is uint8 [..., row_bytes]."""
+        """Raises unless rows is uint8 [..., row_bytes]."""
         check_part(rows, "rows", torch.uint8, self.row_bytes)
 
     def check_output_dtype(self, dtype: torch.dtype) -> None:
-        """Raise unless dtype is a floating dtype that `dequantize` can produce."""
+        """Raises unless dtype is a floating dtype that `dequantize` can produce."""
         if dtype not in FLOATING:
             raise TypeError(f"dtype is {dtype}; want one of {', '.join(map(str, FLOATING))}")
 

@@ -91,7 +91,7 @@ class Int4Row(KvRow):
         return (*header, codes)
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., row_bytes]; rounding and saturation as the class says.
+        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes]; rounding and saturation as the class says.
 
         Raises:
             TypeError: x is not a floating tensor.
@@ -111,7 +111,7 @@ class Int4Row(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim].
+        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim].
 
         float64 is exact (the product and the sum fit); other dtypes compute in float32, where only the sum rounds,
         and round once more to ``dtype``.
@@ -129,7 +129,8 @@ class Int4Row(KvRow):
         return values.flatten(-2).to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes uint8 [..., head_dim], scale fp16 [..., num_groups], shift fp16 [..., num_groups]) to uint8 rows.
+        """Packs (codes uint8 [..., head_dim], scale fp16 [..., num_groups], shift fp16 [..., num_groups]) into uint8
+        rows.
 
         Raises:
             TypeError: a part has another dtype.
@@ -146,7 +147,7 @@ class Int4Row(KvRow):
         return self._join(codes, scale, shift)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 rows [..., row_bytes] to (codes uint8 [..., head_dim], scale, shift: fp16 [..., num_groups]).
+        """Splits uint8 rows [..., row_bytes] into (codes uint8 [..., head_dim], scale, shift: fp16 [..., num_groups]).
 
         Raises:
             TypeError: rows is not uint8.
@@ -160,7 +161,7 @@ class Int4Row(KvRow):
         return codes, scale.contiguous(), shift.contiguous()
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         low, high = torch.aminmax(x.double().unflatten(-1, (self.num_groups, self.group_size)), dim=-1, keepdim=True)

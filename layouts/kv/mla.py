@@ -116,7 +116,7 @@ class MlaFp8(_MlaToken):
         )
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes float8_e4m3fn [..., 512], scales fp32 [..., 4], rope bf16 [..., 64]) to uint8 [..., 656]."""
+        """Packs (codes float8_e4m3fn [..., 512], scales fp32 [..., 4], rope bf16 [..., 64]) into uint8 [..., 656]."""
         codes, scale, rope = _three(parts)
         check_part(codes, "codes", torch.float8_e4m3fn, self.latent_dim)
         check_part(scale, "scales", torch.float32, self.num_tiles)
@@ -125,7 +125,7 @@ class MlaFp8(_MlaToken):
         return torch.cat((bytes_of(codes), bytes_of(scale), bytes_of(rope)), dim=-1)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 [..., 656] to (codes float8_e4m3fn, scales fp32, rope bf16)."""
+        """Splits uint8 [..., 656] into (codes float8_e4m3fn, scales fp32, rope bf16)."""
         self.check_rows(rows)
         codes = reinterpret(rows[..., :512], torch.float8_e4m3fn)
         scale = reinterpret(rows[..., 512:528], torch.float32)
@@ -171,7 +171,8 @@ class MlaModel1(_MlaToken):
         )
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes float8_e4m3fn [..., 448], rope bf16 [..., 64], scales and pad uint8 [..., 8]) to uint8 [..., 584]."""
+        """Packs (codes float8_e4m3fn [..., 448], rope bf16 [..., 64], scales and pad uint8 [..., 8]) into uint8 [...,
+        584]."""
         codes, rope, scale = _three(parts)
         check_part(codes, "codes", torch.float8_e4m3fn, self.latent_dim)
         check_part(rope, "rope", torch.bfloat16, ROPE_DIM)
@@ -180,18 +181,19 @@ class MlaModel1(_MlaToken):
         return torch.cat((bytes_of(codes), bytes_of(rope), scale), dim=-1)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 [..., 584] to (codes float8_e4m3fn, rope bf16, scales and pad uint8)."""
+        """Splits uint8 [..., 584] into (codes float8_e4m3fn, rope bf16, scales and pad uint8)."""
         self.check_rows(rows)
         codes = reinterpret(rows[..., :448], torch.float8_e4m3fn)
         rope = reinterpret(rows[..., 448:576], torch.bfloat16)
         return codes, rope, rows[..., 576:].contiguous()
 
     def page_bytes(self, page_size: int, alignment: int = 1) -> int:
-        """Bytes of a page of ``page_size`` tokens, rounded up to ``alignment`` (FlashMLA's tests use 576)."""
+        """Returns the bytes of a page of ``page_size`` tokens, rounded up to ``alignment`` (FlashMLA's tests use
+        576)."""
         return -(-page_size * self.row_bytes // alignment) * alignment
 
     def to_pages(self, rows: torch.Tensor, alignment: int = 1) -> torch.Tensor:
-        """uint8 tokens [..., page_size, 584] to pages [..., page_bytes]; padding is 0."""
+        """Converts uint8 tokens [..., page_size, 584] to pages [..., page_bytes]; padding is 0."""
         self.check_rows(rows)
         if rows.ndim < 2:
             raise ValueError(f"rows has shape {tuple(rows.shape)}; want [..., page_size, {self.row_bytes}]")
@@ -201,7 +203,7 @@ class MlaModel1(_MlaToken):
         return torch.nn.functional.pad(torch.cat((data, scales), dim=-1), (0, padding))
 
     def from_pages(self, pages: torch.Tensor, page_size: int) -> torch.Tensor:
-        """uint8 pages [..., at least page_bytes] to tokens [..., page_size, 584]."""
+        """Converts uint8 pages [..., at least page_bytes] to tokens [..., page_size, 584]."""
         if pages.dtype != torch.uint8:
             raise TypeError(f"pages has dtype {pages.dtype}; want torch.uint8")
         if pages.ndim == 0 or pages.shape[-1] < self.page_bytes(page_size):
@@ -269,7 +271,7 @@ class MlaDense(KvRow):
         )
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 [..., row_bytes]; errors as `check_input`."""
+        """Converts floating [..., head_dim] to uint8 [..., row_bytes]; errors as `check_input`."""
         self.check_no_scale(scale)
         self.check_input(x)
         return bytes_of(finite(x, self.limit).to(self.torch_dtype))
@@ -277,14 +279,14 @@ class MlaDense(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 [..., row_bytes] to ``dtype`` [..., head_dim]."""
+        """Converts uint8 [..., row_bytes] to ``dtype`` [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         self.check_rows(rows)
         return reinterpret(rows, self.torch_dtype).to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(latent [..., latent_dim], rope [..., 64]), both in the format's dtype, to uint8 [..., row_bytes]."""
+        """Packs (latent [..., latent_dim], rope [..., 64]), both in the format's dtype, into uint8 [..., row_bytes]."""
         if len(parts) != 2:
             raise ValueError(f"pack got {len(parts)} parts; want 2")
         latent, rope = parts
@@ -294,13 +296,13 @@ class MlaDense(KvRow):
         return torch.cat((bytes_of(latent), bytes_of(rope)), dim=-1)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 [..., row_bytes] to (latent, rope)."""
+        """Splits uint8 [..., row_bytes] into (latent, rope)."""
         self.check_rows(rows)
         numbers = reinterpret(rows, self.torch_dtype)
         return numbers[..., : self.latent_dim], numbers[..., self.latent_dim :]
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Half a unit in the last place, ``|x| / 256`` or ``|x| / 2048``, and half the smallest number."""
+        """Returns half a unit in the last place, ``|x| / 256`` or ``|x| / 2048``, and half the smallest number."""
         self.check_no_scale(scale)
         self.check_input(x)
         info = torch.finfo(self.torch_dtype)

@@ -74,7 +74,7 @@ class ZeroPointRow(KvRow):
         )
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., row_bytes].
+        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
         Raises:
             TypeError: x is not a floating tensor.
@@ -92,7 +92,7 @@ class ZeroPointRow(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim].
+        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim].
 
         Raises:
             TypeError: rows is not uint8, or dtype is not floating.
@@ -105,8 +105,8 @@ class ZeroPointRow(KvRow):
         return ((codes.to(work) - zero.to(work)) * step.to(work)).to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes uint8 [..., head_dim], scale fp32 [..., 1], zero point uint8 [..., 1]) to uint8 rows; of the scale the
-        low 4 bits are lost.
+        """Packs (codes uint8 [..., head_dim], scale fp32 [..., 1], zero point uint8 [..., 1]) into uint8 rows. The
+        scale's low 4 bits are lost.
 
         Raises:
             TypeError: a part has another dtype.
@@ -124,7 +124,8 @@ class ZeroPointRow(KvRow):
         return self._join(codes, step, zero)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 rows [..., row_bytes] to (codes uint8 [..., head_dim], scale fp32 [..., 1], zero point uint8 [..., 1]).
+        """Splits uint8 rows [..., row_bytes] into (codes uint8 [..., head_dim], scale fp32 [..., 1], zero point uint8
+        [..., 1]).
 
         Raises:
             TypeError: rows is not uint8.
@@ -137,7 +138,7 @@ class ZeroPointRow(KvRow):
         return codes, (word & ~ZERO_POINT).view(torch.float32), (word & ZERO_POINT).to(torch.uint8)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         low, high = torch.aminmax(x.double(), dim=-1, keepdim=True)

@@ -59,12 +59,12 @@ class ExtendReader:
     """How extend attention's producer warps make fp16 tiles of a format's codes.
 
     Args:
-        words: import path of the class that makes numbers of a word of codes, see `cute_kernels.attention.loads.rows`.
+        words: import path of the class that converts a word of codes, see `cute_kernels.attention.loads.rows`.
         scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
             front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
             the numbers), or in "groups" (a word in front for each group, which goes into the numbers).
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
-        unit: what the tile's numbers are to be multiplied with.
+        unit: the factor that the tile's numbers still lack.
     """
 
     words: str
@@ -151,11 +151,11 @@ class KvFormat:
         return self.read_as or self.name
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Whether a cache can be used with q, k and v of ``dtype``: rows of plain elements need their own."""
+        """Returns whether a cache can be used with q, k and v of ``dtype``: rows of plain elements need their own."""
         return self.is_coded or self.cache_dtype == dtype
 
     def row(self, head_dim: int) -> KvRow:
-        """The row's bytes at a head_dim; ValueError where there is no such row, or where it has nothing but
+        """Returns the bytes of a row at a head_dim. Raises ValueError if there is no such row, or if it has nothing but
         elements."""
         if self.make_row is None:
             raise ValueError(f"kv_format: got {self.name!r}, whose rows are plain elements, want a format of codes")
@@ -167,15 +167,15 @@ class KvFormat:
         return self.block_tokens > 1
 
     def header_words(self, head_dim: int) -> int:
-        """Words in front of a row's codes."""
+        """Returns the number of words in front of a row's codes."""
         return head_dim // self.block_tokens if self.in_blocks else self.header_bytes // 4
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a row."""
+        """Returns the bytes of a row."""
         return 4 * self.header_words(head_dim) + head_dim * self.code_bits // 8
 
     def row_elements(self, head_dim: int) -> int:
-        """Elements of one row of the cache: one token of one KV head."""
+        """Returns the number of elements of one row of the cache: one token of one KV head."""
         return self.row_bytes(head_dim) if self.is_coded else head_dim
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -200,7 +200,7 @@ class KvFormat:
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self, *uses: Use) -> tuple[str, ...]:
-        """The import paths of the format's device code for some uses, for all if none is named, as
+        """Returns the import paths of the format's device code for some uses, for all if none is named, as
         "module:attribute"."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
@@ -209,6 +209,6 @@ class KvFormat:
 
 
 def load_code(place: str) -> Any:
-    """The class at "module:attribute"."""
+    """Returns the class at "module:attribute"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

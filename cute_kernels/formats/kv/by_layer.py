@@ -55,7 +55,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
 
     @classmethod
     def load(cls, path: str | Path) -> LayerFormats:
-        """The formats of a file.
+        """Reads the formats of a file that `save` wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -92,7 +92,8 @@ def check_layers(kv_format: object, num_layers: int | None = None) -> None:
 
 
 def formats_of_layer(kv_format: object, layer: int) -> tuple[KvFormatName, KvFormatName]:
-    """K's and V's of a layer, of a name, a pair, or a mapping by the layer's number (-1: all others).
+    """Returns K's and V's formats in a layer. ``kv_format`` is a name, a pair, or a mapping by the layer's number, -1
+    for all others.
 
     Raises TypeError for anything else, ValueError if a mapping has none for the layer.
     """

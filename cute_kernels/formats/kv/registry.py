@@ -54,12 +54,12 @@ def register(form: KvFormat) -> KvFormat:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all formats, those that ship first."""
+    """Returns the names of all formats, those that ship first."""
     return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
 
 
 def format_of(name: str) -> KvFormat:
-    """The format called ``name``; ValueError lists the known names, TypeError is raised for no name."""
+    """Returns the format called ``name``. Raises ValueError with the known names, or TypeError if it is no name."""
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:
@@ -72,7 +72,7 @@ def format_of(name: str) -> KvFormat:
 
 
 def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
-    """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
+    """Returns the names of K's and V's formats. Raises TypeError unless ``kv_format`` is a name or a pair of names."""
     if isinstance(kv_format, str):
         name = cast("KvFormatName", kv_format)  # `format_of` says whether there is such a one
         return name, name
@@ -85,8 +85,8 @@ def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
 
 
 def modules_of(*names: str) -> tuple[str, ...]:
-    """The modules outside this package that the device code of some formats lies in: what a process must import to
-    compile kernels for them."""
+    """Returns the modules outside this package that hold the device code of some formats. A process must import them to
+    compile kernels for these formats."""
     places = (place for name in names for place in format_of(name).places())
     return tuple(dict.fromkeys(module for place in places if _is_foreign(module := place.partition(":")[0])))
 

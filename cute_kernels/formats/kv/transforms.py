@@ -79,7 +79,7 @@ class CacheTransform:
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name: k_center, k_factor, v_factor, those that it has."""
+        """The tensors that it has, by name: k_center, k_factor and v_factor."""
         named = {"k_center": self.k_center, "k_factor": self.k_factor, "v_factor": self.v_factor}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -142,12 +142,13 @@ class CacheTransform:
         return digest.hexdigest()[:16]
 
     def validate(self, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> None:
-        """ValueError unless the transform is for a cache of these sizes; v_head_dim: of V, if not head_dim."""
+        """Raises ValueError unless the transform is for a cache of these sizes. v_head_dim: V's, if it differs from
+        head_dim."""
         device = next((array.device for array in self.arrays.values()), torch.device("cpu"))
         self._check_fit(num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, device)
 
     def to(self, device: torch.device | str | None) -> CacheTransform:
-        """The same with its arrays on a device; itself if they are there."""
+        """Returns the transform with its arrays on a device; itself if they are there."""
         moved = {name: array.to(device) for name, array in self.arrays.items()}
         if all(moved[name] is array for name, array in self.arrays.items()):
             return self
@@ -157,7 +158,7 @@ class CacheTransform:
     # In x's dtype, 16-bit ones in fp32 and rounded once.
 
     def keys(self, k: torch.Tensor) -> torch.Tensor:
-        """k' of k, floating [..., num_kv_heads, head_dim] after RoPE."""
+        """Transforms keys k to k', floating [..., num_kv_heads, head_dim] after RoPE."""
         x = _wide(k)
         x = x if self.k_center is None else x - self.k_center.to(x.dtype)
         x = x if self.k_factor is None else x * self.k_factor.to(x.dtype)
@@ -170,28 +171,29 @@ class CacheTransform:
         return (x if self.k_center is None else x + self.k_center.to(x.dtype)).to(k.dtype)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        """v' of v, floating [..., num_kv_heads, v_head_dim]."""
+        """Transforms values v to v', floating [..., num_kv_heads, v_head_dim]."""
         x = _wide(v)
         x = x if self.v_factor is None else x * self.v_factor.to(x.dtype)
         return rotated(x, self.v_rotation).to(v.dtype)
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """q' of q, floating [..., num_q_heads, head_dim] after RoPE, num_q_heads a multiple of num_kv_heads."""
+        """Transforms queries q to q', floating [..., num_q_heads, head_dim] after RoPE. num_q_heads is a multiple of
+        num_kv_heads."""
         x = _wide(q)
         x = x if self.k_factor is None else x / _per_q_head("q", q, self.k_factor).to(x.dtype)
         return rotated(x, self.k_rotation).to(q.dtype)
 
     def shift(self, q: torch.Tensor) -> torch.Tensor | None:
-        """q . k_center, which q' . k' lacks: [..., num_q_heads], at least fp32, of q after RoPE and *before* `queries`;
-        None without a center. In units of q . k: before softmax_scale."""
+        """Returns q . k_center, which q' . k' lacks: [..., num_q_heads], at least fp32; None without a center. q is
+        taken after RoPE and *before* `queries`. The unit is that of q . k, before softmax_scale."""
         if self.k_center is None:
             return None
         x = _wide(q)
         return (x * _per_q_head("q", q, self.k_center).to(x.dtype)).sum(-1)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
-        """out of out', floating [..., num_q_heads, v_head_dim]: attention over v' as it would be over v. On
-        [..., num_kv_heads, v_head_dim] it undoes `values`."""
+        """Recovers attention's output over v from the output over v', floating [..., num_q_heads, v_head_dim]. On [...,
+        num_kv_heads, v_head_dim] it undoes `values`."""
         x = rotated(_wide(out), self.v_rotation)
         return (x if self.v_factor is None else x / _per_q_head("out", out, self.v_factor).to(x.dtype)).to(out.dtype)
 

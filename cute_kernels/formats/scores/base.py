@@ -39,7 +39,7 @@ class OptionTensor:
     dtype: torch.dtype = torch.float32
 
     def shape_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in a call of ``sizes``."""
+        """Returns the shape in a call of ``sizes``."""
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:
@@ -76,7 +76,7 @@ class KeyBlock:
         return (self.keys_at - self.query_positions[:, :, None])[:, :, None, None, :]
 
     def by_head(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [num_q_heads] as [num_kv_heads, group, 1], to be combined with scores."""
+        """Reshapes a tensor [num_q_heads] to [num_kv_heads, group, 1], which broadcasts over scores."""
         return values.to(dtype).reshape(self.call.num_kv_heads, self.call.group, 1)
 
 
@@ -97,7 +97,7 @@ class ScoreOption(ABC):
     fits_four_blocks: ClassVar[bool] = False
 
     def is_in(self, features: Features) -> bool:
-        """Whether a compiled variant with these features has it."""
+        """Returns whether a compiled variant with these features has it."""
         return self.name in features.terms
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ScoreOption(ABC):
         """Computes scores [batch, q_len, num_kv_heads, group, tokens] in natural units."""
 
     def sample(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Tensors of a call of ``sizes`` for tests, on the generator's device: standard normal."""
+        """Makes tensors of a call of ``sizes`` for tests: standard normal, on the generator's device."""
         shapes = {tensor.name: tensor.shape_of(sizes) for tensor in self.tensors}
         return {
             name: torch.randn(shape, generator=generator, device=generator.device) for name, shape in shapes.items()

@@ -39,12 +39,12 @@ def register(option: ScoreOption) -> ScoreOption:
 
 
 def known() -> tuple[ScoreOption, ...]:
-    """All options, in the order in which they are applied to scores."""
+    """Returns all options, in the order in which they are applied to scores."""
     return (*OPTIONS, *_registered.values())
 
 
 def options_in(features: Features) -> list[ScoreOption]:
-    """The options that a compiled variant has, in order; ValueError names one that is not registered."""
+    """Returns the options of a compiled variant, in order. Raises ValueError for one that is not registered."""
     for name in features.terms:
         if name not in _registered:
             raise ValueError(f"score_options: got {name!r}, want one of {', '.join(_registered)}")
@@ -52,12 +52,12 @@ def options_in(features: Features) -> list[ScoreOption]:
 
 
 def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
-    """The tensors that calls give registered options."""
+    """Returns the tensors that a call passes to registered options."""
     return [tensor for name in names for tensor in _registered[name].tensors]
 
 
 def tensors_in(features: Features) -> list[OptionTensor]:
-    """The tensors whose addresses a launch of a variant takes, in order."""
+    """Returns the tensors whose addresses a launch of a variant needs, in order."""
     return [tensor for option in options_in(features) for tensor in option.tensors]
 
 
@@ -68,7 +68,7 @@ def check_mapping(given: object) -> None:
 
 
 def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The options that a call's ``score_options`` ask for, by name and in order.
+    """Returns the options that a call's ``score_options`` name, in the order in which they are applied.
 
     Raises:
         TypeError, ValueError: it is no mapping, names a tensor that no option has, lacks one of an option's, or a
@@ -89,7 +89,7 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call as a registered operator takes them: names and tensors of ``score_options`` side by side."""
+    """Lists a call's options as a registered operator takes them: names and tensors of ``score_options``."""
     given = dict(options)
     tensors = given.pop("score_options", None)
     if tensors:
@@ -107,7 +107,8 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:
-    """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
+    """Returns the modules outside this package that a process must import to compile a variant's options, or all
+    options."""
     options = known() if features is None else options_in(features)
     names = dict.fromkeys(option.term.partition(":")[0] for option in options)
     return tuple(name for name in names if name.partition(".")[0] != __name__.partition(".")[0])

@@ -99,7 +99,7 @@ class WeightFormat(ABC):
         return self.key
 
     def symbol_name(self, dtype: str) -> str:
-        """The format and the activations' dtype in names of kernels."""
+        """Returns the format and the activations' dtype in names of kernels."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
 
     @property
@@ -152,16 +152,16 @@ class WeightFormat(ABC):
         return 0
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """The simplest format for a weight, and its zero points: without zero points where the weight needs none. May
-        wait for a GPU."""
+        """Returns the simplest format for a weight, and its zero points: none where the weight needs none. May wait for
+        a GPU."""
         return self, zeros
 
     def with_zero_points(self, has_zeros: bool) -> WeightFormat:
-        """The same with zero points or without, where there are both."""
+        """Returns the format with zero points or without, where both exist."""
         return self
 
     def with_group_size(self, group_size: int) -> WeightFormat:
-        """The same with scales for other groups, 0 for one per row. Raises ValueError if there is none registered."""
+        """Returns the format with another group size; 0 is one scale a row. Raises ValueError if none is registered."""
         if group_size == self.group_size:
             return self
         found = weight_format(replace(self, group_size=group_size).key)
@@ -172,16 +172,16 @@ class WeightFormat(ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
+        """Returns the dtype of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
-        """The inverse of `scale_dtype`. Raises TypeError if no weight has such scales."""
+        """Returns the inverse of `scale_dtype`. Raises TypeError if no weight has such scales."""
         return scale_dtype
 
     @abstractmethod
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """The weights that codes stand for, exactly, in fp32: the reference.
+        """Returns the weights that codes stand for, exactly, in fp32: the reference.
 
         Args:
             codes: uint8 [rows, G, group]. scales: [rows, G]. zeros: uint8 [rows, G], of formats that have them.
@@ -192,16 +192,16 @@ class WeightFormat(ABC):
         return
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
+        """Returns scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
         return scales
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The stored scales nearest to fp32 ``values``, which are positive, for activations of ``dtype``."""
+        """Rounds positive fp32 ``values`` to the nearest stored scales, for activations of ``dtype``."""
         return values.to(self.scale_dtype(dtype))
 
     @abstractmethod
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(scales, zeros) [rows, G] for weights fp32 [rows, G, group], finite, and activations of ``dtype``.
+        """Chooses (scales, zeros) [rows, G] for finite weights fp32 [rows, G, group] and activations of ``dtype``.
 
         Raises:
             ValueError: a group wants a scale that there is none of.
@@ -209,11 +209,11 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """Codes uint8 [rows, G, group] nearest to weights fp32 [rows, G, group], with such scales and zero points."""
+        """Rounds weights fp32 [rows, G, group] to codes uint8 [rows, G, group], with given scales and zero points."""
 
     def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
-        """Scales of the second level, fp32 [N], for weights [N, K], which `choose_scales` and `choose_codes` are given
-        divided by them; of formats with `row_scales`."""
+        """Chooses scales of the second level, fp32 [N], for weights [N, K] of formats with `row_scales`.
+        `choose_scales` and `choose_codes` get the weights divided by them."""
         raise NotImplementedError(f"{self.key} has no scales of a second level")
 
     # -- device --------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
 
     def scales_codes(self, dtype: str) -> bool:
-        """Whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
+        """Returns whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
@@ -248,7 +248,7 @@ class WeightFormat(ABC):
     # -- identity ------------------------------------------------------------------------------------------------------
 
     def registered(self) -> WeightFormat:
-        """The registered object of this key."""
+        """Returns the registered object of this key."""
         return weight_format(self.key)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -286,12 +286,12 @@ def register(weight_format: Format) -> Format:
 
 
 def registered_formats() -> tuple[WeightFormat, ...]:
-    """All formats, in the order in which they were registered."""
+    """Returns all formats, in the order in which they were registered."""
     return tuple(_FORMATS.values())
 
 
 def weight_format(key: str, argument: str = "format") -> WeightFormat:
-    """The format of a key, with or without its underscore, or of a name that `named` gave it.
+    """Returns the format of a key, with or without its underscore, or of a name that `named` gave it.
 
     Raises:
         ValueError: there is none; the message names the argument, and what is near.

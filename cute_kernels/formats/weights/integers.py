@@ -74,8 +74,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         return self.bits, self.group_size
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """The format without zero points where all of them are the symmetric one, else with them; and the zero
-        points."""
+        """Returns the format without zero points if all of them are the symmetric one, else the one with them; and the
+        zero points."""
         if zeros is None or bool((zeros == self.symmetric_zero).all()):
             return self.with_zero_points(False), None
         return self.with_zero_points(True), zeros
@@ -172,7 +172,7 @@ class Int4Codes(E4m3Decoder):
 
 
 def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = False) -> IntegerFormat:
-    """The format of integer codes.
+    """Returns the format of integer codes.
 
     Args:
         bits: 4 or 8.

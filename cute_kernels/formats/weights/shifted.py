@@ -56,12 +56,12 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def pairs(self, scales: torch.Tensor, shifts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Stored scales of floating scales and shifts of one shape, rounded to ``dtype``."""
+        """Packs floating scales and shifts of one shape into stored scales, rounded to ``dtype``."""
         both = torch.stack((scales.to(dtype), shifts.to(dtype)), dim=-1)
         return both.view(self.scale_dtype(dtype)).squeeze(-1)
 
     def parts(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scales, shifts) of stored scales."""
+        """Splits stored scales into (scales, shifts)."""
         both = stored.contiguous().unsqueeze(-1).view(self.activation_dtype(stored.dtype))
         return both[..., 0], both[..., 1]
 
@@ -80,7 +80,7 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
             raise ValueError(f"scales: got {most:g}, want scales below {limit:.0f} in {own.dtype}")
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        """The codes span the range of a group, whether or not 0 is in it."""
+        """Chooses scales and shifts whose codes span the range of a group, whether or not 0 is in it."""
         low, high = w.amin(dim=-1).double(), w.amax(dim=-1).double()
         scales = quotient(high - low, (1 << self.bits) - 1)
         scales = self.pairs(scales, low + self.symmetric_zero * scales, dtype)
@@ -165,5 +165,6 @@ _SHIFTED = {
 
 
 def shifted(bits: int, group_size: int) -> ShiftedFormat:
-    """The format of codes of 4 or 8 bits in groups of 16, 32, 64, 128 or 256 inputs; KeyError if there is none."""
+    """Returns the format of 4- or 8-bit codes in groups of 16, 32, 64, 128 or 256 inputs. Raises KeyError if there is
+    none."""
     return _SHIFTED[bits, group_size]

@@ -56,7 +56,7 @@ class ActivationFunction(ABC):
         _BY_NAME.setdefault(self.name, self)
 
     def wanted_numbers(self) -> str:
-        """What is wanted of its numbers, "" if they are so."""
+        """Says what its numbers have to be, or "" if they are right."""
         finite = all(math.isfinite(getattr(self, field.name)) for field in fields(self))
         return "" if finite else "finite numbers"
 
@@ -69,7 +69,7 @@ class ActivationFunction(ABC):
         """Computes one thread's x, or gate and up, with ``math`` alone: its file needs no compiler."""
 
     def of_rows(self, y: torch.Tensor) -> torch.Tensor:
-        """The reference of y [..., N]; [..., N / 2] where even columns are gates and odd ones ups."""
+        """Computes the reference for y [..., N]: [..., N / 2] if even columns are gates and odd ones ups."""
         return self.reference(y[..., ::2], y[..., 1::2]) if self.gated else self.reference(y)
 
 
@@ -94,7 +94,7 @@ def registered_names() -> tuple[str, ...]:
 
 
 def activation_named(given: object) -> ActivationFunction | None:
-    """The activation of a name, or the one that is given; None for None.
+    """Returns the activation of a name. An activation or None is returned as it is.
 
     Raises:
         ValueError: there is none of that name; the message says which there are.
@@ -103,8 +103,8 @@ def activation_named(given: object) -> ActivationFunction | None:
 
 
 def experts_activation(given: object, others: str = "") -> ActivationFunction:
-    """Returns `activation_named`, which experts always have. Raises ValueError for any other; others: what is wanted
-    besides."""
+    """Returns an activation, given as it is or by its name. Raises ValueError for anything else. others: further
+    choices that the message names."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction):
         raise ValueError(f"activation: got {given!r}, want {others}{', '.join(map(repr, registered_names()))}")
@@ -122,19 +122,19 @@ def _parsed(name: str) -> ActivationFunction | None:
 
 
 def name_of(given: object) -> str | None:
-    """The name of an activation in operators' arguments."""
+    """Returns the name of an activation in operators' arguments."""
     found = activation_named(given)
     return None if found is None else found.name
 
 
 def number_of(given: object) -> int:
-    """The number of an activation in a launch's arguments; 0 for none."""
+    """Returns the number of an activation in a launch's arguments; 0 for none."""
     found = activation_named(given)
     return 0 if found is None else found.number
 
 
 def config_of(given: object) -> ActivationFunction | None:
-    """An activation as a configuration holds it; None for those that are chosen by a number."""
+    """Returns what a configuration holds of an activation; None if a launch's argument chooses it by a number."""
     found = activation_named(given)
     return None if found is None or found.number else found
 
@@ -145,6 +145,6 @@ def symbol_of(own: ActivationFunction | None) -> str:
 
 
 def out_features(n: int, given: object) -> int:
-    """Columns of the result for a weight of ``n`` rows: a gated activation halves them."""
+    """Returns the columns of the result for a weight of ``n`` rows: a gated activation halves them."""
     found = activation_named(given)
     return n // 2 if found is not None and found.gated else n

@@ -238,7 +238,7 @@ class QuantizedMoE(OfBlock):
     gate: nn.Module
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
+        """Computes the layer for hidden_states [..., hidden] in the scales' dtype; the result has the same shape."""
         modules: Any = self._modules
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -259,7 +259,7 @@ class QuantizedInputScaledMoE(OfBlock):
     router_name = "router"
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([tokens, hidden], the router's logits [tokens, experts]) of hidden_states [..., hidden]."""
+        """Computes (output [tokens, hidden], the router's logits [tokens, experts]) for hidden_states [..., hidden]."""
         modules: Any = self._modules
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores, logits = modules["router"](x)
@@ -297,7 +297,7 @@ class QuantizedRoutedExperts(OfExperts):
         device: torch.device | str | None = None,
         format: WeightFormat | str | None = None,
     ) -> QuantizedRoutedExperts:
-        """The experts with their weights quantised; other arguments as for `quantize_weight`.
+        """Makes the layer of experts and quantises their weights; other arguments as for `quantize_weight`.
 
         ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
         which is called with hidden states, ids and weights; or with biases, as gpt-oss has them, weights transposed and
@@ -316,7 +316,8 @@ class QuantizedRoutedExperts(OfExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
+        """Computes the experts' output [tokens, hidden] for hidden_states [tokens, hidden], with expert ids and weights
+        [tokens, topk]."""
         return self._routed(hidden_states, top_k_index, top_k_weights)
 
 

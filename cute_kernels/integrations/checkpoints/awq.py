@@ -23,7 +23,7 @@ def from_awq(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of an AWQ layer: W[n, k] = (q - z) * s, 4 bits.
+    """Packs the weight of an AWQ layer: W[n, k] = (q - z) * s, 4 bits.
 
     Args:
         qweight: int32 [K, N / 8].

@@ -22,7 +22,8 @@ def from_compressed_tensors(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a layer in "pack-quantized": W[n, k] = (q - z) * s, q and z signed but stored with 8 (128) added.
+    """Packs the weight of a layer in "pack-quantized": W[n, k] = (q - z) * s. q and z are signed, but stored with 8
+    (128) added.
 
     Args:
         weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.

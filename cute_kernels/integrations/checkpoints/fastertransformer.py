@@ -22,7 +22,7 @@ def from_fastertransformer(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a layer preprocessed for an architecture: W[n, k] = q * s, q signed.
+    """Packs the weight of a layer that was preprocessed for an architecture: W[n, k] = q * s, q signed.
 
     Args:
         weight: int8 [K, N], or packed int4 [K, N / 2]; one expert of a stack as [1, K, N] (from sm90 on, experts have

@@ -31,7 +31,7 @@ def from_gptq(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
+    """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
     Some v1 checkpoints are written with v2's zero points and nothing in them says so; a symmetric one shows in zero
     points 9 (129) for every group instead of 8 (128), which is refused.

@@ -24,7 +24,7 @@ def from_hqq(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of an HQQ layer: W = (q - z) * s.
+    """Packs the weight of an HQQ layer: W = (q - z) * s.
 
     Zero points that are all codes stay zero points. Others become shifts in the dtype of the scales: W = (q - m) * s +
     shift with the symmetric zero m and shift = (m - z) * s.

@@ -40,13 +40,13 @@ def load_model(
         path: the directory. Formats as for `load_safetensors`, and what `save_pretrained` wrote of a quantised model.
         config: the quantisation configuration, default that of the directory.
         model_class: a model's class of transformers, or an Auto class, default the one that config.json names first in
-            "architectures". A model without a head passes over the tensors of one.
+            "architectures". A model without a head ignores a head's tensors.
         dtype: of activations and of what is not quantised, bf16 or fp16; default what config.json says, else bf16. The
             layers' scales are rounded to it.
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
         progress: called after each quantised layer with its name, the number of layers done and that of all.
-        activations: as for `load_safetensors`; of what `save_pretrained` wrote of a model of ours it has its own.
+        activations: as for `load_safetensors`. A quantised model that `save_pretrained` wrote has its own.
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
@@ -88,7 +88,7 @@ def load_model(
 
 
 def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
-    """The scales of the KV cache that the checkpoint at ``path`` has, by layer; {} if it has none.
+    """Reads the scales of the KV cache from the checkpoint at ``path``, by layer; {} if it has none.
 
     Those are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one number a
     tensor or one a head: a key is k_scale times its cached number.

@@ -45,7 +45,7 @@ def from_torchao(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
+    """Packs the weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
 
     INT4 is W = (q - 8) * s + z with a floating z. If all z are (8 - zero) * s for integer zeros, up to the rounding
     of z in bf16, the weight gets these zero points. Otherwise it keeps z.

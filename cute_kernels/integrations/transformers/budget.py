@@ -185,7 +185,8 @@ def choose_formats(
     say: Callable[[str], None] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> tuple[LayerFormats, CacheConstants]:
-    """Formats of a model's cache, layer by layer, that lose the least within a budget of bytes, and their constants.
+    """Chooses the formats of a model's cache, layer by layer, that lose the least within a budget of bytes, and finds
+    their constants.
 
     Args:
         model: as `calibrate_cache` takes it.

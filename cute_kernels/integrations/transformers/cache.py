@@ -130,11 +130,11 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """K's and V's, or those of latents."""
+        """The packed rows of K and V, or of latents."""
         return tuple(getattr(self, name) for name in self.stored)
 
     def operands(self) -> dict[str, Any]:
-        """The arguments of the kernels' calls about the cache."""
+        """Returns the arguments about the cache that the kernels' calls take."""
         (k, v), (k_scale, v_scale) = self.rows, self.scales
         known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
         known["cache_layout"] = "HND"
@@ -194,13 +194,13 @@ class DecodeCacheLayer(CacheLayerMixin):
             first.copy_(first.take_along_dim(index, dim=-2))
 
     def get_seq_length(self) -> Any:
-        """Columns of each request in the cache; on the device while a step is recorded."""
+        """Returns the columns of each request in the cache; on the device while a step is recorded."""
         if self.is_initialized and self.columns.static:
             return self.columns.before
         return self.count
 
     def get_max_length(self) -> int:
-        """The most columns; -1 for no limit."""
+        """Returns the most columns that fit; -1 for no limit."""
         return -1 if self.book.max_seq_len is None else self.book.max_seq_len
 
     get_max_cache_shape = get_max_length  # as older releases call it
@@ -225,7 +225,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             self.device = self.rows[0].device  # which `torch.load` may choose
 
     def offload(self) -> None:
-        """Refused: the rows are read by kernels on their own device."""
+        """Refuses: kernels read the rows on their own device."""
         raise NotImplementedError("offload: a DecodeCache stays on its device; want one of transformers' caches")
 
     prefetch = offload
@@ -374,7 +374,8 @@ class DecodeCache(Cache):
 
     @classmethod
     def over(cls, layers: list[Any], book: _Book) -> DecodeCache:
-        """An empty cache in the memory of another one that is not used any more: its recorded steps stay valid."""
+        """Makes an empty cache in the memory of another one that is not used any more: its recorded steps stay
+        valid."""
         cache = cls.__new__(cls)
         cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
         cache._take_layers(layers)
@@ -406,7 +407,7 @@ class DecodeCache(Cache):
         self._select(lambda requests: requests[beam_idx.to(requests.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each request `repeats` times, side by side."""
+        """Repeats each request `repeats` times, side by side."""
         check_count("repeats", repeats, 1)
         self._select(lambda requests: requests.repeat_interleave(repeats))
 

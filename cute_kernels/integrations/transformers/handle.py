@@ -65,8 +65,8 @@ class CachedTokens:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     def to(self, device: torch.device) -> CachedTokens:
-        """The handle itself: layers that read another one's keys ask for them on their own device, and all are on
-        one."""
+        """Returns the handle itself. Layers that read another one's keys ask for them on their own device, and all are
+        on one."""
         if device != self.new_k.device:
             raise ValueError(f"device: got {device}, want the cache's {self.new_k.device}: a model on one device")
         return self
@@ -88,7 +88,7 @@ class CachedTokens:
         self.is_settled = True
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
-        """The rotated queries, for any attention but `attend`; the new keys are rotated as well then."""
+        """Returns the rotated queries, for any attention but `attend`; the new keys are rotated as well then."""
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -118,7 +118,7 @@ class CachedTokens:
         return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **prologue, **options)
 
     def serves(self, asked: dict[str, Any]) -> bool:
-        """Whether `attend` takes these options; an additive bias is [batch, q_len, heads, capacity]."""
+        """Returns whether `attend` takes these options; an additive bias is [batch, q_len, heads, capacity]."""
         return asked["attn_bias"] is None or asked["attn_bias"].dim() == 4
 
     @property
@@ -127,7 +127,8 @@ class CachedTokens:
         return self.columns.is_whole and self.new <= MAX_Q_LEN
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [batch, num_kv_heads, columns, head_dim] of all columns: older ones dequantised, new ones exact."""
+        """Returns K and V [batch, num_kv_heads, columns, head_dim] of all columns: older ones dequantised, new ones
+        exact."""
         if self.columns.static:
             raise NotStaticError("attention reads all keys as tensors, whose number changes")
         if self.new == self.columns.count:

@@ -63,7 +63,7 @@ EVERYTHING = Pattern(causal=False)
 
 
 def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """transformers' mask function of this attention implementation; arguments as its `sdpa_mask` has them.
+    """Makes a mask as transformers asks each attention implementation for one; arguments as those of its `sdpa_mask`.
 
     Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads; or None
     where SDPA needs no mask, causal or not as the attention module is. Where a layer of the model that asks reads masks

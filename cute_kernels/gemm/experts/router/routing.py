@@ -70,5 +70,5 @@ class Routing:
             raise ValueError(f"routing: got top_k {self.top_k} of {kept} experts, want at most as many")
 
     def ranks_logits(self, has_correction: bool) -> bool:
-        """Whether experts are ranked by their logits."""
+        """Returns whether experts are ranked by their logits."""
         return self.scoring == "softmax" and self.groups == 1 and not has_correction
