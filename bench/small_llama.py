@@ -37,7 +37,7 @@ class Scale:
 
 ON_GPU = Scale(512, 1408, 8, 8, 2, 128, context=1024, batch=64, learning_rate=1e-3, seconds=150)
 ON_CPU = Scale(128, 352, 3, 4, 2, 64, context=256, batch=16, learning_rate=3e-3, seconds=60)
-QUICK = Scale(64, 128, 2, 2, 1, 64, context=64, batch=8, learning_rate=3e-3, seconds=10, max_steps=20)
+QUICK = Scale(64, 128, 2, 2, 1, 64, context=64, batch=8, learning_rate=3e-3, seconds=3600, max_steps=20)
 
 
 def llama_config(scale: Any, **others: Any) -> Any:

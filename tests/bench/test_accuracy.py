@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from bench.accuracy import VARIANTS, Variant, calibrate, errors, gaussian, with_
 from cute_kernels.formats.kv import FORMATS
 
 CPU = torch.device("cpu")
-TINY = small_llama.Scale(64, 96, 2, 4, 2, 64, context=24, batch=8, learning_rate=3e-3, seconds=60, max_steps=120)
+TINY = small_llama.Scale(64, 96, 2, 4, 2, 64, context=24, batch=8, learning_rate=3e-3, seconds=math.inf, max_steps=120)
 SENTENCE = "The quick brown fox jumps over the lazy dog and then sleeps in the warm afternoon sun. "
 
 
@@ -238,15 +237,14 @@ def test_every_format_is_measured_and_every_variant_has_a_name_of_its_own():
 @pytest.fixture(scope="module")
 def recorded(one_thread, tmp_path_factory):
     path = tmp_path_factory.mktemp("accuracy") / "accuracy.json"
-    start = time.process_time()  # others that share the cores do not add to it
     assert main(["accuracy", "--quick", "--device", "cpu", "--json", str(path)]) == 0
-    assert time.process_time() - start < 60
     return path
 
 
 def test_a_quick_run_measures_everything(recorded):
     record = records.load(recorded)
     assert record["kind"] == "accuracy" and not record["failures"] and record["seconds"] > 0
+    assert record["model"]["steps"] == small_llama.QUICK.max_steps == 20  # however slow the machine is
     assert [row["name"] for row in record["rows"]] == [variant.name for variant in VARIANTS]
     for row in record["rows"]:
         for part in ("gaussian", "outliers", "captured"):

