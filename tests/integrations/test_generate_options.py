@@ -152,7 +152,7 @@ def test_continuous_batching_runs_over_transformers_attention_with_our_weights()
     config = GenerationConfig(**GREEDY, pad_token_id=0, eos_token_id=63)
     few = ContinuousBatchingConfig(
         num_blocks=4, max_batch_tokens=32
-    )  # else a cache as large as the memory that is free
+    )  # else of all free memory
     batch = model.generate_batch(prompts, generation_config=config, continuous_batching_config=few)
     assert [each.generated_tokens for each in batch.values()] == want
 
