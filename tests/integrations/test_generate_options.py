@@ -150,9 +150,7 @@ def test_continuous_batching_runs_over_transformers_attention_with_our_weights()
     want = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
     model.set_attn_implementation("sdpa")
     config = GenerationConfig(**GREEDY, pad_token_id=0, eos_token_id=63)
-    few = ContinuousBatchingConfig(
-        num_blocks=4, max_batch_tokens=32
-    )  # else of all free memory
+    few = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)  # else of all free memory
     batch = model.generate_batch(prompts, generation_config=config, continuous_batching_config=few)
     assert [each.generated_tokens for each in batch.values()] == want
 
